@@ -42,8 +42,7 @@ STAND_INS = Path(__file__).parent / "stand_ins"
 # what a GPU is needed for most comes first
 WORTH = (
     "kernels/test_virtual_ranks_gpu.py",
-    "ops/test_nvlink.py",
-    "ops/test_fused_gpu.py",
+    "ops/test_fused_op.py",
     "distributed/test_kernel_workspace.py",
     "distributed/test_symmetric.py",
     "kernels/test_all_gather_matmul_kernel.py",

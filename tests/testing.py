@@ -1,4 +1,4 @@
-"""The three rules by which results are judged, poisoned memory, and a small dataset.
+"""The three rules by which results are judged, tests that every rank runs, poisoned memory, and a small dataset.
 
 Belongs here: what tests of several folders judge results with, and give to what they run. No test picks a tolerance:
 - the same bits are promised: `assert_identical`;
@@ -6,11 +6,12 @@ Belongs here: what tests of several folders judge results with, and give to what
 - a result in fewer bits: `assert_kernel_close`, beside what plain torch makes of the same inputs in that dtype.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -137,3 +138,22 @@ def all_exponents(x: Tensor) -> Tensor:
     drawn = torch.randint(-(2**15), 2**15, (GROUP,), generator=torch.Generator().manual_seed(0)).short()
     bits.view(-1)[:GROUP] = drawn[: bits.numel()]
     return bits.view(torch.bfloat16)
+
+
+def on_every_rank(*sizes: int, pool: str = "ranks") -> Callable[[Callable[[], None]], Callable[..., None]]:
+    """Make a test of the function that follows: every rank of a world calls it, once for each of these sizes.
+
+    pool: the fixture that has the worlds.
+    """
+
+    def decorate(function: Callable[[], None]) -> Callable[..., None]:
+        @pytest.mark.parametrize("size", sizes)
+        def test(request: pytest.FixtureRequest, size: int) -> None:
+            request.getfixturevalue(pool)(size).run(function)
+
+        test.__name__, test.__doc__, test.__module__ = function.__name__, function.__doc__, function.__module__
+        test.function = function  # type: ignore[attr-defined]
+        function.__qualname__ = f"{function.__name__}.function"  # the name by which a worker finds it
+        return test
+
+    return decorate

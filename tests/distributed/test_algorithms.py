@@ -7,7 +7,7 @@ import lost_ranks
 import pytest
 import torch
 import torch.distributed as dist
-from testing import assert_identical, assert_same
+from testing import assert_identical, assert_same, on_every_rank
 
 from tpformer.distributed import record_collectives
 from tpformer.distributed.algorithms import ALGORITHMS, NAMES, Link, Traffic, all_reduce_seconds, hierarchical
@@ -19,20 +19,15 @@ FAST, SLOW = Link(2e-6, 300e9), Link(12e-6, 40e9)
 def test_values_of_the_textbook():
     """4 ranks with 4 values each."""
     values = {name: cost(4, 4).values for name, cost in ALGORITHMS.items()}
-    assert (values["all_pairs"], values["driver"], values["ring"]) == (48, 24, 24)
-    assert values["halving_doubling"] == values["parameter_server"] == values["tree"] == 24
-    assert values["butterfly"] == 32
-    assert ALGORITHMS["ring"](4, 4) == Traffic(6, 24, 24, 6)
-    assert ALGORITHMS["tree"](7, 1) == Traffic(4, 12, 12, 3)
-    assert ALGORITHMS["butterfly"](6, 1) == Traffic(4, 12, 12, 3), "two ranks fold, four exchange twice"
+    assert values == dict.fromkeys(ALGORITHMS, 24) | {"all_pairs": 48, "butterfly": 32}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("ranks", range(2, 9))
-def test_no_algorithm_sends_less_than_a_reduction_needs(name, ranks):
-    cost = ALGORITHMS[name](ranks, 100.0)
-    assert cost.values >= 2 * (ranks - 1) / ranks * 100 and cost.messages >= ranks - 1
-    assert cost.values / ranks <= cost.busiest * (1 + 1e-12) <= cost.values * (1 + 1e-12)
+def test_no_algorithm_sends_less_than_a_reduction_needs(name):
+    for ranks in range(2, 9):
+        cost = ALGORITHMS[name](ranks, 100.0)
+        assert cost.values >= 2 * (ranks - 1) / ranks * 100 and cost.messages >= ranks - 1
+        assert cost.values / ranks <= cost.busiest * (1 + 1e-12) <= cost.values * (1 + 1e-12)
 
 
 def test_seconds():
@@ -49,18 +44,13 @@ def test_seconds():
     assert min(small, key=small.__getitem__) in ("butterfly", "tree"), "latency decides"
 
 
-def world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
 def numbers(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
 
 
 def run_all(n: int, dtype: torch.dtype) -> dict:
     """By algorithm and nodes: the result, the bytes of each message, and the clock: steps that wait for one another."""
-    group, found = world(), {}
+    group, found = dist.group.WORLD, {}
     exchange = Members.exchange
     clock = 0
 
@@ -104,34 +94,28 @@ def test_algorithms_send_what_their_formulas_say(ranks, size):
         assert counted == pytest.approx(cost), (name, inside)
 
 
-def uneven() -> bool:
+@on_every_rank(5)
+def test_any_sizes() -> None:
     """Values that the ranks do not share evenly, fewer than ranks, none, a matrix, integers."""
-    group = world()
+    group = dist.group.WORLD
     for name in RUNS:
         for shape in ((13,), (2,), (0,), (3, 5), ()):
             x = torch.full(shape, group.rank() + 1)
             assert torch.equal(reduce_by(name, x, group), torch.full(shape, 15)), (name, shape)
-    x = torch.ones(4, 4).t()[:2]
-    for arguments, words in (
-        (("round", torch.ones(2), group), "there is no all-reduce 'round': choose one of driver"),
-        (("ring", x, group), r"strides \(1, 4\): copy it first"),
+    for name, x, inside, words in (
+        ("round", torch.ones(2), 1, "there is no all-reduce 'round': choose one of driver"),
+        ("ring", torch.ones(4, 4).t()[:2], 1, r"strides \(1, 4\): copy it first"),
+        ("hierarchical", torch.ones(2), 2, "5 ranks are not whole nodes of 2: choose a divisor of 5"),
     ):
         with pytest.raises(ValueError, match=words):
-            reduce_by(*arguments)
-    with pytest.raises(ValueError, match="5 ranks are not whole nodes of 2: choose a divisor of 5"):
-        reduce_by("hierarchical", torch.ones(2), group, inside=2)
-    return True
-
-
-def test_any_sizes(ranks):
-    assert all(ranks(5).run(uneven))
+            reduce_by(name, x, group, inside=inside)
 
 
 def reduce_beside_a_dead_rank(name: str) -> None:
     """Rank 2 dies before the all-reduce."""
-    if world().rank() == 2:
+    if dist.group.WORLD.rank() == 2:
         lost_ranks.die()
-    reduce_by(name, torch.ones(1 << 16), world())
+    reduce_by(name, torch.ones(1 << 16), dist.group.WORLD)
 
 
 def test_a_dead_rank_is_named(tmp_path):
@@ -142,19 +126,16 @@ def test_a_dead_rank_is_named(tmp_path):
         assert len(said) == 4 and any(wanted in each and ": rank 2 has died" in each for each in said), said
 
 
-def reduce_without_one(name: str) -> str:
-    """What a rank is told if rank 1 never comes."""
+@on_every_rank(3)
+def test_a_rank_that_does_not_come_is_named() -> None:
+    """One of those that wait for it is told."""
     group = dist.new_group(timeout=timedelta(seconds=0.5))
+    said: list = [""] * 3
     try:
         if group.rank() != 1:
-            reduce_by(name, torch.ones(100), group)
+            reduce_by("all_pairs", torch.ones(100), group)
+        own = ""
     except RuntimeError as error:
-        return str(error)
-    finally:
-        dist.barrier()
-    return ""
-
-
-def test_a_rank_that_does_not_come_is_named(ranks):
-    first, _, *others = ranks(3).run(reduce_without_one, "all_pairs")
-    assert any("rank 1 has died, or did not answer in time" in each for each in (first, *others))
+        own = str(error)
+    dist.all_gather_object(said, own)
+    assert any("rank 1 has died, or did not answer in time" in said[rank] for rank in (0, 2)), said

@@ -20,21 +20,18 @@ def ring(*operations: Operation) -> Ring:
     return result
 
 
-def test_ring_keeps_the_last_operations_of_all_kinds() -> None:
+def test_ring_keeps_the_last_operations_of_all_kinds_and_finds_the_newest() -> None:
+    """An epoch comes again after int32 has wrapped, or in a new workspace."""
     result = Ring()
+    assert result.last is None
     for epoch in range(100):
         result.note(epoch // 10, "gather" if epoch % 2 else "reduce", f"operation {epoch}", epoch)
     assert len(result.operations) == RING_SIZE == 64
     assert result.last is not None and result.last.name == "operation 99" and result.last.step == 9
-    found = result.find("gather", 37)
-    assert found is not None and found.name == "operation 37"
-    assert result.find("reduce", 37) is None and result.find("gather", 35) is None
-    assert Ring().last is None
-
-
-def test_ring_finds_the_newest_of_equal_epochs() -> None:
-    """An epoch comes again after int32 has wrapped, or in a new workspace."""
-    assert ring(OPERATION, OPERATION._replace(name="newer"), LATER).find("reduce", 42).name == "newer"  # type: ignore[union-attr]
+    found = [result.find(kind, epoch) for kind, epoch in (("gather", 37), ("reduce", 37), ("gather", 35))]
+    assert [operation and operation.name for operation in found] == ["operation 37", None, None]
+    twice = ring(OPERATION, OPERATION._replace(name="newer"), LATER)
+    assert twice.find("reduce", 42).name == "newer"  # type: ignore[union-attr]
 
 
 def called_from(file: str, namespace: dict) -> tuple[str, int]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
+import itertools
 import time
 import weakref
-from collections.abc import Callable
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from pool import RankFailure, WorkerPool
+from pool import WorkerPool
+from testing import on_every_rank
 
 from tpformer.distributed import HangError, check_all, close, set_timeout
 from tpformer.distributed import kernel_workspace as module
@@ -59,6 +59,11 @@ def world_group(timeout: float = 20) -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
+def cuda() -> torch.device:
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)
+
+
 def row(rank: int, index: int, n: int, device: torch.device) -> torch.Tensor:
     return 1000.0 * index + 10 * rank + torch.arange(n, dtype=torch.float32, device=device)
 
@@ -81,37 +86,47 @@ def check_exchange(out: torch.Tensor, index: int) -> None:
     assert torch.equal(out, expected), (index, out, expected)
 
 
-def many_epochs(start: int, copies: bool, delayed: bool) -> list[int]:
+def many_epochs(pool: str, start: int, copies: bool, delayed: bool) -> None:
     """Run 12 operations and two without a kernel. Slots grow in the 5th, flags after the 9th."""
-    group = world_group()
-    workspace = kernel_workspace(group, "gather", CPU, epoch=start)
+    device = CPU if pool == "interpreted" else cuda()
+    workspace = kernel_workspace(world_group(), "gather", device, epoch=start)
+    # not on a shared device; here copies get through, because the kernel is small
+    assert workspace.copies_allowed == (device == CPU)
     for index in range(12):
         if delayed and index % workspace.world == workspace.rank:
             time.sleep(0.02)
         out = exchange(workspace, index, copies, nbytes=(1 << 20) + 1 if index >= 4 else 0)
         if index == 8:
             workspace.begin("more flags", 0, 1025)
-        workspace.check()
+        check_all()
         check_exchange(out, index)
     channel = workspace.begin("last", 0, 0)
     assert channel.epoch.item() == workspace.epoch == wrap(start + 14)
-    return [workspace.capacity, workspace.writer_flags]
+    assert (workspace.capacity, workspace.writer_flags) == (1 << 21, 2048)
 
 
 @pytest.mark.parametrize(
-    "size, start, copies, delayed",
+    "pool, size, start, copies, delayed",
     [
-        *[(1, 0, False, False), (1, -3, True, False), (2, 2**31 - 6, False, False), (2, -3, True, True)],
-        *[(3, 0, False, True), (3, 2**31 - 6, True, False), (4, 0, True, False), (4, -3, False, True)],
+        ("interpreted", 1, -3, True, False),
+        ("interpreted", 2, 2**31 - 6, False, False),
+        ("interpreted", 2, -3, True, True),
+        ("interpreted", 3, 0, False, True),
+        ("interpreted", 3, 2**31 - 6, True, False),
+        *(
+            pytest.param("one_gpu", size, 2**31 - 4, copies, False, marks=pytest.mark.gpu)
+            for size, copies in itertools.product((2, 3), (False, True))
+        ),
     ],
 )
-def test_epochs_and_growth(interpreted: WorkerPool, size: int, start: int, copies: bool, delayed: bool) -> None:
+def test_epochs_and_growth(request, pool: str, size: int, start: int, copies: bool, delayed: bool) -> None:
     """Epochs also wrap from positive to negative, or pass from negative to positive, and each rank is late in turn."""
-    assert interpreted(size).run(many_epochs, start, copies, delayed) == [[1 << 21, 2048]] * size
+    request.getfixturevalue(pool)(size).run(many_epochs, pool, start, copies, delayed)
 
 
-def a_gather_runs_under_a_reduction() -> None:
-    """A gather runs under an unfinished reduction: each kind has data, flags and epochs of its own."""
+@on_every_rank(2, pool="interpreted")
+def test_a_gather_runs_under_an_unfinished_reduction() -> None:
+    """Each kind has data, flags and epochs of its own."""
     group = world_group()
     gather, reduce = (kernel_workspace(group, kind, CPU) for kind in ("gather", "reduce"))
     assert kernel_workspace(group, "gather", CPU) is gather
@@ -151,7 +166,7 @@ def peer_does_not_come(absent: int, copies: bool) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("size, absent, copies", [(2, 0, False), (2, 1, True), (3, 1, False)])
+@pytest.mark.parametrize("size, absent, copies", [(2, 0, True), (3, 1, False)])
 def test_rank_that_does_not_come_is_named(interpreted: WorkerPool, size: int, absent: int, copies: bool) -> None:
     """Ranks wait for as many polls as the timeout has and raise with a table. Later operations raise the same."""
     results = interpreted(size).run(peer_does_not_come, absent, copies)
@@ -176,25 +191,8 @@ def test_rank_that_does_not_come_is_named(interpreted: WorkerPool, size: int, ab
             assert part in messages[0], messages[0]
 
 
-def killed_peer() -> None:
-    workspace = kernel_workspace(world_group(), "reduce", CPU)
-    exchange(workspace, 0, copies=False)
-    dist.barrier()
-    set_timeout(dist.group.WORLD, 0.2)
-    if workspace.rank == 1:
-        os.kill(os.getpid(), 9)
-    exchange(workspace, 1, copies=False)
-    workspace.check()
-
-
-def test_killed_rank_is_named(interpreted: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pool.GRACE", 20)
-    message = r"(?s)HangError: rank 0 .* in vain for rank 1 .*workspace reduce.*rank 1 of 2 died with exit code -9"
-    with pytest.raises(RankFailure, match=message):
-        interpreted(2).run(killed_peer)
-
-
-def different_operations_are_reported_when_the_memory_grows() -> None:
+@on_every_rank(2, pool="interpreted")
+def test_different_operations_are_reported_when_the_memory_grows() -> None:
     workspace = kernel_workspace(world_group(), "gather", CPU)
     exchange(workspace, 0, copies=False)
     words = "gather workspace: rank 0: right of 2097152 bytes and 1 flags at epoch 1, rank 1: left of 3145728"
@@ -202,7 +200,8 @@ def different_operations_are_reported_when_the_memory_grows() -> None:
         workspace.begin("left" if workspace.rank else "right", (2 + workspace.rank) << 20, 1)
 
 
-def capture_forbids_growth_and_copies_and_keeps_memory() -> None:
+@on_every_rank(2, pool="interpreted")
+def test_capture_forbids_growth_and_copies_and_keeps_memory() -> None:
     """The capture is simulated here; test_graph_replays has a real one."""
     workspace = kernel_workspace(world_group(), "gather", CPU)
     exchange(workspace, 0, copies=False)
@@ -230,7 +229,8 @@ def capture_forbids_growth_and_copies_and_keeps_memory() -> None:
     exchange(workspace, 3, copies=False, nbytes=1 << 22)
 
 
-def a_workspace_lives_as_long_as_its_group() -> None:
+@on_every_rank(2, pool="interpreted")
+def test_a_workspace_lives_as_long_as_its_group() -> None:
     group = dist.new_group(list(range(dist.get_world_size())))
     workspace = kernel_workspace(group, "gather", CPU)
     exchange(workspace, 0, copies=True)
@@ -243,7 +243,8 @@ def a_workspace_lives_as_long_as_its_group() -> None:
     assert reference() is None and len(REGISTRY.kernels) == count - 1
 
 
-def misuse_is_refused() -> None:
+@on_every_rank(1, pool="interpreted")
+def test_misuse_is_refused() -> None:
     group = world_group()
     with pytest.raises(ValueError, match="kind must be one of"):
         kernel_workspace(group, "scatter", CPU)
@@ -260,20 +261,6 @@ def misuse_is_refused() -> None:
     assert why_no_kernels(group, torch.device("meta")) == "there are no fused kernels for meta devices"
 
 
-@pytest.mark.parametrize(
-    ("size", "question"),
-    [
-        (2, a_gather_runs_under_a_reduction),
-        (2, different_operations_are_reported_when_the_memory_grows),
-        (2, capture_forbids_growth_and_copies_and_keeps_memory),
-        (2, a_workspace_lives_as_long_as_its_group),
-        (1, misuse_is_refused),
-    ],
-)
-def test_on_every_rank(interpreted: WorkerPool, size: int, question: Callable[[], None]) -> None:
-    interpreted(size).run(question)
-
-
 def test_a_limit_is_the_timeout_in_polls_as_they_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest measurement counts, and there is one series of them; Triton wants a multiple of 16."""
     times = iter([9.0, 0.012, 0.0081, 0.01, 0.02])  # the first one compiles
@@ -285,30 +272,9 @@ def test_a_limit_is_the_timeout_in_polls_as_they_were_measured(monkeypatch: pyte
         assert KernelWorkspace.limit.fget(workspace) == limit  # type: ignore[attr-defined]
 
 
-def cuda() -> torch.device:
-    torch.cuda.set_device(0)
-    return torch.device("cuda", 0)
-
-
-def epochs_on_one_device(copies: bool) -> None:
-    workspace = kernel_workspace(world_group(), "gather", cuda(), epoch=2**31 - 4)
-    assert not workspace.copies_allowed  # not on a shared device; here copies get through, because the kernel is small
-    for index in range(8):
-        out = exchange(workspace, index, copies, nbytes=(1 << 20) + 1 if index >= 4 else 0)
-        check_all()
-        check_exchange(out, index)
-    torch.cuda.synchronize()
-    check_all()
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("copies", [False, True], ids=["push", "copy"])
-@pytest.mark.parametrize("size", [2, 3])
-def test_epochs_on_one_device(one_gpu: WorkerPool, size: int, copies: bool) -> None:
-    one_gpu(size).run(epochs_on_one_device, copies)
-
-
-def graph_replays() -> None:
+@on_every_rank(2, pool="one_gpu")
+def test_graph_replays() -> None:
     """A graph has one operation, so parities alternate between replays, also after the memory has grown."""
     workspace = kernel_workspace(world_group(), "gather", cuda())
     exchange(workspace, 0, copies=False)
@@ -330,18 +296,9 @@ def graph_replays() -> None:
     check_all()
 
 
-def wait_in_vain() -> float:
-    workspace = kernel_workspace(world_group(timeout=2), "gather", cuda())
-    return module.seconds_of_polls(workspace.device, workspace.begin("timed", 0, 0).limit)
-
-
 @pytest.mark.gpu
-def test_a_wait_lasts_as_long_as_its_timeout(one_gpu: WorkerPool) -> None:
+@on_every_rank(1, pool="one_gpu")
+def test_a_wait_lasts_as_long_as_its_timeout() -> None:
     """One that ended early would call a slow peer dead. The bounds are wide, because a GPU's clocks change."""
-    (seconds,) = one_gpu(1).run(wait_in_vain)
-    assert 1 < seconds < 60
-
-
-@pytest.mark.gpu
-def test_graph_replays(one_gpu: WorkerPool) -> None:
-    one_gpu(2).run(graph_replays)
+    workspace = kernel_workspace(world_group(timeout=2), "gather", cuda())
+    assert 1 < module.seconds_of_polls(workspace.device, workspace.begin("timed", 0, 0).limit) < 60

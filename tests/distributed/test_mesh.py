@@ -8,37 +8,35 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import Commands
-from pool import PROCESS_GROUP_TIMEOUT, WorkerPool
+from pool import PROCESS_GROUP_TIMEOUT
+from testing import on_every_rank
 
 from tpformer.distributed import all_reduce, build_mesh, initialize
 
 
-def coordinates() -> tuple[list[int], dict[str, list[int]]]:
-    mesh = build_mesh("cpu", tensor_parallel=2, data_parallel_shard=2)
+@on_every_rank(4)
+def test_axes_outer_to_inner() -> None:
+    mesh, rank = build_mesh("cpu", tensor_parallel=2, data_parallel_shard=2), dist.get_rank()
     assert mesh.mesh_dim_names == ("pp", "dp_replicate", "dp_shard", "tp")
+    assert mesh.get_coordinate() == [0, 0, rank // 2, rank % 2]
     groups = {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in mesh.mesh_dim_names}
-    return list(mesh.get_coordinate() or ()), groups
+    shard, tp = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert groups == {"pp": [rank], "dp_replicate": [rank], "dp_shard": shard, "tp": tp}
 
 
-def test_axes_outer_to_inner(ranks: WorkerPool) -> None:
-    results = ranks(4).run(coordinates)
-    assert [coordinate for coordinate, _ in results] == [[0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0], [0, 0, 1, 1]]
-    assert results[2][1] == {"pp": [2], "dp_replicate": [2], "dp_shard": [0, 2], "tp": [2, 3]}
+@on_every_rank(2)
+def test_every_group_of_the_mesh_has_the_timeout() -> None:
+    """But for the world's, which keeps the timeout that it was made with."""
+    asked = timedelta(seconds=77)
+    mesh = build_mesh("cpu", tensor_parallel=2, timeout=asked)
+    assert mesh.get_group("tp") is dist.group.WORLD
+    wanted = {"pp": asked, "dp_replicate": asked, "dp_shard": asked, "tp": PROCESS_GROUP_TIMEOUT}
+    groups = {name: mesh.get_group(name)._get_backend(torch.device("cpu")) for name in wanted}
+    assert {name: group.options._timeout for name, group in groups.items()} == wanted
 
 
-def timeouts() -> list[timedelta]:
-    mesh = build_mesh("cpu", tensor_parallel=2, timeout=timedelta(seconds=77))
-    groups = [mesh.get_group(name) for name in ("pp", "dp_replicate", "dp_shard")]
-    assert mesh.get_group("tp") is dist.group.WORLD  # it keeps the timeout that it was made with
-    groups.append(mesh.get_group("tp"))
-    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
-
-
-def test_every_group_of_the_mesh_has_the_timeout(ranks: WorkerPool) -> None:
-    assert ranks(2).run(timeouts) == [[timedelta(seconds=77)] * 3 + [PROCESS_GROUP_TIMEOUT]] * 2
-
-
-def refusals() -> None:
+@on_every_rank(2)
+def test_wrong_world_size_has_numbers_and_remedy() -> None:
     wrong = (
         r"^pipeline_parallel 1 \* data_parallel_replicate 1 \* data_parallel_shard 1 \* tensor_parallel 3 = 3 ranks, "
         "but the world has 2: start 3 processes or change one of the sizes$"
@@ -50,10 +48,6 @@ def refusals() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             build_mesh("cpu", **sizes)
-
-
-def test_wrong_world_size_has_numbers_and_remedy(ranks: WorkerPool) -> None:
-    ranks(2).run(refusals)
 
 
 def test_mesh_needs_a_world() -> None:
@@ -69,16 +63,13 @@ def join_and_add_up() -> None:
     dist.destroy_process_group()
 
 
-LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
-
-
 def test_one_process_without_launcher(commands: Commands) -> None:
     _, output, errors = commands.call(join_and_add_up).finish()
     assert output == "total 1.0\n", errors
 
 
 def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in LAUNCHER:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start with torchrun"):

@@ -1,53 +1,66 @@
 """Symmetric memory has the right addresses, signals and bounded waits, leaves nothing behind, and says when it cannot
-serve."""
+serve. Shared memory, and torch's for CUDA: over shared memory in its place, with the flags of copies, and on a GPU.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from pool import RankFailure, WorkerPool
+from testing import on_every_rank
 
-from tpformer.distributed import backend_of, shared_memory
-from tpformer.distributed.groups import kernel_workspace, why_no_kernels
+from tpformer.distributed import backend_of, groups, shared_memory, symmetric
+from tpformer.distributed.groups import kernel_workspace, why_copied_flags, why_no_kernels
 from tpformer.distributed.shared_memory import SharedMemory
-from tpformer.distributed.symmetric import DeviceFacts, why_not_peers, why_not_together
+from tpformer.distributed.symmetric import DeviceFacts, TorchSymmetricMemory, why_not_peers, why_not_together
 
 pytestmark = pytest.mark.skipif(not shared_memory.is_available(), reason="needs Linux with POSIX semaphores")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 
 
-def world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
-def every_rank_sees_every_region() -> None:
-    memory = SharedMemory(1000, world(), timeout=10)
-    assert memory.nbytes == 4096 and memory.pointers.dtype == torch.int64 and memory.pointers.shape == (memory.size,)
+def every_rank_sees_every_region(memory: SharedMemory | TorchSymmetricMemory) -> None:
+    """Zeros at first, then what its owner writes, and what each peer writes at a place of its own."""
+    assert memory.pointers.dtype == torch.int64 and memory.pointers.shape == (memory.size,)
+    assert not memory.peer(memory.rank, (memory.nbytes,), torch.uint8).any()
+    memory.barrier()
     for dtype in DTYPES:
         memory.peer(memory.rank, (3, 5), dtype, 64).fill_(memory.rank + 1)
+        for rank in range(memory.size):
+            memory.peer(rank, (1,), dtype, 512 + 8 * memory.rank).fill_(memory.rank + 1)
         memory.barrier()
         for rank in range(memory.size):
             view = memory.peer(rank, (3, 5), dtype, 64)
             assert view.data_ptr() == memory.pointers[rank].item() + 64
-            assert torch.equal(view, torch.full((3, 5), rank + 1, dtype=dtype))
-            addressed = (ctypes.c_uint8 * (15 * dtype.itemsize)).from_address(memory.pointers[rank].item() + 64)
-            assert list(addressed) == view.view(torch.uint8).flatten().tolist()
+            assert torch.equal(view.cpu(), torch.full((3, 5), rank + 1, dtype=dtype))
+            if view.is_cpu:
+                addressed = (ctypes.c_uint8 * (15 * dtype.itemsize)).from_address(memory.pointers[rank].item() + 64)
+                assert list(addressed) == view.view(torch.uint8).flatten().tolist()
+            assert memory.peer(memory.rank, (1,), dtype, 512 + 8 * rank).item() == rank + 1
         memory.barrier()
 
 
-def views_outside_of_the_region_are_refused() -> None:
-    memory = SharedMemory(4096, world())
+@on_every_rank(1, 2, 3)
+def test_shared_memory_is_seen_by_all() -> None:
+    memory = SharedMemory(1000, dist.group.WORLD, timeout=10)
+    assert memory.nbytes == 4096
+    every_rank_sees_every_region(memory)
+
+
+@on_every_rank(1)
+def test_views_outside_of_the_region_are_refused() -> None:
+    memory = SharedMemory(4096, dist.group.WORLD)
     for arguments, words in (
         (((1025,), torch.float32, 0), "4100 bytes at offset 0 do not fit a region of 4096 bytes"),
         (((1,), torch.float32, 4096), "4 bytes at offset 4096 do not fit a region of 4096 bytes"),
@@ -57,10 +70,11 @@ def views_outside_of_the_region_are_refused() -> None:
             memory.peer(0, *arguments)
 
 
-def a_signal_comes_after_what_was_written() -> None:
+@on_every_rank(3)
+def test_a_signal_comes_after_what_was_written() -> None:
     """Each rank pushes to its right neighbour. Semaphores count, so rounds need no reset."""
     rounds = 4
-    memory = SharedMemory(8 * rounds, world(), timeout=10)
+    memory = SharedMemory(8 * rounds, dist.group.WORLD, timeout=10)
     right, left = (memory.rank + 1) % memory.size, (memory.rank - 1) % memory.size
     for index in range(rounds):
         memory.peer(right, (1,), torch.float64, 8 * index).fill_(float(100 * memory.rank + index))
@@ -71,9 +85,10 @@ def a_signal_comes_after_what_was_written() -> None:
     assert got == [100.0 * left + index for index in range(rounds)]
 
 
-def waiting_sleeps() -> None:
+@on_every_rank(2)
+def test_waiting_sleeps() -> None:
     """Rank 1 comes when it sees that rank 0 sleeps, which has tried some times before."""
-    memory = SharedMemory(4096, world(), timeout=10)
+    memory = SharedMemory(4096, dist.group.WORLD, timeout=10)
     sleeps = memory.peer(0, (1,), torch.int64)
     memory.barrier()
     tries, try_wait, sleep = [], memory._trywait, memory._timedwait
@@ -86,7 +101,7 @@ def waiting_sleeps() -> None:
 
 
 def killed_peer() -> None:
-    memory = SharedMemory(4096, world(), timeout=0.5)
+    memory = SharedMemory(4096, dist.group.WORLD, timeout=0.5)
     memory.barrier()
     if memory.rank == 1:
         os.kill(os.getpid(), 9)
@@ -116,7 +131,7 @@ def named_files(temporary: str) -> set[str]:
 
 def allocate_and_die(temporary: str, before: set[str]) -> set[str]:
     tempfile.tempdir = temporary  # a folder of its own: other processes use the common one
-    memory = SharedMemory(1 << 20, world(), timeout=10)
+    memory = SharedMemory(1 << 20, dist.group.WORLD, timeout=10)
     memory.barrier()
     after = named_files(temporary) - before
     dist.barrier()
@@ -140,10 +155,11 @@ def mappings() -> int:
         return sum("memfd:tpformer" in line for line in file)
 
 
-def close_frees_descriptors_and_mappings() -> None:
+@on_every_rank(2)
+def test_close_frees_descriptors_and_mappings() -> None:
     open_before, mapped_before = len(os.listdir("/proc/self/fd")), mappings()
     for _ in range(3):
-        memory = SharedMemory(1 << 16, world(), timeout=10)
+        memory = SharedMemory(1 << 16, dist.group.WORLD, timeout=10)
         view = memory.peer(0, (4,), torch.float32)
         memory.barrier()
         memory.close()
@@ -154,15 +170,17 @@ def close_frees_descriptors_and_mappings() -> None:
     assert (len(os.listdir("/proc/self/fd")), mappings()) == (open_before, mapped_before)
 
 
-def lack_of_memory_on_one_rank_is_an_error_on_all() -> None:
+@on_every_rank(2)
+def test_lack_of_memory_on_one_rank_is_an_error_on_all() -> None:
     refuse = mock.Mock(side_effect=OSError(28, "No space left on device"))
     reserve = refuse if dist.get_rank() == 1 else os.posix_fallocate
     words = r"cannot share 12288 bytes between 2 ranks \(rank 1: \[Errno 28\] No space left on device\)"
     with mock.patch.object(os, "posix_fallocate", reserve), pytest.raises(RuntimeError, match=words):
-        SharedMemory(4096, world())
+        SharedMemory(4096, dist.group.WORLD)
 
 
-def without_semaphores_it_says_so_and_gloo_serves() -> None:
+@on_every_rank(2)
+def test_without_semaphores_it_says_so_and_gloo_serves() -> None:
     group = dist.new_group(list(range(dist.get_world_size())))
     with mock.patch.object(shared_memory, "SEMAPHORES", None):
         with pytest.raises(RuntimeError, match="needs Linux with POSIX semaphores"):
@@ -170,32 +188,167 @@ def without_semaphores_it_says_so_and_gloo_serves() -> None:
         assert not shared_memory.is_available() and backend_of(group) == "gloo"
 
 
-def plain_cpu_is_refused_without_importing_triton() -> None:
+@on_every_rank(1)
+def test_plain_cpu_is_refused_without_importing_triton() -> None:
     with mock.patch.dict(sys.modules):
         for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
             del sys.modules[name]  # torch's compiler imports it too
-        reason = why_no_kernels(world(), torch.device("cpu"))
+        reason = why_no_kernels(dist.group.WORLD, torch.device("cpu"))
         assert "triton" not in sys.modules
     assert reason is not None and "TRITON_INTERPRET=1" in reason
     with pytest.raises(RuntimeError, match="fused kernels cannot run for this group: on CPU"):
-        kernel_workspace(world(), "gather", torch.device("cpu"))
+        kernel_workspace(dist.group.WORLD, "gather", torch.device("cpu"))
+
+
+class FakeHandle:
+    """torch's handle over shared memory, as if each rank's tensor had another offset in its allocation."""
+
+    def __init__(self, memory: SharedMemory, wrong: int) -> None:
+        self.memory, self.wrong = memory, wrong
+        self.buffer_ptrs = memory.pointers.tolist()
+
+    def get_buffer(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> torch.Tensor:
+        return self.memory.peer(rank, shape, dtype, offset + self.wrong)
+
+
+@contextlib.contextmanager
+def torch_memory(wrong: int = 0, writer: symmetric.Writer | None = None) -> Iterator[TorchSymmetricMemory]:
+    """torch's backend over shared memory. writer: torch's operation that writes a word."""
+    nbytes, group = 8192, dist.group.WORLD
+    shared = SharedMemory(nbytes + 4096, group, timeout=10)
+    own = shared.peer(shared.rank, (nbytes,), torch.uint8, 64 * shared.rank).fill_(1)
+    replaced = mock.patch.multiple(
+        symmetric, empty_symmetric=lambda *_: own, rendezvous=lambda *_: FakeHandle(shared, wrong),
+        stream_writer=lambda: writer,
+    )  # fmt: skip
+    with replaced, mock.patch.multiple(torch.cuda, synchronize=mock.DEFAULT, device=mock.MagicMock()):
+        yield TorchSymmetricMemory(nbytes, group, torch.device("cuda", 0), timeout=10)
+
+
+@on_every_rank(3)
+def test_torch_s_memory_is_seen_by_all() -> None:
+    with torch_memory(writer=write) as memory:
+        starts, shared = memory._handle.memory.pointers.tolist(), memory._handle.memory
+        assert (memory.nbytes, memory.rank, memory.size) == (8192, shared.rank, shared.size)
+        assert memory.pointers.tolist() == [start + 64 * rank for rank, start in enumerate(starts)]
+        every_rank_sees_every_region(memory)
+        with pytest.raises(ValueError, match="do not fit a region of 8192 bytes"):
+            memory.peer(0, (1,), torch.uint8, memory.nbytes)
+        memory.close()
+
+
+@on_every_rank(2)
+def test_another_meaning_of_torch_s_offsets_is_noticed() -> None:
+    with pytest.raises(RuntimeError, match="its symmetric memory has changed"), torch_memory(64):
+        pass
+
+
+@pytest.mark.gpu
+@on_every_rank(2, 3, pool="one_gpu")
+def test_torch_s_memory_of_ranks_on_one_device() -> None:
+    torch.cuda.set_device(0)
+    device = torch.device("cuda", 0)
+    assert symmetric.why_not_symmetric(dist.group.WORLD, device) is None
+    for nbytes in (4096, 3 << 20):
+        for _ in range(2):
+            memory = TorchSymmetricMemory(nbytes, dist.group.WORLD, device, timeout=30)
+            every_rank_sees_every_region(memory)
+            memory.close()
+
+
+def write(words: torch.Tensor, index: int, value: int) -> None:
+    """As torch's operation, which takes no other tensors and values."""
+    assert words.dtype == torch.uint32 and words.dim() == 1 and words.is_contiguous() and 0 <= value < 2**32
+    words[index] = value
+
+
+def write_except_by_the_last(words: torch.Tensor, index: int, value: int) -> None:
+    if index == dist.get_world_size() - 1:
+        raise RuntimeError("CUDA driver error: operation not supported")
+    write(words, index, value)
+
+
+def write_nothing(words: torch.Tensor, index: int, value: int) -> None:
+    pass
+
+
+def write_elsewhere(words: torch.Tensor, index: int, value: int) -> None:
+    write(words, (index + 1) % dist.get_world_size(), value)
+
+
+def flags_of_copies(writer: symmetric.Writer | None) -> str | None:
+    """Why they are copies. A flag comes in either way, and the words that were tried are zeros again."""
+    written: list[int] = []
+
+    def watched(words: torch.Tensor, index: int, value: int) -> object:
+        written.append(value)
+        return writer(words, index, value)  # type: ignore[misc]
+
+    with torch_memory(writer=watched if writer else None) as memory:
+        assert not memory.peer(memory.rank, (memory.nbytes,), torch.uint8).any()
+        memory.barrier()
+        tried, epoch = len(written), -7
+        for rank in range(memory.size):
+            memory.set_flag(rank, 64 + 4 * memory.rank, epoch, torch.tensor([epoch], dtype=torch.int32))
+        memory.barrier()
+        flags = memory.peer(memory.rank, (memory.size + 1,), torch.int32, 64)
+        assert flags.tolist() == [epoch] * memory.size + [0]
+        assert written[tried:] == ([] if memory.copied_flags else [2**32 - 7] * memory.size)
+        return memory.copied_flags
 
 
 @pytest.mark.parametrize(
-    ("size", "question"),
+    "writer, reason",
     [
-        *((size, every_rank_sees_every_region) for size in (1, 2, 3)),
-        (1, views_outside_of_the_region_are_refused),
-        (3, a_signal_comes_after_what_was_written),
-        (2, waiting_sleeps),
-        (2, close_frees_descriptors_and_mappings),
-        (2, lack_of_memory_on_one_rank_is_an_error_on_all),
-        (2, without_semaphores_it_says_so_and_gloo_serves),
-        (1, plain_cpu_is_refused_without_importing_triton),
+        (write, None),
+        (None, "rank 0: it does not exist"),
+        (write_except_by_the_last, "rank 2: CUDA driver error: operation not supported"),
+        (write_nothing, "rank 0: the words of ranks 0 to 2 came as [0, 0, 0]"),
+        (write_elsewhere, "rank 0: the words of ranks 0 to 2 came as [3, 1, 2]"),
     ],
 )
-def test_on_every_rank(ranks: WorkerPool, size: int, question: Callable[[], None]) -> None:
-    ranks(size).run(question)
+def test_flags_are_written_by_the_stream_or_else_copied(
+    ranks: WorkerPool, writer: symmetric.Writer | None, reason: str | None
+) -> None:
+    """All ranks do the same. It is tried on the peers' addresses."""
+    wanted = reason and f"torch {torch.__version__}'s stream_write_value32 cannot set them: {reason}"
+    assert ranks(3).run(flags_of_copies, writer) == [wanted] * 3
+
+
+def test_torch_has_the_operation_that_writes_flags() -> None:
+    writer = symmetric.stream_writer()
+    assert writer is not None and "offset" in str(writer.__doc__) and "val" in str(writer.__doc__)
+
+
+@on_every_rank(2)
+def test_why_flags_are_copied_is_asked_once() -> None:
+    """What is asked of the group is kept; memory is allocated once."""
+    group, allocated = dist.new_group(list(range(dist.get_world_size()))), []
+
+    def allocate(nbytes: int, *_: object) -> SimpleNamespace:
+        allocated.append(nbytes)
+        return SimpleNamespace(copied_flags="why")
+
+    with mock.patch.object(groups, "allocate", allocate), mock.patch.object(torch.cuda, "current_device", lambda: 0):
+        devices = [torch.device(name) for name in ("cpu", "cuda:0", "cuda", "cuda:0")]
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+            assert why_copied_flags(group, devices[1]) is None and not allocated
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False):
+            assert [why_copied_flags(group, device) for device in devices] == [None, "why", "why", "why"]
+    assert len(allocated) == 1
+
+
+@on_every_rank(2)
+def test_lack_of_device_memory_on_one_rank_is_an_error_on_all() -> None:
+    empty = mock.Mock(return_value=torch.empty(4096, dtype=torch.uint8))
+    if dist.get_rank() == 1:
+        empty.side_effect = RuntimeError("CUDA out of memory")
+    with (
+        mock.patch.object(symmetric, "empty_symmetric", empty),
+        mock.patch.multiple(torch.cuda, synchronize=mock.DEFAULT, device=mock.MagicMock()),
+        pytest.raises(RuntimeError, match=r"on each of 2 ranks \(rank 1: CUDA out of memory\)"),
+    ):
+        TorchSymmetricMemory(4096, dist.group.WORLD, torch.device("cuda", 0))
 
 
 FACTS = DeviceFacts(None, ("node", "boot"), 0, "uuid-0", "H100", (9, 0), False)
@@ -211,10 +364,7 @@ def facts(*changes: dict) -> list[DeviceFacts]:
         ([{}, {}, {}], None),
         ([{}, {"problem": "no torch"}], "rank 1: no torch"),
         ([{}, {"capability": (7, 5)}], "rank 1's device 1 (H100) has compute capability 7.5, the kernels need 8.0"),
-        (
-            [{}, {"host": ("other", "boot")}],
-            "ranks 0 and 1 are not on one host (('node', 'boot') and ('other'",
-        ),
+        ([{}, {"host": ("other", "boot")}], "ranks 0 and 1 are not on one host (('node', 'boot') and ('other'"),
         ([{}, {}, {"ordinal": 1, "uuid": "uuid-1"}], "ranks 1 and 2 use one device (index 1, H100)"),
         ([{"overlapping": True}, {"ordinal": 0, "uuid": "uuid-0", "overlapping": True}], None),
         ([{}, {"ordinal": 0}], "ranks 0 and 1 both call their device cuda:0, though they are two"),

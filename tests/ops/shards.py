@@ -1,12 +1,14 @@
 """What the tests of tensor-parallel operations share.
 
-Belongs here: seeded tensors, a rank's shards of them, the whole from all ranks' results. No tests.
+Belongs here: seeded tensors, a rank's shards of them, the whole from all ranks' results, and what plain torch makes of
+them. No tests.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,12 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from tpformer import ops
+from tpformer.distributed import record_collectives
 
 
 class Here:
-    """The device on which `make` creates this process's tensors."""
+    """The device on which `make` creates this process's tensors, and the transport of the linears of its cases."""
 
     device = torch.device("cpu")
+    transport = "auto"
 
 
 def make(seed: int, dtype: torch.dtype, **shapes: tuple[int, ...]) -> dict[str, Tensor]:
@@ -34,27 +38,100 @@ def make(seed: int, dtype: torch.dtype, **shapes: tuple[int, ...]) -> dict[str, 
     }
 
 
-def mine(x: Tensor, dim: int) -> Tensor:
-    """This rank's slice of x along dim, as a leaf."""
-    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
+def mine(x: Tensor, place: int | str) -> Tensor:
+    """This rank's slice of x along a dim, as a leaf. Of what ranks hold whole, all."""
+    return x.chunk(dist.get_world_size(), place)[dist.get_rank()].clone() if isinstance(place, int) else x
 
 
 def leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
 
 
-def with_transport(transport: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call the function with this transport in every column_linear and row_linear; fail if another one ran."""
-    names = ("column_linear", "row_linear")
-    before = {name: getattr(ops, name) for name in names}
+class Case(Protocol):
+    """A tensor-parallel operation with its sizes, as t ranks and as plain torch compute it from the same tensors.
+
+    places: of each input and output the dim along which ranks hold slices of it. Of one that every rank holds whole,
+    how the ranks' gradients make the whole's: they are added up ("sum"), or are the same everywhere ("equal").
+    """
+
+    t: int
+
+    def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]: ...
+    def upstream(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The gradients of the outputs, by the names and in the order of these."""
+        ...
+
+    def places(self) -> dict[str, int | str]: ...
+    def plain(self, **inputs: Tensor) -> dict[str, Tensor]: ...
+    def ours(self, group: dist.ProcessGroup | None, **inputs: Tensor) -> dict[str, Tensor]: ...
+    def calls(self, itemsize: int) -> tuple[Calls, Calls]:
+        """The collectives of the forward, in order, and those of the backward, on more than one rank."""
+        ...
+
+
+Calls = list[tuple[str, int]]
+
+
+def on_ranks(cases: Sequence[Case], dtype: torch.dtype) -> list[tuple[dict[str, Tensor], tuple[Calls, Calls]]]:
+    """Of each case this rank's outputs and gradients, and the collectives of forward and backward."""
+    found = []
+    for case in cases:
+        places = case.places()
+        inputs = leaves({name: mine(x, places[name]) for name, x in case.inputs(dtype).items()})
+        with record_collectives() as forward:
+            outputs = case.ours(dist.group.WORLD, **inputs)
+        upstream = {name: mine(dy, places[name]) for name, dy in case.upstream(dtype).items()}
+        with record_collectives() as backward:
+            results = with_gradients(inputs, outputs, upstream)
+        found.append((results, (list(forward), sorted(backward))))
+    return found
+
+
+def plain(case: Case, dtype: torch.dtype, rounded: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The same in plain torch: inputs rounded to `rounded`, computed in dtype."""
+    inputs = leaves({name: x.to(dtype) for name, x in case.inputs(rounded or dtype).items()})
+    outputs = case.plain(**inputs)
+    return with_gradients(inputs, outputs, case.upstream(dtype))
+
+
+def with_gradients(
+    inputs: dict[str, Tensor], outputs: dict[str, Tensor], upstream: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    torch.autograd.backward([outputs[name] for name in upstream], list(upstream.values()))
+    return {name: y.detach() for name, y in outputs.items()} | {f"d{name}": x.grad for name, x in inputs.items()}
+
+
+def check(run: Callable[..., Any], cases: Sequence[Case], dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    """Compare the ranks' results, put together, with plain torch, and their collectives with the list of each case.
+
+    run: that of the world, or of `on`. All cases run in one session of ranks. Returns what was put together.
+    """
+    found = []
+    for case, by_rank in zip(cases, zip(*run(on_ranks, cases, dtype), strict=True), strict=True):
+        places = case.places()
+        results, calls = zip(*by_rank, strict=True)
+        whole = {name: join([x[name] for x in results], places[name.removeprefix("d")]) for name in results[0]}
+        each = (whole, plain(case, torch.float64), plain(case, dtype))
+        assert_close(*({f"{name} of {case}": x for name, x in some.items()} for some in each))
+        forward, backward = case.calls(dtype.itemsize) if len(calls) > 1 else ([], [])
+        assert list(calls) == [(forward, sorted(backward))] * case.t, case
+        found.append(whole)
+    return found
+
+
+def on(ranks: Any, t: int, transport: str, device: str = "cpu", timeout: float = 400) -> Callable[..., Any]:
+    """ranks(t).run, with the linears of cases on one transport, and on a device as in `on_device`."""
+    return partial(ranks(t).run, on_device, device, on_transport, transport, timeout=timeout)
+
+
+def on_transport(transport: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call the function with this transport in the linears of its cases; fail if another one ran."""
+    before, Here.transport = Here.transport, transport
     try:
-        for name in names:
-            setattr(ops, name, partial(before[name], transport=transport))
         with ops.record_transports() as ran:
             result = function(*args)
     finally:
-        for name in names:
-            setattr(ops, name, before[name])
+        Here.transport = before
     assert {name for _, name in ran} <= {transport} and (ran or dist.get_world_size() == 1), ran
     return result
 
@@ -71,20 +148,6 @@ def on_device(device: str, function: Callable[..., Any], *args: Any) -> Any:
         return tree_map_only(Tensor, Tensor.cpu, function(*args))
     finally:
         Here.device = before
-
-
-class OnTransport:
-    """Like the fixture `ranks`, but every linear runs on one transport, on a device as in `on_device`.
-
-    timeout: seconds of one run, in which a GPU's first kernels are compiled.
-    """
-
-    def __init__(self, ranks: Any, transport: str, device: str = "cpu", timeout: float = 60) -> None:
-        self.ranks, self.transport, self.device, self.timeout = ranks, transport, device, timeout
-
-    def __call__(self, size: int) -> Any:
-        run, call = self.ranks(size).run, (on_device, self.device, with_transport, self.transport)
-        return SimpleNamespace(run=partial(run, *call, timeout=self.timeout))
 
 
 class Seen(TorchDispatchMode):

@@ -1,10 +1,12 @@
 """Vocabulary-parallel cross entropy, from logits or fused with the projection, equals F.cross_entropy in float64.
 Losses and every gradient are compared on 1 to 3 ranks with an uneven, padded last slice, in chunks of several sizes,
-with label smoothing and z-loss."""
+with label smoothing and z-loss; and the collectives. What is frozen costs nothing; what is wrong is refused."""
 
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -14,29 +16,27 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shards import Seen, assert_close, join, leaves, make
-from testing import assert_same
+from linears import norm_of, plain_norm
+from shards import Seen, assert_close, check, leaves, make, plain, with_gradients
+from testing import assert_identical, assert_same, on_every_rank
 from torch import Tensor
 
 from tpformer import ops
 from tpformer.distributed import record_collectives
 from tpformer.ops import cross_entropy
 
-EPS = 1e-5
 SMOOTH = {"label_smoothing": 0.2, "z_loss": 1e-2}
 MEAN = {**SMOOTH, "ignore_index": 2, "reduction": "mean"}
-
-
-def case(
-    tokens=12, k=5, vocab=20, rows=24, kind="layernorm", sp=True, chunk: int | None = 5, scale=1.0, terms=None
-) -> dict:
-    """rows: of the padded table; DTensor splits them, unevenly where t does not divide them."""
-    return {**locals(), "terms": terms or {}}
+IN_PLACE = {**SMOOTH, "in_place": True}
+IGNORED = {"ignore_index": 2}  # it is also a real entry of the vocabulary
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def plain_loss(
-    logits: Tensor, targets: Tensor, label_smoothing=0.0, z_loss=0.0, ignore_index=-100, reduction="none"
+    logits: Tensor, targets: Tensor, label_smoothing=0.0, z_loss=0.0, ignore_index=-100, reduction="none", in_place=None
 ) -> Tensor:
+    """The loss of 16-bit logits is in float32."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = F.cross_entropy(
         logits, targets, reduction="none", ignore_index=ignore_index, label_smoothing=label_smoothing
     )
@@ -45,58 +45,119 @@ def plain_loss(
     return losses if reduction == "none" else losses.sum() / (counts.sum() if reduction == "mean" else 1)
 
 
-def tensors(case: dict, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
-    values = make(3, dtype, x=(case["tokens"], case["k"]), weight=(case["rows"], case["k"]))
-    values["weight"][case["vocab"] :] = 100.0  # padding would dominate if it were counted
-    if case["kind"]:
-        values |= make(4, dtype, norm_weight=(case["k"],))
-        values |= make(5, dtype, norm_bias=(case["k"],)) if case["kind"] == "layernorm" else {}
-    targets = torch.randint(case["vocab"], (case["tokens"],), generator=torch.Generator().manual_seed(6))
-    targets[:: max(2, case["tokens"] // 3)] = case["terms"].get("ignore_index", -100)
-    return values, targets
+def own_slice(rows: int, vocab: int) -> ops.VocabSlice:
+    """This rank's entries of a table with `rows` rows: DTensor splits them, unevenly where t does not divide them."""
+    size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    per_rank = -(-rows // size)
+    return ops.VocabSlice(rank * per_rank, per_rank, vocab)
 
 
-def plain(case: dict, dtype: torch.dtype, rounded: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The same in plain torch: inputs rounded to `rounded`, computed in dtype; the loss of 16-bit logits is in
-    float32."""
-    values, targets = tensors(case, rounded or dtype)
-    inputs = leaves({name: x.to(dtype) for name, x in values.items()})
-    normed, size = inputs["x"], (case["k"],)
-    if case["kind"] == "layernorm":
-        normed = F.layer_norm(normed, size, inputs["norm_weight"], inputs["norm_bias"], EPS)
-    elif case["kind"] == "rmsnorm":
-        normed = F.rms_norm(normed, size, inputs["norm_weight"], EPS)
-    logits = (normed @ inputs["weight"].t())[:, : case["vocab"]]
-    loss = plain_loss(
-        logits.to(torch.promote_types(dtype, torch.float32)), targets, **{"reduction": "sum", **case["terms"]}
+@dataclass(frozen=True)
+class Head:
+    """A projection and its loss, a case of shards.py. rows: of the padded table, of which `vocab` are entries."""
+
+    t: int
+    tokens: int = 4  # of each rank
+    k: int = 5
+    vocab: int = 19
+    rows: int = 22
+    norm: str | None = "rmsnorm"
+    sequence_parallel: bool = True
+    chunk: int | None = 5
+    terms: dict = field(default_factory=dict)
+    fused: bool = True  # linear_cross_entropy; else a product, and vocab_parallel_cross_entropy of its logits
+
+    def inputs(self, dtype):
+        values = make(3, dtype, x=(self.t * self.tokens, self.k), weight=(self.rows, self.k))
+        values["weight"][self.vocab :] = 100.0  # padding would dominate if it were counted
+        values |= make(4, dtype, norm_weight=(self.k,)) if self.norm else {}
+        return values | (make(5, dtype, norm_bias=(self.k,)) if self.norm == "layernorm" else {})
+
+    def upstream(self, dtype):
+        """Of the losses, or of the one number that they are reduced to."""
+        several = not self.fused and "reduction" not in self.terms
+        dtype = torch.promote_types(dtype, torch.float32)
+        return make(6, dtype, loss=(self.t * self.tokens,)) if several else {"loss": torch.tensor(0.3, dtype=dtype)}
+
+    def targets(self) -> Tensor:
+        tokens = self.t * self.tokens
+        targets = torch.randint(self.vocab, (tokens,), generator=torch.Generator().manual_seed(6))
+        targets[:: max(2, tokens // 3)] = self.terms.get("ignore_index", -100)
+        return targets
+
+    def places(self):
+        x, norm = (0, "sum") if self.sequence_parallel else ("equal", "equal")
+        x = x if self.fused else "sum"
+        return {"x": x, "weight": 0, "norm_weight": norm, "norm_bias": norm, "loss": "equal"}
+
+    def plain(self, x, weight, norm_weight=None, norm_bias=None):
+        logits = (plain_norm(self.norm, x, norm_weight, norm_bias) @ weight.t())[:, : self.vocab]
+        return {
+            "loss": plain_loss(logits, self.targets(), **{"reduction": "sum" if self.fused else "none", **self.terms})
+        }
+
+    def ours(self, group, x, weight, norm_weight=None, norm_bias=None):
+        targets, vocab = self.targets().to(x.device), own_slice(self.rows, self.vocab)
+        if not self.fused:
+            logits = x @ weight.t()
+            return {"loss": ops.vocab_parallel_cross_entropy(logits, targets, vocab, group=group, **self.terms)}
+        how = {"norm": norm_of(self.norm, norm_weight, norm_bias), "chunk_tokens": self.chunk, **self.terms}
+        how |= {"group": group, "sequence_parallel": self.sequence_parallel}
+        return {"loss": ops.linear_cross_entropy(x, weight, targets, vocab, **how)}
+
+    def calls(self, itemsize):
+        """Ranks exchange three numbers for each token and rank of a chunk, four with label smoothing."""
+        tokens, numbers = self.t * self.tokens, 4 if "label_smoothing" in self.terms else 3
+        size = self.chunk if self.chunk and self.fused else tokens
+        chunks = [min(size, tokens - first) for first in range(0, tokens, size)]
+        statistics = [("all_gather", numbers * chunk * self.t * itemsize) for chunk in chunks]
+        if not self.fused:
+            return statistics, []
+        nbytes = tokens * self.k * itemsize
+        if self.sequence_parallel:
+            return [("all_gather", nbytes), *statistics, ("reduce_scatter", nbytes)], []
+        return [*statistics, ("all_reduce", nbytes)], []
+
+
+def heads(t: int) -> st.SearchStrategy[Head]:
+    """3 ranks have 8, 8 and 6 of 22 rows; with a vocabulary of 16 the last one has nothing but padding."""
+    return st.builds(
+        lambda vocab_and_rows, **how: Head(t, vocab=vocab_and_rows[0], rows=vocab_and_rows[1], **how),
+        st.sampled_from([(22, 22), (19, 22), (16, 22), (24, 24), (7, 30)]),
+        tokens=st.integers(1, 10),
+        norm=st.sampled_from([None, "layernorm", "rmsnorm"]),
+        sequence_parallel=st.booleans(),
+        chunk=st.sampled_from([1, 2, 7, 100, None]),
+        terms=st.sampled_from([{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, SMOOTH, IGNORED, MEAN]),
     )
-    (loss * case["scale"]).backward()
-    return {"loss": loss.detach()} | {f"d{name}": x.grad for name, x in inputs.items()}
 
 
-def vocab_slice(case: dict) -> tuple[int, int, ops.VocabSlice]:
-    per_rank = -(-case["rows"] // dist.get_world_size())
-    first = dist.get_rank() * per_rank
-    last = min(first + per_rank, case["rows"])
-    return first, last, ops.VocabSlice(first, per_rank, case["vocab"])
+@pytest.mark.parametrize("t", [1, 2, 3])
+def test_fused_equals_plain_torch(ranks, t):
+    @settings(max_examples=4)
+    @given(st.lists(heads(t), min_size=6, max_size=6))
+    def run(cases):
+        check(ranks(t).run, cases, torch.float64)
+
+    run()
 
 
-def on_rank(case: dict, dtype: torch.dtype) -> tuple[dict[str, Tensor], list, list]:
-    values, targets = tensors(case, dtype)
-    first, last, vocab = vocab_slice(case)
-    values["weight"] = values["weight"][first:last]
-    if case["sp"]:
-        values["x"] = values["x"].chunk(dist.get_world_size())[dist.get_rank()]
-    inputs = leaves(values)
-    norm = None
-    if case["kind"]:
-        norm = ops.Norm(case["kind"], inputs["norm_weight"], inputs.get("norm_bias"), EPS)
-    how = {"norm": norm, "sequence_parallel": case["sp"], "chunk_tokens": case["chunk"], **case["terms"]}
-    with record_collectives() as forward:
-        loss = ops.linear_cross_entropy(inputs["x"], inputs["weight"], targets, vocab, group=dist.group.WORLD, **how)
-    with record_collectives() as backward:
-        (loss * case["scale"]).backward()
-    return {"loss": loss.detach()} | {f"d{n}": x.grad for n, x in inputs.items()}, list(forward), list(backward)
+def test_fused_float32(ranks):
+    """12 tokens in chunks of 5, 5 and 2."""
+    terms = itertools.product(({}, {"z_loss": 1e-2}, SMOOTH), (True, False))
+    cases = [Head(3, terms=each, sequence_parallel=sequence_parallel) for each, sequence_parallel in terms]
+    check(ranks(3).run, cases, torch.float32)
+
+
+def of_logits(t: int, vocab: int, terms: dict) -> Head:
+    return Head(t, 3, vocab=vocab, norm=None, sequence_parallel=False, terms=terms, fused=False)
+
+
+@pytest.mark.parametrize("t", [1, 2, 3])
+def test_from_logits_equals_plain_torch(ranks, t):
+    terms = itertools.product(({}, SMOOTH, IN_PLACE, MEAN, {"reduction": "sum"}), ({}, IGNORED))
+    cases = itertools.product((22, 19, 16), terms)
+    check(ranks(t).run, [of_logits(t, vocab, {**each, **ignored}) for vocab, (each, ignored) in cases], torch.float64)
 
 
 def with_kernels(function: Callable[..., Any], *args: Any) -> Any:
@@ -110,91 +171,33 @@ def with_kernels(function: Callable[..., Any], *args: Any) -> Any:
         cross_entropy.implementation = before
 
 
-def check(ranks, t: int, case: dict, dtype: torch.dtype, *call: Callable[..., Any]) -> list[tuple]:
-    """call: a function that calls on_rank in the worker; none: the worker calls it itself."""
-    results = ranks(t).run(*call, on_rank, case, dtype)
-    sums: int | str = "sum" if case["sp"] else "equal"
-    how = {"loss": "equal", "dx": 0 if case["sp"] else "equal", "dweight": 0, "dnorm_weight": sums, "dnorm_bias": sums}
-    actual = {name: join([result[0][name] for result in results], how[name]) for name in results[0][0]}
-    assert_close(actual, plain(case, torch.float64), plain(case, dtype))
-    return results
-
-
-# 3 ranks have 8, 8 and 6 of 22 rows; with a vocabulary of 16 the last one has nothing but padding
-@pytest.mark.parametrize("t", [1, 2, 3])
-def test_fused_equals_plain_torch(ranks, t):
-    @settings(max_examples=15, deadline=None, derandomize=True)
-    @given(
-        st.integers(1, 5).map(lambda n: 6 * n),
-        st.sampled_from([(22, 22), (19, 22), (16, 22), (24, 24), (7, 30)]),
-        st.sampled_from([None, "layernorm", "rmsnorm"]),
-        st.booleans(),
-        st.sampled_from([1, 2, 7, 100, None]),
-        st.sampled_from([{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, SMOOTH, {"ignore_index": 2}, MEAN]),
-    )
-    def run(tokens, vocab_and_rows, kind, sp, chunk, terms):
-        vocab, rows = vocab_and_rows
-        check(ranks, t, case(tokens, 5, vocab, rows, kind, sp, chunk, 0.25, terms), torch.float64)
-
-    run()
-
-
-@pytest.mark.parametrize("sp", [True, False])
-def test_fused_float32(ranks, sp):
-    for terms in ({}, SMOOTH):
-        check(ranks, 3, case(12, 5, 19, 22, "rmsnorm", sp, 5, terms=terms), torch.float32)
-
-
-@pytest.mark.parametrize("sp", [True, False])
-def test_fused_communication(ranks, sp):
-    """Chunks of 5, 5, 2 tokens exchange three numbers for each token and rank, four with label smoothing."""
-    t, nbytes = 2, 12 * 5 * 8
-    for terms, numbers in (({}, 3), ({"z_loss": 1e-2}, 3), (SMOOTH, 4)):
-        statistics = [("all_gather", numbers * tokens * t * 8) for tokens in (5, 5, 2)]
-        whole = [("all_gather", nbytes), *statistics, ("reduce_scatter", nbytes)]
-        for _, forward, backward in check(ranks, t, case(tokens=12, k=5, sp=sp, chunk=5, terms=terms), torch.float64):
-            assert forward == (whole if sp else [*statistics, ("all_reduce", nbytes)]), terms
-            assert backward == []
-
-
-def without_gradients():
-    x, weight = torch.randn(2, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
-    with torch.no_grad(), record_collectives() as calls:
-        ops.linear_cross_entropy(
-            x, weight, torch.arange(4), ops.VocabSlice(4 * dist.get_rank(), 4, 8),
-            group=dist.group.WORLD,
-        )  # fmt: skip
-    return [name for name, _ in calls]
-
-
-def test_fused_with_kernels(interpreted):
+@pytest.mark.parametrize("t", [1, 2])
+def test_with_kernels(interpreted, t):
     """Unlike the reference, kernels turn logits into their gradient in the memory that all chunks share."""
     pytest.importorskip("triton")
-    for t, terms in ((1, SMOOTH), (2, {}), (2, SMOOTH)):
-        check(interpreted, t, case(8, 5, 19, 22, "rmsnorm", True, 3, terms=terms), torch.float32, with_kernels)
+    cases = [Head(t, chunk=3, terms=terms) for terms in ({}, SMOOTH)]
+    cases += [of_logits(t, 19, {**terms, **IGNORED}) for terms in ({}, SMOOTH, IN_PLACE)]
+    check(partial(interpreted(t).run, with_kernels), cases, torch.float32)
 
 
-def test_without_gradients_nothing_is_reduced(ranks):
-    assert ranks(2).run(without_gradients) == [["all_gather", "all_gather"]] * 2
+@on_every_rank(2)
+def test_without_gradients_nothing_is_reduced() -> None:
+    x, weight = torch.randn(2, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    with torch.no_grad(), record_collectives() as calls:
+        ops.linear_cross_entropy(x, weight, torch.arange(4), own_slice(8, 8), group=dist.group.WORLD)
+    assert [name for name, _ in calls] == ["all_gather", "all_gather"]
 
 
-def uneven_default_chunks():
-    """2500 rows on 3 ranks are 834, 834, 832: 2**22 divided by each is 5029 or 5041 tokens a chunk."""
-    per_rank, rank = 834, dist.get_rank()
-    rows = min(per_rank, 2500 - rank * per_rank)
-    x, weight = (torch.zeros(n, 1, dtype=torch.float64) for n in (5030, rows))
+@on_every_rank(3)
+def test_default_chunks_agree_on_uneven_slices() -> None:
+    """Ranks exchange once a chunk: if each sized chunks by its own slice, one would wait for ever. 2500 rows on 3 ranks
+    are 834, 834, 832: 2**22 divided by each is 5029 or 5041 tokens a chunk."""
+    vocab = own_slice(2500, 2500)
+    x, weight = (torch.zeros(n, 1, dtype=torch.float64) for n in (5030, min(834, 2500 - vocab.first)))
+    targets = torch.zeros(5030, dtype=torch.int64)
     with torch.no_grad():
-        loss = ops.linear_cross_entropy(
-            x, weight, torch.zeros(5030, dtype=torch.int64), ops.VocabSlice(rank * per_rank, per_rank, 2500),
-            group=dist.group.WORLD, sequence_parallel=False,
-        )  # fmt: skip
-    return float(loss)
-
-
-def test_default_chunks_agree_on_uneven_slices(ranks):
-    """Ranks exchange once a chunk: if each sized chunks by its own slice, one would wait for ever."""
-    for loss in ranks(3).run(uneven_default_chunks):
-        assert_same(loss, 5030 * math.log(2500))
+        loss = ops.linear_cross_entropy(x, weight, targets, vocab, group=dist.group.WORLD, sequence_parallel=False)
+    assert_same(float(loss), 5030 * math.log(2500))
 
 
 def test_logits_exist_a_chunk_at_a_time():
@@ -203,78 +206,12 @@ def test_logits_exist_a_chunk_at_a_time():
     targets = torch.arange(tokens)
     with Seen() as fused:
         ops.linear_cross_entropy(
-            **values, targets=targets, vocab=ops.VocabSlice(0, vocab, vocab), chunk_tokens=chunk
+            **values, targets=targets, vocab=own_slice(vocab, vocab), chunk_tokens=chunk
         ).backward()
     assert fused.largest == chunk * vocab
-    with Seen() as plain:  # the meter does see logits where they exist
+    with Seen() as apart:  # the meter does see logits where they exist
         F.cross_entropy(values["x"] @ values["weight"].t(), targets).backward()
-    assert plain.largest == tokens * vocab
-
-
-def logits_case(vocab: int, rows: int, terms: dict, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, targets, and the gradient of the losses or of the one number that they are reduced to."""
-    values = make(7, dtype, logits=(9, rows), upstream=(9,))
-    values["logits"][:, vocab:] = 100.0
-    targets = torch.arange(9) % vocab
-    targets[3] = terms.get("ignore_index", -100)
-    return values["logits"], targets, values["upstream"][0 if "reduction" in terms else slice(None)]
-
-
-def from_logits(
-    vocab: int, rows: int, terms: dict, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor, list, list]:
-    logits, targets, upstream = logits_case(vocab, rows, terms, dtype)
-    first, last, piece = vocab_slice({"rows": rows, "vocab": vocab})
-    local = logits[:, first:last].clone().requires_grad_()
-    with record_collectives() as forward:
-        losses = ops.vocab_parallel_cross_entropy(local, targets, piece, group=dist.group.WORLD, **terms)
-    with record_collectives() as backward:
-        losses.backward(upstream)
-    return losses.detach(), local.grad, list(forward), list(backward)
-
-
-Cases = list[tuple[int, int, dict]]  # vocabulary, rows of the table, terms
-
-
-def all_from_logits(cases: Cases, dtype: torch.dtype) -> list[tuple]:
-    return [from_logits(*case, dtype) for case in cases]
-
-
-def check_logits(ranks, t: int, cases: Cases, dtype: torch.dtype, *call) -> None:
-    """call: a function that calls all_from_logits in the worker; none: the worker calls it itself."""
-    found = ranks(t).run(*call, all_from_logits, cases, dtype)
-    for (vocab, rows, terms), results in zip(cases, zip(*found, strict=True), strict=True):
-        expected = []
-        for each in (torch.float64, dtype):
-            logits, targets, upstream = logits_case(vocab, rows, terms, each)
-            terms_of_torch = {name: value for name, value in terms.items() if name != "in_place"}
-            losses = plain_loss(logits.requires_grad_()[:, :vocab], targets, **terms_of_torch)
-            losses.backward(upstream)
-            expected.append({"losses": losses.detach(), "dlogits": logits.grad})
-        actual = {"losses": join([r[0] for r in results], "equal"), "dlogits": join([r[1] for r in results], 1)}
-        named = [{f"{name} of {vocab, rows, terms}": x for name, x in each.items()} for each in (actual, *expected)]
-        assert_close(*named)
-        numbers = 4 if "label_smoothing" in terms else 3
-        gathered = [] if t == 1 else [("all_gather", numbers * 9 * dtype.itemsize * t)]
-        assert [result[2:] for result in results] == [(gathered, [])] * t, terms
-
-
-IN_PLACE = {**SMOOTH, "in_place": True}
-IGNORED = {"ignore_index": 2}  # it is also a real entry of the vocabulary
-
-
-def test_from_logits_with_kernels(interpreted):
-    pytest.importorskip("triton")
-    cases = [(19, 22, {**terms, **IGNORED}) for terms in ({}, SMOOTH, IN_PLACE)]
-    check_logits(interpreted, 1, cases[2:], torch.float32, with_kernels)
-    check_logits(interpreted, 2, cases, torch.float32, with_kernels)
-
-
-@pytest.mark.parametrize("t", [1, 2, 3])
-def test_from_logits_equals_plain_torch(ranks, t):
-    terms = itertools.product(({}, SMOOTH, IN_PLACE, MEAN, {"reduction": "sum"}), ({}, IGNORED))
-    cases = itertools.product((22, 19, 16), terms)
-    check_logits(ranks, t, [(vocab, 22, {**each, **ignored}) for vocab, (each, ignored) in cases], torch.float64)
+    assert apart.largest == tokens * vocab
 
 
 def logits_of_a_linear(device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -284,7 +221,7 @@ def logits_of_a_linear(device: str = "cpu", dtype: torch.dtype = torch.float32) 
 
 
 def taken_memory(device: str, dtype: torch.dtype) -> None:
-    vocab = ops.VocabSlice(0, 32, 32)
+    vocab = own_slice(32, 32)
     weight, logits, targets = logits_of_a_linear(device, dtype)
     kept = ops.vocab_parallel_cross_entropy(logits, targets, vocab).sum()
     (expected,) = torch.autograd.grad(kept, weight, retain_graph=True)
@@ -303,75 +240,136 @@ def test_in_place_gradient_is_seen_by_autograd():
     taken_memory("cpu", torch.float32)
 
 
-@pytest.mark.parametrize(
-    "terms, words",
-    [
-        ({"label_smoothing": 1.0}, r"label_smoothing=1.0 must be in \[0, 1\)"),
-        ({"label_smoothing": -0.1}, r"label_smoothing=-0.1 must be in \[0, 1\)"),
-        ({"z_loss": -1e-4}, "z_loss=-0.0001 must be at least 0"),
-        ({"z_loss": float("nan")}, "z_loss=nan must be at least 0"),
-    ],
-)
-def test_impossible_terms_are_refused(terms, words):
-    targets, vocab = torch.arange(2), ops.VocabSlice(0, 4, 4)
-    with pytest.raises(ValueError, match=words):
-        ops.vocab_parallel_cross_entropy(torch.randn(2, 4), targets, vocab, **terms)
-    with pytest.raises(ValueError, match=words):
-        ops.linear_cross_entropy(torch.randn(2, 3), torch.randn(4, 3), targets, vocab, **terms)
-
-
 def test_the_upstream_gradient_is_not_rounded_to_16_bits():
     """1 / 6000 rounded to bfloat16 is 0.1 % off, and so would be every parameter's gradient."""
     factor = torch.tensor(1 / 6000)
     x, weight = torch.randn(8, 4).bfloat16().requires_grad_(), torch.randn(32, 4).bfloat16().requires_grad_()
-    loss = ops.linear_cross_entropy(x, weight, torch.arange(8), ops.VocabSlice(0, 32, 32))
+    loss = ops.linear_cross_entropy(x, weight, torch.arange(8), own_slice(32, 32))
     raw = torch.autograd.grad(loss, (x, weight), retain_graph=True)
     (loss * factor).backward()
-    for gradient, unscaled in zip((x.grad, weight.grad), raw, strict=True):
-        assert torch.equal(gradient, (unscaled.float() * factor).bfloat16())
+    assert_identical([x.grad, weight.grad], [(unscaled.float() * factor).bfloat16() for unscaled in raw])
 
 
-def on_gpu(dtype: torch.dtype, tokens: int, k: int, vocab: int, rows: int, kind: str | None, terms: dict) -> None:
-    """One rank's fused loss and gradients in four chunks, against float64."""
-    how = case(tokens, k, vocab, rows, kind, terms=terms)
-    values, targets = tensors(how, dtype)
-    inputs = {name: x.detach().cuda().requires_grad_() for name, x in values.items()}
-    norm = ops.Norm(kind, inputs["norm_weight"], inputs.get("norm_bias"), EPS) if kind else None
-    loss = ops.linear_cross_entropy(
-        inputs["x"], inputs["weight"], targets.cuda(), ops.VocabSlice(0, rows, vocab),
-        norm=norm, chunk_tokens=-(-tokens // 4), **terms,
-    )  # fmt: skip
-    loss.backward()
-    actual = {"loss": loss.detach()} | {f"d{name}": x.grad for name, x in inputs.items()}
-    oracle, baseline = plain(how, torch.float64, dtype), plain(how, dtype)
-    # The loss is one number, and torch's error of it may be 0 by chance: the bound adds what rounding does to a sum.
-    loss, expected, other = (float(results.pop("loss")) for results in (actual, oracle, baseline))
-    rounding = torch.finfo(dtype).eps / tokens**0.5 + torch.finfo(torch.float32).eps
-    assert abs(loss - expected) <= 2 * (abs(other - expected) + rounding * abs(expected))
-    assert_close({name: x.cpu() for name, x in actual.items()}, oracle, baseline)
-    assert not bool(inputs["weight"].grad[vocab:].any())
+@pytest.mark.parametrize("tokens", [0, 3], ids=["no tokens", "all ignored"])
+def test_the_mean_of_nothing_is_torchs(tokens):
+    """It is NaN, and its gradients are 0."""
+    values = leaves(make(1, torch.float64, x=(tokens, 4), weight=(7, 4)))
+    vocab, inputs, targets = own_slice(7, 7), list(values.values()), torch.full((tokens,), -100)
+    logits = values["x"] @ values["weight"].t()
+    for loss in (
+        F.cross_entropy(logits, targets),
+        ops.vocab_parallel_cross_entropy(logits, targets, vocab, reduction="mean"),
+        ops.linear_cross_entropy(*inputs, targets, vocab, reduction="mean"),
+    ):
+        assert bool(loss.isnan())
+        assert not any(bool(each.any()) for each in torch.autograd.grad(loss, inputs, retain_graph=True))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("frozen, gemms", [((), 3), (("weight",), 2), (("x",), 3), (("x", "scale"), 2)])
+def test_what_is_frozen_costs_nothing(frozen, gemms, norm):
+    """The other gradients stay the same. Without a norm a frozen input needs no GEMM for its gradient."""
+    values = leaves(make(1, torch.bfloat16, x=(4, 8), weight=(64, 8), scale=(8,)))
+    results = []
+    for names in ((), frozen):
+        for name, each in values.items():
+            each.requires_grad_(name not in names)
+            each.grad = None
+        prologue = norm_of("rmsnorm" if norm else None, values["scale"], None)
+        with Seen() as seen:
+            ops.linear_cross_entropy(
+                values["x"], values["weight"], torch.arange(4), own_slice(64, 64), norm=prologue
+            ).backward()
+        results.append({name: each.grad for name, each in values.items() if name not in frozen})
+    assert_identical(results[1], results[0])
+    assert seen.gemms == (gemms if norm or "x" not in frozen else 2)
+    assert (seen.largest_float32 < 64 * 8) == ("weight" in frozen)
+
+
+FOUR = torch.zeros(4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "targets, terms, words",
+    [
+        (torch.arange(3), {}, r"targets are \(3,\) torch.int64 for a \(4, 2\) input of 4 tokens: flatten both"),
+        (torch.arange(1), {}, r"targets are \(1,\) torch.int64 for a \(4, 2\) input of 4 tokens"),
+        (FOUR[:, None], {}, r"targets are \(4, 1\) torch.int64 for"),
+        (torch.rand(4), {}, r"targets are \(4,\) torch.float32 for a \(4, 2\) input of 4 tokens: .* one int64 id"),
+        (torch.tensor([0, 1, -1, -100]), {}, r"targets span \[-1, 1\], outside the vocabulary \[0, 1\]"),
+        (torch.tensor([0, 1, 2, -100]), {}, r"targets span \[0, 2\], outside the vocabulary \[0, 1\]"),
+        (FOUR, {"vocab": ops.VocabSlice(0, 4, 4)}, "2 logits a token, but .* has 4 entries here"),
+        (FOUR, {"label_smoothing": 1.0}, r"label_smoothing=1.0 must be in \[0, 1\)"),
+        (FOUR, {"label_smoothing": -0.1}, r"label_smoothing=-0.1 must be in \[0, 1\)"),
+        (FOUR, {"z_loss": -1e-4}, "z_loss=-0.0001 must be at least 0"),
+        (FOUR, {"z_loss": float("nan")}, "z_loss=nan must be at least 0"),
+        (FOUR, {"reduction": "avg"}, "reduction='avg' is (none|neither) of"),
+    ],
+)
+def test_both_losses_refuse_the_same(targets, terms, words):
+    how = {"targets": targets, "vocab": ops.VocabSlice(0, 2, 2), **terms}
+    x, weight = torch.randn(4, 2), torch.randn(2, 2)
+    for call in (partial(ops.vocab_parallel_cross_entropy, x), partial(ops.linear_cross_entropy, x, weight)):
+        with pytest.raises(ValueError, match=words):
+            call(**how)
+
+
+def test_the_fused_loss_is_one_number():
+    with pytest.raises(ValueError, match="reduction='none' is neither of .*take vocab_parallel_cross_entropy"):
+        ops.linear_cross_entropy(torch.randn(4, 2), torch.randn(2, 2), FOUR, own_slice(2, 2), reduction="none")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_fused_on_gpu(dtype):
-    on_gpu(dtype, 37, 24, 250, 256, "layernorm", {})
-    on_gpu(dtype, 64, 64, 1000, 1024, "rmsnorm", SMOOTH)
-    on_gpu(dtype, 129, 128, 50257, 50304, None, {"label_smoothing": 0.1, "z_loss": 1e-4})
-    on_gpu(dtype, 16, 128, 128256, 128256, "rmsnorm", {"z_loss": 1e-4})
+    """One rank's fused loss and gradients in four chunks, against float64."""
+    for case in (
+        Head(1, 37, 24, 250, 256, "layernorm", chunk=10),
+        Head(1, 64, 64, 1000, 1024, "rmsnorm", chunk=16, terms=SMOOTH),
+        Head(1, 129, 128, 50257, 50304, None, chunk=33, terms={"label_smoothing": 0.1, "z_loss": 1e-4}),
+        Head(1, 16, 128, 128256, 128256, "rmsnorm", chunk=4, terms={"z_loss": 1e-4}),
+    ):
+        inputs = leaves({name: x.cuda() for name, x in case.inputs(dtype).items()})
+        upstream = {name: x.cuda() for name, x in case.upstream(dtype).items()}
+        actual = with_gradients(inputs, case.ours(None, **inputs), upstream)
+        oracle, baseline = plain(case, torch.float64, dtype), plain(case, dtype)
+        # The loss is one number, and torch's error of it may be 0 by chance: the bound adds what rounding does to a sum
+        loss, expected, other = (float(results.pop("loss")) for results in (actual, oracle, baseline))
+        rounding = torch.finfo(dtype).eps / case.tokens**0.5 + torch.finfo(torch.float32).eps
+        assert abs(loss - expected) <= 2 * (abs(other - expected) + rounding * abs(expected))
+        assert not bool(actual["dweight"][case.vocab :].any())
+        assert_close({name: x.cpu() for name, x in actual.items()}, oracle, baseline)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_in_place_on_gpu(dtype):
     taken_memory("cuda", dtype)
     logits = torch.randn(64, 128256, device="cuda", dtype=dtype, requires_grad=True)
-    targets, vocab = torch.arange(64, device="cuda"), ops.VocabSlice(0, 128256, 128256)
+    targets, vocab = torch.arange(64, device="cuda"), own_slice(128256, 128256)
     results = []
     for in_place in (False, True):
         inner = logits.clone()
         losses = ops.vocab_parallel_cross_entropy(inner, targets, vocab, in_place=in_place, **SMOOTH)
         (gradient,) = torch.autograd.grad(losses.sum(), inner)
         assert (gradient.data_ptr() == inner.data_ptr()) == in_place
-        results.append((losses.detach(), gradient.clone()))
-    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+        results.append([losses, gradient.clone()])
+    assert_identical(*results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_target_outside_the_vocabulary_is_nan_on_gpu(dtype):
+    """A GPU's targets are not checked, because the check would wait for the device."""
+    values = leaves({name: x.cuda() for name, x in make(1, dtype, x=(3, 8), weight=(32, 8)).items()})
+    vocab = ops.VocabSlice(0, 32, 30)
+    for bad in (-1, 30, 31):
+        targets = torch.tensor([0, bad, -100], device="cuda")
+        logits = values["x"] @ values["weight"].t()
+        losses = ops.vocab_parallel_cross_entropy(logits, targets, vocab)
+        assert losses.isnan().tolist() == [False, True, False]
+        total = ops.linear_cross_entropy(values["x"], values["weight"], targets, vocab, reduction="mean")
+        assert bool(total.isnan())
+        for loss in (losses.sum(), total):
+            (dx,) = torch.autograd.grad(loss, values["x"])
+            assert dx.isnan().any(1).tolist() == [False, True, False]

@@ -5,8 +5,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from pool import WorkerPool
-from testing import assert_kernel_close
+from testing import assert_kernel_close, on_every_rank
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -43,7 +42,8 @@ def results(policy: Policy, shared: bool, dtype: torch.dtype = torch.float32) ->
     return [y, loss, *torch.autograd.grad((y * draw(TOKENS, HIDDEN).detach()).sum() + loss, tensors)], load
 
 
-def equals_references() -> None:
+@on_every_rank(1, pool="interpreted")
+def test_experts_on_kernels() -> None:
     used = set()
 
     def chosen(op: str, x: Tensor):
@@ -61,7 +61,3 @@ def equals_references() -> None:
         for index, x in enumerate(found):
             assert_kernel_close(x, oracle[index], baseline[index], f"{policy} shared={shared} {index}")
     assert used >= set(KERNELS)
-
-
-def test_experts_on_kernels(interpreted: WorkerPool) -> None:
-    interpreted(1).run(equals_references)

@@ -1,109 +1,322 @@
-"""The fused transport in Triton's interpreter equals float64 plain torch, by the tests of the two linears. Its own
-tests: copies instead of pushes, more than three weights, late ranks, and a peer that does not come."""
+"""The fused transport equals float64 plain torch, whoever is late, and names a peer that does not come: in Triton's
+interpreter, on one GPU that several processes share, and between GPUs with one rank on each (`make nvlink`).
 
+Processes on one GPU take turns, so every wait for a peer may cost whole time slices. Shapes are small, and kernels have
+few programs, which leave room for every rank's where they do run together. Only several GPUs can show gathers by copy
+engines, and one result for fused, pipelined and sequential over NCCL.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 
 pytest.importorskip("triton")
 
-import test_column_linear_op as column
-import test_fused_gpu as on_gpu
-import test_row_linear_op as row
 import torch
 import torch.distributed as dist
-from pool import RankFailure
-from shards import OnTransport
+from linears import Column, Row
+from pool import RankFailure, WorkerPool
+from shards import Case, Here, check, on_device, on_transport
+from testing import on_every_rank
+from torch import Tensor
 
 from tpformer import ops
+from tpformer.distributed import HangError, build_mesh, check_all, close, set_timeout
+from tpformer.layers import MLP, TensorParallel, linear_plans
 
-# with the sizes that they take: two ranks all, three those above one of everything
-RANKS = [(2, slice(None)), (3, slice(1, 3)), pytest.param(4, slice(None), marks=pytest.mark.proof)]
-# (tokens per rank, K, widths per rank, norm, bias), from one of everything to primes, more than a tile of 16, weights
-COLUMNS = [
-    (1, 1, (1,), (None, False), False),
-    (3, 5, (7, 2, 3), ("layernorm", True), True),
-    (17, 11, (13,), ("rmsnorm", False), True),
-    (2, 8, (1, 2, 3, 4), (None, False), False),
-]
-# (tokens per rank, K per rank, N, (activation, gated), (bias, residual, dropout))
-ROWS = [
-    (1, 1, 1, (None, False), (False, False, False)),
-    (3, 5, 7, ("gelu_tanh", False), (True, True, True)),
-    (17, 3, 11, ("silu", True), (True, True, False)),
-    (2, 13, 3, ("gelu", False), (False, True, False)),
-]
+TIMEOUT = 150  # seconds of one run: the first one compiles
 
 
-@pytest.mark.parametrize("t, taken", RANKS, ids=[2, 3, 4])
+class Place(NamedTuple):
+    """Ranks with their device, as in `on_device`; the number of steps, which a GPU takes without waiting between."""
+
+    ranks: Any
+    t: int
+    device: str
+    dtype: torch.dtype
+    steps: int
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return self.ranks(self.t).run(on_device, self.device, function, *args, timeout=TIMEOUT)
+
+
+POOLS = {
+    "interpreted": ("cpu", torch.float32, 3),  # the third step uses the first one's slots again
+    "one_gpu": ("cuda:0", torch.bfloat16, 40),
+    "gpus": ("cuda", torch.bfloat16, 200),
+}
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Callable]:
+    def world(size: int):
+        if size > torch.cuda.device_count():
+            pytest.skip(f"{size} CUDA devices needed, {torch.cuda.device_count()} found")
+        return pool(size)
+
+    with WorkerPool() as pool:
+        yield world
+
+
+@pytest.fixture
+def place(request) -> Place:
+    pool, t = request.param
+    found = Place(request.getfixturevalue(pool), t, *POOLS[pool])
+    if pool != "interpreted":
+        found.run(forget)
+    return found
+
+
+def forget() -> None:
+    """Drop the state of earlier tests, such as a group that one of them poisoned."""
+    assert dist.group.WORLD is not None
+    close(dist.group.WORLD)
+    set_timeout(dist.group.WORLD, 60)
+
+
+def places(interpreted: Sequence[int] = (), one_gpu: Sequence[int] = (), proof: Sequence[int] = ()) -> Any:
+    """Run the test with so many ranks on a CPU, in the proofs too, on one GPU, and on every number of GPUs."""
+    params = [pytest.param(("interpreted", t), id=str(t)) for t in interpreted]
+    params += [pytest.param(("interpreted", t), id=str(t), marks=pytest.mark.proof) for t in proof]
+    params += [pytest.param(("one_gpu", t), id=f"{t} on a GPU", marks=pytest.mark.gpu) for t in one_gpu]
+    params += [pytest.param(("gpus", t), id=f"{t} GPUs", marks=pytest.mark.nvlink) for t in (2, 3, 4, 8)]
+    return pytest.mark.parametrize("place", params, indirect=True)
+
+
+def cases(t: int, sequence_parallel: bool, on_gpu: bool) -> list[Case]:
+    """From one of everything to primes, more than three weights, and more than a tile, of 16 in the interpreter."""
+    several = [Column(t, 3, 5, (7, 2, 3), ("layernorm", True)), Row(t, 3, 5, 7, ("gelu_tanh", False))]
+    if t != 3 or on_gpu:  # three ranks show only who comes after whom
+        several += [
+            Column(t, 1, 1, (1,), bias=False),
+            Column(t, 17, 11, (13,), ("rmsnorm", False)),
+            Column(t, 2, 8, (1, 2, 3, 4), bias=False),
+            Row(t, 1, 1, 1, bias=False, residual=False, drop=False),
+            Row(t, 17, 3, 11, ("silu", True), drop=False),
+            Row(t, 2, 13, 3, ("gelu", False), bias=False, drop=False),
+        ]
+    if on_gpu:
+        several += [Column(t, 37, 24, (8, 13), ("layernorm", True)), Column(t, 160, 136, (264,), ("rmsnorm", False))]
+        several += [Row(t, 5, 24, 40, ("gelu_tanh", False)), Row(t, 160, 72, 264, ("silu", True), drop=False)]
+    return [replace(case, sequence_parallel=sequence_parallel) for case in several]
+
+
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_equals_plain_torch(interpreted, t, taken, sequence_parallel):
-    fused = OnTransport(interpreted, "fused")
-    on_gpu.check_columns(fused, t, sequence_parallel, torch.float32, COLUMNS[taken])
-    on_gpu.check_rows(fused, t, sequence_parallel, torch.float32, ROWS[taken])
+@places(interpreted=[2, 3], proof=[4], one_gpu=[2, 4])
+def test_equals_plain_torch(place, sequence_parallel):
+    run = partial(place.run, on_transport, "fused")
+    check(run, cases(place.t, sequence_parallel, place.device != "cpu"), place.dtype)
 
 
-def copies(case: dict):
-    """`on_rank`, with the copy engines' path for every gather."""
+def sent_by(copies: bool, function: Callable[..., Any], *args: Any) -> Any:
+    """Call the function with the copy engines' path for every gather, or with none."""
     from tpformer.ops.transports import fused
 
-    with mock.patch.object(fused, "send_by_copies", lambda *_: True):
-        return (column if "widths" in case else row).on_rank(case, torch.float32)
+    with mock.patch.object(fused, "send_by_copies", lambda *_: copies):
+        return function(*args)
 
 
-class ByCopies(OnTransport):
-    def __call__(self, size):
-        world = super().__call__(size)
-        run = world.run
-        world.run = lambda function, case, dtype: run(copies, case)
-        return world
+@places(interpreted=[3])
+def test_gathers_by_copies_equal_plain_torch(place):
+    several = [Column(place.t, 3, 6, (2, 3), ("layernorm", True)), Row(place.t, 3, 3, 7, ("silu", True))]
+    check(partial(place.run, sent_by, True, on_transport, "fused"), several, place.dtype)
 
 
-def test_gathers_by_copies_equal_plain_torch(interpreted):
-    column.check(ByCopies(interpreted, "fused"), 3, column.case(9, 6, (6, 9), "layernorm", True), torch.float32)
-    row.check(ByCopies(interpreted, "fused"), 3, row.case(9, 9, 7, "silu", True), torch.float32)
-
-
-def own_rows_of_a_gather_by_copies() -> list[bool]:
-    """Whether the own rows are in the slot, too, by number of weights of a linear, and of a gather without a GEMM."""
+@on_every_rank(2, pool="interpreted")
+def test_copies_leave_own_rows_that_nobody_reads() -> None:
+    """Own rows are in the slot, too, if a linear has more than three weights, and after a gather without a GEMM."""
     from tpformer.distributed.groups import kernel_workspace
     from tpformer.ops.transports import fused
 
     assert dist.group.WORLD is not None
     transport, x = fused.Fused(dist.group.WORLD), torch.ones(3, 4)
     workspace = kernel_workspace(dist.group.WORLD, "gather", x.device)
-    found = []
-    with mock.patch.object(fused, "send_by_copies", lambda *_: True):
-        for weights in (3, 4, 0):
-            channel = workspace.begin("poisoned", 3 * x.nbytes, 1)
-            for slot in channel.slots:
-                slot.fill_(0xFF)
-            dist.barrier()
-            if weights:
-                transport.gather_matmul(x, [torch.ones(2, 4)] * weights, [None] * weights)
-            else:
-                transport.start_gather(x)()
-            rows = channel.gathered(workspace.epoch & 1, x).chunk(dist.get_world_size())
-            assert all(torch.equal(rows[rank], x) for rank in range(len(rows)) if rank != dist.get_rank())
-            found.append(torch.equal(rows[dist.get_rank()], x))
-            dist.barrier()
-    return found
+    for weights, own in ((3, False), (4, True), (0, True)):
+        channel = workspace.begin("poisoned", 3 * x.nbytes, 1)
+        for slot in channel.slots:
+            slot.fill_(0xFF)
+        dist.barrier()
+        if weights:
+            sent_by(True, transport.gather_matmul, x, [torch.ones(2, 4)] * weights, [None] * weights)
+        else:
+            sent_by(True, transport.start_gather, x)()
+        rows = channel.gathered(workspace.epoch & 1, x).chunk(dist.get_world_size())
+        found = [torch.equal(each, x) for each in rows]
+        assert found == [rank != dist.get_rank() or own for rank in range(len(rows))], weights
+        dist.barrier()
 
 
-def test_copies_leave_own_rows_that_nobody_reads(interpreted):
-    assert interpreted(2).run(own_rows_of_a_gather_by_copies) == [[False, True, True]] * 2
+def zeros_and_ones(step: int) -> list[dict[str, Tensor]]:
+    """Return every rank's tensors, on the CPU. With up to 8 ranks every sum is a whole number below 257, which bfloat16
+    holds exactly, so every transport gives the same bits in whatever order it adds."""
+    generator = torch.Generator().manual_seed(step)
+    shapes = {"x": (3, 4), "gate": (4, 4), "up": (4, 4), "down": (3, 4), "dy": (3, 3)}
+    return [
+        {name: torch.randint(0, 2, shape, generator=generator).double() for name, shape in shapes.items()}
+        for _ in range(dist.get_world_size())
+    ]
 
 
-def test_late_ranks(interpreted):
-    """The third step uses the first one's slots again."""
-    interpreted(3).run(on_gpu.late_ranks, "fused", torch.float32, 3)
+def expected(step: int) -> dict[str, Tensor]:
+    """What `late_ranks` should give on this rank, by plain torch in float64 over all ranks' tensors."""
+    everyone, rank = zeros_and_ones(step), dist.get_rank()
+    whole = {name: torch.cat([x[name] for x in everyone], 1 if name == "down" else 0) for name in everyone[0]}
+    leaves = {name: x.requires_grad_() for name, x in whole.items() if name != "dy"}
+    hidden = leaves["x"] @ leaves["gate"].t() + leaves["x"] @ leaves["up"].t()
+    y = hidden @ leaves["down"].t()
+    y.backward(whole["dy"])
+    parts = {"y": y.detach().chunk(len(everyone))[rank]}
+    for name, x in leaves.items():
+        parts[f"d{name}"] = x.grad.chunk(len(everyone), 1 if name == "down" else 0)[rank]
+    return parts
 
 
-def test_a_peer_that_never_arrives_is_named(interpreted):
-    on_gpu.check_hang(interpreted(2).run(on_gpu.absent_peer, 0.3), within=30)
+def stall(chance: random.Random, device: torch.device) -> None:
+    """Delay this rank at random: its host, and on a GPU its stream."""
+    if chance.random() < 0.3:
+        time.sleep(0.003 * chance.random())
+    if device.type == "cuda":
+        torch.cuda._sleep(chance.randrange(1, 1_000_000))
 
 
-def refused():
+def late_ranks(transport: str, dtype: torch.dtype, steps: int, backend: str | None = None) -> None:
+    """Run many forwards and backwards without synchronisation between them, each rank late in its own way.
+
+    backend: make a group with this backend; None takes the world.
+    """
+    rank, chance = dist.get_rank(), random.Random(dist.get_rank())
+    group = dist.group.WORLD if backend is None else dist.new_group(backend=backend)
+    inputs = [{n: x.to(Here.device, dtype) for n, x in zeros_and_ones(step)[rank].items()} for step in range(steps)]
+    results = []
+    for values in inputs:
+        dy = values.pop("dy")
+        leaves = {name: x.requires_grad_() for name, x in values.items()}
+        stall(chance, Here.device)
+        gate, up = ops.column_linear(leaves["x"], [leaves["gate"], leaves["up"]], group=group, transport=transport)
+        stall(chance, Here.device)
+        y = ops.row_linear(gate + up, leaves["down"], group=group, transport=transport)
+        stall(chance, Here.device)
+        y.backward(dy)
+        results.append({"y": y.detach()} | {f"d{name}": x.grad for name, x in leaves.items()})
+    for step, result in enumerate(results):
+        for name, value in expected(step).items():
+            assert torch.equal(result[name].cpu(), value.to(dtype)), (rank, step, name)
+    check_all()
+
+
+@places(interpreted=[3], one_gpu=[2, 4])
+def test_late_ranks(place):
+    place.run(sent_by, False, late_ranks, "fused", place.dtype, place.steps)
+
+
+@places()
+def test_late_ranks_whose_rows_are_copied(place):
+    place.run(sent_by, True, late_ranks, "fused", place.dtype, place.steps)
+
+
+@pytest.mark.parametrize("transport", ["sequential", "pipelined", "fused"])
+@places()
+def test_transports_agree_over_nccl(place, transport):
+    """They have the bits of plain torch in float64, because all numbers are small and whole."""
+    place.run(late_ranks, transport, place.dtype, 20, "nccl")
+
+
+def replays(count: int) -> None:
+    """Capture one epoch of each workspace in a CUDA graph, and replay it with new inputs: parities alternate."""
+    rank, group, device = dist.get_rank(), dist.group.WORLD, Here.device
+    steps = [{n: x.to(device, torch.bfloat16) for n, x in zeros_and_ones(s)[rank].items()} for s in range(count + 1)]
+    static = {name: x.clone() for name, x in steps[count].items()}
+
+    def forward() -> Tensor:
+        gate, up = ops.column_linear(static["x"], [static["gate"], static["up"]], group=group, transport="fused")
+        return ops.row_linear(gate + up, static["down"], group=group, transport="fused")
+
+    with torch.no_grad():
+        forward()  # makes the workspaces and compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = forward()
+    results = []
+    for step in range(count):
+        for name, x in static.items():
+            x.copy_(steps[step][name])
+        stall(random.Random(10 * step + rank), device)
+        graph.replay()
+        results.append(out.clone())
+    for step, result in enumerate(results):
+        assert torch.equal(result.cpu(), expected(step)["y"].bfloat16()), (rank, step)
+    check_all()
+
+
+@places(one_gpu=[2])
+def test_graph_replays(place):
+    place.run(replays, 40)
+
+
+def absent_peer(timeout: float) -> str:
+    """The last rank never begins the second operation. Returns on the others the message of the error."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    set_timeout(group, 60)  # the first operation compiles, on one rank perhaps a second later than on the other
+    x, weight = torch.ones(2, 4, device=Here.device), torch.ones(6, 4, device=Here.device)
+    message = ""
+    for present in (True, dist.get_rank() < dist.get_world_size() - 1):
+        try:
+            if present:
+                ops.column_linear(x, weight, group=group, transport="fused")
+            if Here.device.type == "cuda":
+                torch.cuda.synchronize()
+            check_all()
+            set_timeout(group, timeout)
+        except HangError as error:
+            message = str(error)
+        dist.barrier()  # a rank that left early would be a peer that died
+    close(group)
+    return message
+
+
+@places(interpreted=[2], one_gpu=[2])
+def test_a_peer_that_never_arrives_is_named(place):
+    """The timeout is counted in polls, which take longer beside other work."""
+    *waiting, absent = place.run(absent_peer, 0.3 if place.device == "cpu" else 1.0)
+    peer, file = f"for rank {place.t - 1}", Path(__file__).name
+    for rank, message in enumerate(waiting):
+        for part in ("waited in vain", peer, f"rank {rank}", "all_gather_matmul", file):
+            assert part in message, message
+    assert absent == "" and len(waiting) == place.t - 1
+
+
+def automatic(sequence_parallel: bool, tokens: int, transport: str) -> None:
+    """Auto takes this transport for both linears of an MLP, in the plans and in what runs."""
+    mesh = build_mesh(Here.device.type, tensor_parallel=dist.get_world_size())["tp"]
+    options = {"tp": TensorParallel(mesh, sequence_parallel), "device": Here.device, "dtype": torch.bfloat16}
+    mlp = MLP(256, ffn_hidden_size=4608, **options)
+    x = torch.ones(tokens // mesh.size() if sequence_parallel else tokens, 256, device=Here.device).bfloat16()
+    with mock.patch.object(ops.transport, "device_name", lambda _: "a GPU"):  # of which there is no model
+        for plan in linear_plans(mlp, tokens):
+            sign = ">=" if transport == "fused" else "<"
+            assert plan.decision.transport == transport, plan
+            assert plan.decision.reason.startswith(f"no performance model of a GPU: {tokens} rows {sign} 1024"), plan
+        if transport == "fused":  # gloo's collectives on CUDA tensors are not what is tested here
+            with ops.record_transports() as ran:
+                mlp(x.requires_grad_()).sum().backward()
+            assert [name for _, name in ran] == ["fused"] * (4 if sequence_parallel else 2)
+
+
+@places(one_gpu=[2])
+def test_auto_takes_the_fused_kernels_for_many_rows(place):
+    for call in ((True, 512 * place.t, "fused"), (False, 1024, "fused"), (True, 16 * place.t, "sequential")):
+        place.run(automatic, *call)
+
+
+def refused() -> None:
     x, w = torch.ones(2, 4, dtype=torch.float64), torch.ones(6, 4, dtype=torch.float64)
     ops.column_linear(x, w, group=dist.group.WORLD, transport="fused")
 

@@ -1,102 +1,130 @@
-"""Moves of rows and columns between ranks have the right values, gradients and collectives; uneven rows are refused."""
+"""Moves of rows and columns between ranks, and an embedding over a sharded vocabulary, have the right values, gradients
+and collectives. Uneven rows are refused, and ids that nobody checks give NaN."""
+
+from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from pool import RankFailure
-from shards import join, make
-from testing import assert_identical, assert_same
+import torch.nn.functional as F
+from shards import check, join, make, plain
+from testing import assert_identical, on_every_rank
 
 from tpformer import ops
-from tpformer.distributed import record_collectives
 
-TOKENS, N = 12, 3
-NBYTES = TOKENS * N * 8
+TOKENS, N, ROWS = 12, 7, 22
+# ids of an embedding: repeated ones, the first and last row, and both sides of every slice border
+IDS = [0, 21, 7, 8, 7, 10, 11, 15, 16, 5, 6, 0]
+# name -> the places of x and y, and the collectives of forward and backward
+MOVES = {
+    "reduce": (0, 0, ["reduce_scatter"], ["all_gather"]),
+    "reduce_all": (0, "equal", ["all_reduce"], []),
+    "scatter": ("equal", 0, [], ["all_gather"]),
+    "gather": (0, "equal", ["all_gather"], []),
+    "gather_columns": (1, "equal", ["all_gather"], []),
+    "take_columns": ("equal", 1, [], ["all_reduce"]),
+    "embedding": (0, 0, ["reduce_scatter"], ["all_gather"]),
+    "embedding_all": (0, "equal", ["all_reduce"], []),
+}
 
 
-def tensor(seed: int) -> torch.Tensor:
-    return make(seed, torch.float64, x=(TOKENS, N))["x"]
+@dataclass(frozen=True)
+class Move:
+    """A case of shards.py. x of a reduction is every rank's rows, one behind the other; of an embedding the table."""
 
+    t: int
+    name: str
 
-def on_rank(name: str):
-    """Run the operation, then a product with a tensor whose rows differ, so that gradients differ too."""
-    t, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
-    factor = tensor(100)
-    if name in ("reduce", "reduce_all"):
-        x = tensor(rank)
-    else:
-        x = tensor(0) if name == "scatter" else tensor(0).chunk(t)[rank].clone()
-    x.requires_grad_()
-    with record_collectives() as forward:
-        if name.startswith("reduce"):
-            y = ops.reduce_rows(x, group, sequence_parallel=name == "reduce")
-        else:
-            y = (ops.scatter_rows if name == "scatter" else ops.gather_rows)(x, group)
-    with record_collectives() as backward:
-        y.backward(factor.chunk(t)[rank] if name in ("reduce", "scatter") else factor)
-    return y.detach(), x.grad, list(forward), list(backward)
+    def inputs(self, dtype):
+        rows = self.t * TOKENS if self.name.startswith("reduce") else TOKENS
+        return make(0, dtype, x=(ROWS if self.name.startswith("embedding") else rows, N))
+
+    def upstream(self, dtype):
+        return make(1, dtype, y=(TOKENS, 2 * self.t if self.name == "take_columns" else N))
+
+    def places(self):
+        return dict(zip("xy", MOVES[self.name], strict=False))
+
+    def plain(self, x):
+        if self.name.startswith("embedding"):
+            return {"y": F.embedding(torch.tensor(IDS), x)}
+        if self.name == "take_columns":  # neighbours' columns overlap
+            return {"y": torch.cat([x[:, rank : rank + 2] for rank in range(self.t)], 1)}
+        return {"y": sum(x.chunk(self.t)) if self.name.startswith("reduce") else x.clone()}
+
+    def ours(self, group, x):
+        rank = dist.get_rank()
+        whole = {"sequence_parallel": not self.name.endswith("_all")}
+        if self.name.startswith("embedding"):
+            vocab = ops.VocabSlice(rank * -(-ROWS // self.t), -(-ROWS // self.t), ROWS)
+            return {"y": ops.vocab_parallel_embedding(torch.tensor(IDS), x, vocab, group=group, **whole)}
+        if self.name.startswith("reduce"):
+            return {"y": ops.reduce_rows(x, group, **whole)}
+        calls = {
+            "scatter": lambda: ops.scatter_rows(x, group),
+            "gather": lambda: ops.gather_rows(x, group),
+            "gather_columns": lambda: ops.gather_columns(x, N, group),
+            "take_columns": lambda: ops.take_columns(x, slice(rank, rank + 2), group),
+        }
+        return {"y": calls[self.name]()}
+
+    def calls(self, itemsize):
+        columns = -(-N // self.t) * self.t if self.name == "gather_columns" else N  # padded to equal numbers
+        forward, backward = ([(call, TOKENS * columns * itemsize) for call in calls] for calls in MOVES[self.name][2:])
+        return forward, backward
 
 
 @pytest.mark.parametrize("t", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ["reduce", "reduce_all", "scatter", "gather"])
-def test_values_gradients_and_communication(ranks, t, name):
-    results = ranks(t).run(on_rank, name)
-    reduce, whole = name.startswith("reduce"), tensor(100)
-    y = join([r[0] for r in results], 0 if name in ("reduce", "scatter") else "equal")
-    assert_same(y, sum(tensor(rank) for rank in range(t)) if reduce else tensor(0))
-    # the loss is sum(y * factor), so every rank's summand of y, and every row of x, has the gradient `factor`
-    assert torch.equal(join([r[1] for r in results], 0 if name == "gather" else "equal"), whole)
-    expected = {
-        "reduce": (["reduce_scatter"], ["all_gather"]),
-        "reduce_all": (["all_reduce"], []),
-        "scatter": ([], ["all_gather"]),
-        "gather": (["all_gather"], []),
-    }[name]
-    for *_, forward, backward in results:
-        if t == 1:
-            assert forward == backward == []
-        else:
-            assert (forward, backward) == tuple([(call, NBYTES) for call in calls] for calls in expected)
-
-
-def columns_on_rank(n: int):
-    """Gather this rank's chunk of n columns; then take columns of the whole that overlap its neighbour's."""
-    t, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
-    whole = make(0, torch.float64, x=(TOKENS, n))["x"]
-    x = whole.chunk(t, 1)[rank].clone().requires_grad_()
-    with record_collectives() as calls:
-        gathered = ops.gather_columns(x, n, group)
-        gathered.backward(whole + 1)
-        other = whole.clone().requires_grad_()
-        taken = ops.take_columns(other, slice(rank, rank + 2), group)
-        taken.backward(taken.detach())
-    return gathered.detach(), x.grad, taken.detach(), other.grad, list(calls)
-
-
-@pytest.mark.parametrize(("t", "n"), [(2, 6), (3, 8)])
-def test_columns_are_gathered_and_taken(ranks, t, n):
-    whole = make(0, torch.float64, x=(TOKENS, n))["x"]
-    uses = torch.zeros(n, dtype=torch.float64)
-    for rank in range(t):
-        uses[rank : rank + 2] += 1
-    for rank, (gathered, dx, taken, dtaken, calls) in enumerate(ranks(t).run(columns_on_rank, n)):
-        assert torch.equal(gathered, whole) and torch.equal(dx, (whole + 1).chunk(t, 1)[rank])
-        assert torch.equal(taken, whole[:, rank : rank + 2])
-        assert_identical(dtaken, whole * uses)
-        padded = -(-n // t) * t
-        assert calls == [("all_gather", TOKENS * padded * 8), ("all_reduce", TOKENS * n * 8)]
+def test_values_gradients_and_communication(ranks, t):
+    """What is no sum of several numbers is exact."""
+    cases = [Move(t, name) for name in MOVES]
+    for case, found in zip(cases, check(ranks(t).run, cases, torch.float64), strict=True):
+        rounded = {"reduce": "y", "embedding": "dx"}.get(case.name.removesuffix("_all"))
+        for name, expected in plain(case, torch.float64).items():
+            if name != rounded:
+                assert_identical(found[name], expected, f"{case} {name}")
 
 
 def test_without_a_group_they_are_the_identity():
-    x = tensor(0)
+    x = make(0, torch.float64, x=(TOKENS, N))["x"]
     assert all(operation(x, None) is x for operation in (ops.reduce_rows, ops.scatter_rows, ops.gather_rows))
     assert ops.gather_columns(x, N, None) is x and torch.equal(ops.take_columns(x, slice(1, 3), None), x[:, 1:3])
 
 
-def indivisible():
-    ops.scatter_rows(torch.randn(7, 2), dist.group.WORLD)
+@on_every_rank(3)
+def test_indivisible_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="7 tokens cannot be split over 3 .*ranks: pad .* to a multiple of 3"):
+        ops.scatter_rows(torch.randn(7, 2), dist.group.WORLD)
 
 
-def test_indivisible_tokens_are_refused(ranks):
-    with pytest.raises(RankFailure, match="7 tokens cannot be split over 3 .*ranks: pad .* to a multiple of 3"):
-        ranks(3).run(indivisible)
+def outside(device: str) -> torch.Tensor:
+    """Return the gradient of the sum of the rows that are not NaN."""
+    group, entries = dist.group.WORLD if dist.is_initialized() else None, ROWS - 1
+    t, rank = (1, 0) if group is None else (group.size(), group.rank())
+    # the row `entries` is padding, and so is that of IDS[1], the last one
+    ids = torch.tensor([*IDS[:2], -1 if t > 1 else entries, *IDS[3:5], entries, *IDS[6:]])
+    per_rank = -(-ROWS // t)
+    local = make(0, torch.float64, x=(ROWS, N))["x"][rank * per_rank :][:per_rank].to(device).requires_grad_()
+    vocab = ops.VocabSlice(rank * per_rank, per_rank, entries)
+    with mock.patch("tpformer.ops.embedding.check_ids"):  # nobody waits to check a GPU's ids
+        y = ops.vocab_parallel_embedding(ids.to(device), local, vocab, group=group, sequence_parallel=False)
+    y.nan_to_num().sum().backward()
+    assert torch.equal(y.isnan().any(1), y.isnan().all(1)) and y.isnan().any(1).nonzero()[:, 0].tolist() == [1, 2, 5]
+    return local.grad.cpu()
+
+
+def check_outside(gradients: list[torch.Tensor]) -> None:
+    inside = IDS[:1] + IDS[3:5] + IDS[6:]
+    counts = torch.tensor([inside.count(row) for row in range(ROWS)])
+    assert torch.equal(join(gradients, 0), counts[:, None].expand(-1, N).double())
+
+
+@pytest.mark.parametrize("t", [2, 3])
+def test_ids_outside_the_vocabulary_are_nan_where_nobody_looks(ranks, t):
+    check_outside(ranks(t).run(outside, "cpu"))
+
+
+@pytest.mark.gpu
+def test_padding_ids_are_nan_on_gpu():
+    check_outside([outside("cuda")])

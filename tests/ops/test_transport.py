@@ -25,6 +25,12 @@ from tpformer.ops.transports.prediction import send_by_copies
 H100 = "NVIDIA H100 80GB HBM3"
 CUDA, CPU = device("cuda"), device("cpu")
 BF16 = torch.bfloat16
+T4 = {"name": "NVIDIA T4"}
+TWO_HOSTS = {"fused": "ranks 0 and 4 are on two hosts"}
+NO_PEERS = {"fused": "no peer access", "backend": "gloo"}
+COPIED = {"copied_flags": "torch lacks the operation"}
+FLAGS = "; copy engines set flags by copies: torch lacks the operation"
+RUNNING = ("sequential", "pipelined", "fused")
 
 
 def request(op=GATHER, m=8192, n=1792, k=4096, ranks=8, dtype=BF16, where=CUDA, choice="auto", grouped=None) -> Request:
@@ -71,36 +77,39 @@ def test_where_there_are_other_groups_their_collectives_find_free_processors(mon
         assert Fused(group).spare == spare  # type: ignore[arg-type]
 
 
-def test_one_rank_and_cpu():
-    assert ops.choose_transport(Request(GATHER, 8, 8, 8, BF16, CPU, None)) == ("local", "one rank")
-    for name in ops.TRANSPORTS:
-        assert choice(ranks=1, choice=name)[0] == "local"
-    assert choice(where=CPU) == ("sequential", "on cpu the collective, then the GEMM")
-    assert choice(where=CPU, m=10**6)[0] == "sequential"  # auto never takes the interpreter, whatever the shape
-
-
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    "described, options, name, reason",
     [
-        ({}, "fused"),
-        ({"op": SCATTER, "n": 4096, "k": 1792}, "fused"),
-        ({"ranks": 2}, "fused"),
-        ({"dtype": torch.float16}, "fused"),
-        ({"op": SCATTER, "m": 8, "n": 4096, "k": 1792}, "sequential"),
-        ({"op": ALL_REDUCE, "m": 17, "n": 8192}, "sequential"),
+        *(({}, {"ranks": 1, "choice": each}, "local", "one rank") for each in ops.TRANSPORTS),
+        # auto never takes the interpreter, whatever the shape
+        *(({}, {"where": CPU, "m": m}, "sequential", "on cpu the collective, then the GEMM") for m in (8, 10**6)),
+        ({}, {"dtype": torch.float32}, "sequential", "float32 is for verification, not for speed"),
+        ({}, {"dtype": torch.float64}, "sequential", "float64 is for verification, not for speed"),
+        ({}, {"dtype": torch.float16}, "fused", "predicted: fused .*"),
+        (T4, {}, "fused", "no performance model of NVIDIA T4: 8192 rows >= 1024"),
+        (T4, {"m": 1023}, "sequential", "no performance model of NVIDIA T4: 1023 rows < 1024"),
+        (TWO_HOSTS, {}, "pipelined", "1024 rows per rank >= 1024; not fused: ranks 0 and 4 are on two hosts"),
+        (TWO_HOSTS, {"m": 8191}, "sequential", "1023 rows per rank < 1024; not fused: ranks 0 and 4 are on two hosts"),
+        (TWO_HOSTS, {"op": ALL_REDUCE, "m": 64, "n": 8}, "sequential", "8 rows per rank < 1024; not fused: ranks.*"),
+        (TWO_HOSTS, {"dtype": torch.float32}, "sequential", "float32 is for verification.*"),
+        (NO_PEERS, {}, "sequential", "the group's backend for cuda is gloo; not fused: no peer access"),
+        (NO_PEERS, {"choice": "pipelined", "where": CPU}, "pipelined", "as asked for"),
+        # where auto would choose otherwise
+        *(({}, {"choice": each, "m": 8, "dtype": torch.float32}, each, "as asked for") for each in RUNNING),
+        # flags that copies set are named only where copies may send rows: of a gather, also in the backward
+        (COPIED, {}, "fused", "predicted: fused .*" + FLAGS),
+        (COPIED, {"op": SCATTER, "n": 4096, "k": 1792, "choice": "fused"}, "fused", "as asked for" + FLAGS),
+        (COPIED, {"op": ALL_REDUCE, "m": 16, "n": 8192, "choice": "fused"}, "fused", "as asked for"),
+        (COPIED, {"choice": "sequential"}, "sequential", "as asked for"),
     ],
 )
-def test_auto_takes_what_the_model_calls_faster(node, options, expected):
-    """The reason has the numbers that were compared."""
-    name, reason = choice(**options)
-    assert name == expected
-    fused, sequential = (
-        float(part) for part in re.findall(r"(?:fused|sequential) (\d+) us \(GEMM \d+, links \d+", reason)
-    )
-    assert (fused < sequential) == (name == "fused") and reason.startswith("predicted: fused ")
+def test_what_is_chosen_and_why(node, described, options, name, reason):
+    node(**described)
+    chosen, why = choice(**options)
+    assert chosen == name and re.fullmatch(reason, why), why
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(8192, "sequential"), (32768, "fused")])
+@pytest.mark.parametrize("tokens, expected", [(8192, "sequential"), (32768, "fused")])
 def test_auto_does_not_fuse_the_gather_for_experts_with_few_tokens(node, table, tokens, expected):
     """Qwen3-30B-A3B: with few tokens, reading all matrices once for each rank's rows is more than the overlap hides."""
     sizes = {"m": tokens, "n": 8 * 1536 // 8, "k": 2048}
@@ -108,11 +117,6 @@ def test_auto_does_not_fuse_the_gather_for_experts_with_few_tokens(node, table, 
     assert linear[0] == "fused" and experts[0] == expected
     ops.use_measured_table(table(row(ranks=8, fused_us=1)))  # of linears
     assert choice(**sizes, grouped=Grouped(8, 16, 1536)) == experts
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_auto_does_not_fuse_what_is_for_verification(node, dtype):
-    assert choice(dtype=getattr(torch, dtype)) == ("sequential", f"{dtype} is for verification, not for speed")
 
 
 def test_the_model_knows_the_processors_that_are_left_to_others(node, monkeypatch):
@@ -126,64 +130,31 @@ def test_the_model_knows_the_processors_that_are_left_to_others(node, monkeypatc
     assert gemms[0] == pytest.approx(1.32 * gemms[1], rel=2e-3)
 
 
-def test_the_reason_names_flags_that_copies_set(node):
-    """Only where copies may send rows: of a gather, or in the backward of a reduce-scatter."""
-    node(copied_flags="torch lacks the operation")
-    flags = "; copy engines set flags by copies: torch lacks the operation"
-    name, reason = choice()
-    assert name == "fused" and reason.endswith(f"){flags}")
-    assert choice(op=SCATTER, n=4096, k=1792, choice="fused") == ("fused", f"as asked for{flags}")
-    assert not choice(op=ALL_REDUCE, m=16, n=8192)[1].endswith(flags)
-    assert choice(choice="sequential") == ("sequential", "as asked for")
-
-
-def test_auto_on_a_device_without_a_model(node):
-    node(name="NVIDIA T4")
-    assert choice() == ("fused", "no performance model of NVIDIA T4: 8192 rows >= 1024")
-    assert choice(m=1023) == ("sequential", "no performance model of NVIDIA T4: 1023 rows < 1024")
-
-
-def test_auto_without_nvlink(node):
-    node(fused="ranks 0 and 4 are on two hosts")
-    reason = "1024 rows per rank >= 1024; not fused: ranks 0 and 4 are on two hosts"
-    assert choice(m=8192) == ("pipelined", reason)
-    assert choice(m=8191) == ("sequential", "1023 rows per rank < 1024; not fused: ranks 0 and 4 are on two hosts")
-    assert choice(op=ALL_REDUCE, m=64, n=8)[0] == "sequential"
-    assert choice(dtype=torch.float32)[0] == "sequential"
-    node(fused="no peer access", backend="gloo")
-    assert choice() == ("sequential", "the group's backend for cuda is gloo; not fused: no peer access")
-
-
-@pytest.mark.parametrize("name", ["sequential", "pipelined", "fused"])
-def test_an_explicit_choice_is_kept(node, name):
-    """It is kept where auto would choose otherwise."""
-    assert choice(choice=name, m=8, dtype=torch.float32) == (name, "as asked for")
-
-
-def test_an_explicit_choice_that_cannot_run_raises(node):
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"choice": "fused"}, "fused needs a CUDA device with NVLink .*: rank 3 has no peer access.*auto"),
+        ({"choice": "pipelined"}, "pipelined needs a backend that sends .*: the group's backend for cuda is gloo"),
+        ({"choice": "magic"}, "transport='magic': choose one of auto, sequential, pipelined"),
+    ],
+)
+def test_an_explicit_choice_that_cannot_run_raises(node, options, words):
     node(fused="rank 3 has no peer access to rank 0", backend="gloo")
-    with pytest.raises(ValueError, match="fused needs a CUDA device with NVLink .*: rank 3 has no peer access.*auto"):
-        choice(choice="fused")
-    with pytest.raises(ValueError, match="pipelined needs a backend that sends .*: the group's backend for cuda is gl"):
-        choice(choice="pipelined")
-    assert choice(choice="pipelined", where=CPU)[0] == "pipelined"
-    with pytest.raises(ValueError, match="transport='magic': choose one of auto, sequential, pipelined"):
-        choice(choice="magic")
+    with pytest.raises(ValueError, match=words):
+        choice(**options)
 
 
 def test_what_stands_against_the_fused_kernels(node, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(transport, "why_copied_flags", lambda group, device: None)
-    monkeypatch.setattr(
-        transport, "why_no_kernels", lambda group, device: None if device == CUDA else "no kernels there"
-    )
+    monkeypatch.setattr(transport, "why_no_kernels", lambda group, device: None if device == CUDA else "none there")
     assert choice(choice="fused") == ("fused", "as asked for")
-    with pytest.raises(ValueError, match=r"TRITON_INTERPRET=1 for tests on CPU\): no kernels there; use transport"):
-        choice(choice="fused", where=CPU)
-    with pytest.raises(
-        ValueError, match="the operands are torch.float64, and the kernels take bfloat16, float16 and float32"
+    for options, words in (
+        ({"where": CPU}, r"TRITON_INTERPRET=1 for tests on CPU\): none there; use transport"),
+        ({"dtype": torch.float64}, "operands are torch.float64, and the kernels take bfloat16, float16 and float32"),
     ):
-        choice(choice="fused", dtype=torch.float64)
+        with pytest.raises(ValueError, match=words):
+            choice(choice="fused", **options)
 
 
 def row(**changes) -> dict:
@@ -284,24 +255,18 @@ def test_recording_ends_with_its_context():
 
 def test_performance_model():
     """Figures worked out by hand, for bfloat16 on 8 H100."""
-    h100 = machine_for(H100)
+    h100, sizes = machine_for(H100), (8192, 1792, 4096)
     assert h100 is not None and machine_for("NVIDIA T4") is None
     assert [machine_for(f"NVIDIA {machine.name}") for machine in MACHINES] == list(MACHINES)
-    assert [round(break_even_width(t, h100, 2)) for t in (2, 4, 8)] == [921, 1382, 1612]
+    assert [round(break_even_width(t, h100, 2)) for t in (1, 2, 4, 8)] == [0, 921, 1382, 1612]
     assert break_even_width(8, h100, 4) == 2 * break_even_width(8, h100, 2)
-    assert break_even_width(1, h100, 2) == 0
-    sizes = (8192, 1792, 4096)
-    compute = gemm_seconds(*sizes, 2, h100)
-    assert compute == 2 * 8192 * 1792 * 4096 / 700e12
-    assert (
-        gemm_seconds(1, 4096, 4096, 2, h100) == 2 * (4096 * 4096 + 2 * 4096) / h100.memory
-    )  # one row takes the time to read the weights
-    assert communication_bytes(GATHER, *sizes, 8, 2) == 7 * 8192 * 4096 * 2 // 8
+    assert gemm_seconds(*sizes, 2, h100) == 2 * 8192 * 1792 * 4096 / 700e12
+    # one row takes the time to read the weights
+    assert gemm_seconds(1, 4096, 4096, 2, h100) == 2 * (4096 * 4096 + 2 * 4096) / h100.memory
+    moved = communication_bytes(GATHER, *sizes, 8, 2)
+    assert moved == 7 * 8192 * 4096 * 2 // 8
     assert communication_bytes(ALL_REDUCE, *sizes, 8, 2) == 2 * communication_bytes(SCATTER, *sizes, 8, 2)
     # at the break-even width, with enough chunks, the two times are the same
     width = break_even_width(8, h100, 2)
-    assert 2 * 8192 * width * 4096 / h100.flops == pytest.approx(
-        communication_bytes(GATHER, *sizes, 8, 2) / h100.link, rel=1e-6
-    )
-    assert overlapped_seconds(8.0, 2.0, 8) == 8.0
-    assert overlapped_seconds(8.0, 9.0, 8) == 10.0
+    assert 2 * 8192 * width * 4096 / h100.flops == pytest.approx(moved / h100.link, rel=1e-6)
+    assert (overlapped_seconds(8.0, 2.0, 8), overlapped_seconds(8.0, 9.0, 8)) == (8.0, 10.0)

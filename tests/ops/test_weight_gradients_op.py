@@ -2,10 +2,13 @@
 and 2 ranks, with DTensor parameters, several microbatches in flight, and each transport that runs on a CPU."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
+from shards import make, mine
+from testing import assert_identical
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -38,16 +41,6 @@ class Blocks(nn.Module):
         return x
 
 
-def build(transport: str, sequence_parallel: bool) -> tuple[Blocks, list[Tensor]]:
-    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
-    model = Blocks(tp=TensorParallel(mesh, sequence_parallel, transport))
-    generator = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(BATCH * SEQ, HIDDEN, generator=generator) for _ in range(MICROBATCHES)]
-    if sequence_parallel:
-        inputs = [x.chunk(mesh.size())[mesh.get_local_rank()].clone() for x in inputs]
-    return model, [x.requires_grad_() for x in inputs]
-
-
 def gradients(model: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor]:
     found = {f"x{i}": x.grad for i, x in enumerate(inputs)}
     for name, parameter in model.named_parameters():
@@ -60,27 +53,21 @@ def backward(y: Tensor) -> None:
     y.square().sum().backward()
 
 
-def ordinary(transport: str, sequence_parallel: bool) -> tuple[dict, list, int]:
-    model, inputs = build(transport, sequence_parallel)
-    outputs = [model(x) for x in inputs]
-    with record_collectives() as calls, FlopCounterMode(display=False, custom_mapping=FLOPS) as flops:
-        for y in outputs:
-            backward(y)
-    return gradients(model, inputs), calls, flops.get_total_flops()
-
-
-def queued(transport: str, sequence_parallel: bool) -> tuple[dict, list, int]:
-    model, inputs = build(transport, sequence_parallel)
-    queues = [WeightGradientQueue() for _ in inputs]
-    outputs = []
+def step(transport: str, sequence_parallel: bool, queued: bool) -> tuple[dict, list, int]:
+    """The gradients of all microbatches, the collectives of their backwards, and the FLOPs."""
+    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
+    model = Blocks(tp=TensorParallel(mesh, sequence_parallel, transport))
+    whole = make(1, torch.float32, **{f"x{i}": (BATCH * SEQ, HIDDEN) for i in range(MICROBATCHES)})
+    inputs = [mine(x, 0 if sequence_parallel else "equal").requires_grad_() for x in whole.values()]
+    queues, outputs = [WeightGradientQueue() for _ in inputs], []
     for x, queue in zip(inputs, queues, strict=True):
-        with queue.collect():
+        with queue.collect() if queued else nullcontext():
             outputs.append(model(x))
     with record_collectives() as calls, FlopCounterMode(display=False, custom_mapping=FLOPS) as flops:
         # two microbatches' backwards pass before the first weight gradients
         for index, queue in enumerate(queues):
             backward(outputs[index])
-            assert len(queue) == 8  # 4 linear operations in each block
+            assert len(queue) == (8 if queued else 0)  # 4 linear operations in each block
             if index:
                 queues[index - 1].run()
         weights = [p for p in model.parameters() if p.ndim == 2]
@@ -88,20 +75,18 @@ def queued(transport: str, sequence_parallel: bool) -> tuple[dict, list, int]:
         in_backward = list(calls)
         queues[-1].run()
     assert not any(map(len, queues)) and active_queue() is None
-    assert all(b is None or not torch.equal(b, p.grad.to_local()) for b, p in zip(before, weights, strict=True))
-    if sequence_parallel and dist.get_world_size() > 1:
+    later = [b is None or not torch.equal(b, p.grad.to_local()) for b, p in zip(before, weights, strict=True)]
+    assert later == [queued] * len(weights)
+    if queued and sequence_parallel and dist.get_world_size() > 1:
         # the second gather of a column's input, and nothing else, waits with its weight gradients
         assert [name for name, _ in calls[len(in_backward) :]] == ["all_gather"] * 4
-    return gradients(model, inputs), calls, flops.get_total_flops()
+    return gradients(model, inputs), sorted(calls), flops.get_total_flops()
 
 
 def both(transport: str, sequence_parallel: bool) -> None:
-    expected, calls, flops = ordinary(transport, sequence_parallel)
-    actual, deferred_calls, deferred_flops = queued(transport, sequence_parallel)
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
-    assert sorted(deferred_calls) == sorted(calls)
-    assert deferred_flops == flops > 0
+    expected, actual = (step(transport, sequence_parallel, queued) for queued in (False, True))
+    assert_identical(actual, expected)
+    assert expected[2] > 0
 
 
 @pytest.mark.parametrize(
@@ -120,8 +105,7 @@ def plain_pair(**options) -> nn.Sequential:
 def test_plain_parameters_and_one_queue_for_a_stage():
     """torch.distributed.pipelining's dw_builder calls `take` after each microbatch's backward."""
     ours, theirs, queue = plain_pair(), plain_pair(), WeightGradientQueue()
-    runners = []
-    xs = torch.randn(3, 5, 6)
+    xs, runners = torch.randn(3, 5, 6), []
     with queue.collect():
         outputs = [ours(x) for x in xs]
     for y in outputs:
@@ -131,30 +115,31 @@ def test_plain_parameters_and_one_queue_for_a_stage():
     for run, x in zip(runners, xs, strict=True):
         run()
         backward(theirs(x))
-        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-            if p.ndim == 2:
-                assert torch.equal(p.grad, q.grad)
+        for index in (0, 1):
+            assert torch.equal(ours[index].weight.grad, theirs[index].weight.grad)
+
+
+def in_a_thread(function, *arguments) -> None:
+    thread = threading.Thread(target=function, args=arguments)
+    thread.start()
+    thread.join()
 
 
 def test_the_queue_is_the_forwards():
     """A backward finds the queue of its forward, also in another thread; other forwards do not."""
-    model, queue = plain_pair(), WeightGradientQueue()
+    model, queue, seen = plain_pair(), WeightGradientQueue(), []
     with queue.collect():
         y = model(torch.randn(5, 6))
-        seen: list = []
-        thread = threading.Thread(target=lambda: seen.append(active_queue()))
-        thread.start(), thread.join()
+        in_a_thread(lambda: seen.append(active_queue()))
         inner = WeightGradientQueue()
         with pytest.raises(ZeroDivisionError), inner.collect():
             assert active_queue() is inner
             raise ZeroDivisionError
         assert active_queue() is queue
     assert seen == [None] and active_queue() is None
-    thread = threading.Thread(target=backward, args=(y,))
-    thread.start(), thread.join()
+    in_a_thread(backward, y)
     assert len(queue) == 2
-    other = model(torch.randn(5, 6))
-    backward(other)
+    backward(model(torch.randn(5, 6)))
     assert len(queue) == 2 and model[0].weight.grad is not None
 
 
