@@ -72,13 +72,11 @@ Look at the output of rank 2 (global rank 10): it died, hangs, or called its ope
     assert text.endswith("The group's fused operations cannot go on: restart from the last checkpoint.")
 
 
-def test_report_of_the_last_operation_names_it_once() -> None:
+def test_report_of_the_last_operation_and_of_an_unknown_one() -> None:
+    """The last one is named once. An unknown one has left the ring, or a CUDA graph replayed it. A damaged error word
+    does not hide the report."""
     text = describe(EXPIRED, ring(OPERATION._replace(step=None)), (0, 1, 2), now=101.0)
     assert "last operation" not in text and "step         unknown" in text
-
-
-def test_report_of_an_unknown_operation() -> None:
-    """It has left the ring, or a CUDA graph replayed it. A damaged error word does not hide the report."""
     text = describe(replace(EXPIRED, peer=-7), ring(LATER._replace(epoch=None)), (0, 1, 2))
     assert "an operation that is not among the last ones (a replayed CUDA graph?)" in text
     assert "waiting for     rank -7" in text and "last operation  all_gather_matmul, workspace gather, at" in text

@@ -18,7 +18,7 @@ from tpformer.distributed import all_reduce, build_mesh, initialize
 def test_axes_outer_to_inner() -> None:
     mesh, rank = build_mesh("cpu", tensor_parallel=2, data_parallel_shard=2), dist.get_rank()
     assert mesh.mesh_dim_names == ("pp", "dp_replicate", "dp_shard", "tp")
-    assert mesh.get_coordinate() == [0, 0, rank // 2, rank % 2]
+    assert list(mesh.get_coordinate()) == [0, 0, rank // 2, rank % 2]
     groups = {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in mesh.mesh_dim_names}
     shard, tp = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
     assert groups == {"pp": [rank], "dp_replicate": [rank], "dp_shard": shard, "tp": tp}

@@ -50,23 +50,20 @@ def leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 class Case(Protocol):
     """A tensor-parallel operation with its sizes, as t ranks and as plain torch compute it from the same tensors.
 
+    upstream: the gradients of the outputs, in the order of these.
     places: of each input and output the dim along which ranks hold slices of it. Of one that every rank holds whole,
     how the ranks' gradients make the whole's: they are added up ("sum"), or are the same everywhere ("equal").
+    calls: the collectives of the forward, in order, and those of the backward, on more than one rank.
     """
 
     t: int
 
     def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]: ...
-    def upstream(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The gradients of the outputs, by the names and in the order of these."""
-        ...
-
+    def upstream(self, dtype: torch.dtype) -> dict[str, Tensor]: ...
     def places(self) -> dict[str, int | str]: ...
     def plain(self, **inputs: Tensor) -> dict[str, Tensor]: ...
     def ours(self, group: dist.ProcessGroup | None, **inputs: Tensor) -> dict[str, Tensor]: ...
-    def calls(self, itemsize: int) -> tuple[Calls, Calls]:
-        """The collectives of the forward, in order, and those of the backward, on more than one rank."""
-        ...
+    def calls(self, itemsize: int) -> tuple[Calls, Calls]: ...
 
 
 Calls = list[tuple[str, int]]

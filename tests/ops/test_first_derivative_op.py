@@ -3,6 +3,7 @@ never takes one for zero, also where the incoming gradient needs none."""
 
 import pytest
 import torch
+from shards import leaves, make
 from torch import Tensor, nn
 
 from tpformer import ops
@@ -51,10 +52,7 @@ OPERATIONS = {
 
 
 def inputs() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in ((ROWS, K), (K, K), (K,))
-    ]
+    return list(leaves(make(0, torch.float64, x=(ROWS, K), weight=(K, K), vector=(K,))).values())
 
 
 def refuse(y: Tensor, wanted: list[Tensor]) -> None:

@@ -51,13 +51,8 @@ from tpformer.ops.transports.prediction import chosen_launch, multiplied_seconds
 MIB = 1 << 20
 
 
-def machine(name: str) -> Machine:
-    found = machine_for(name)
-    assert found is not None
-    return found
-
-
-H100, H200 = machine("H100"), machine("H200")
+H100, H200 = machine_for("H100"), machine_for("H200")
+assert H100 is not None and H200 is not None
 
 # GEMM + reduce-scatter on 8 H100 (ByteDance-Seed/Triton-distributed#166): whole sizes, ranks, milliseconds of their
 # fused kernel and of torch with NCCL. Of the larger shape the fused times are those "after", which is the same code.
@@ -208,11 +203,11 @@ def listed() -> dict[Shape, Prediction]:
     return {shape: predict(shape, H200) for op in (GATHER, SCATTER, ALL_REDUCE) for shape in every_shape(op)}
 
 
-def of_ideal(shape: Shape, found: Prediction) -> float:
+def of_ideal(shape: Shape, found: Prediction, machine: Machine) -> float:
     """max(GEMM, links) / the fused operation's time."""
     sizes = (shape.m, shape.n, shape.k)
     moved = communication_bytes(shape.op, *sizes, shape.t, 2)
-    return max(gemm_seconds(*sizes, 2, H200), moved / H200.link) / found.fused.device
+    return max(gemm_seconds(*sizes, 2, machine), moved / machine.link) / found.fused.device
 
 
 @pytest.mark.parametrize(
@@ -227,7 +222,7 @@ def of_ideal(shape: Shape, found: Prediction) -> float:
 def test_predicted_share_of_the_ideal(op: str, least: float, below: set[str]) -> None:
     """Of every layer of 8 ranks with 8192 rows or more; `below` are those that miss it."""
     shares = {
-        str(shape).partition("x")[0]: of_ideal(shape, found)
+        str(shape).partition("x")[0]: of_ideal(shape, found, H200)
         for shape, found in listed().items()
         if shape.op == op and shape.t == 8 and shape.m >= 8192
     }
@@ -237,10 +232,8 @@ def test_predicted_share_of_the_ideal(op: str, least: float, below: set[str]) ->
 
 @pytest.mark.parametrize("t, least", [(2, 0.95), (4, 0.90), (8, 0.87)])
 def test_predicted_share_of_the_ideal_of_the_published_shape(t: int, least: float) -> None:
-    m, n, k = 8192, 8192, 29568 // t
-    found = predict(Shape("", "", SCATTER, m, n, k, t), H100).fused
-    ideal = max(gemm_seconds(m, n, k, 2, H100), communication_bytes(SCATTER, m, n, k, t, 2) / H100.link)
-    assert ideal / found.device > least
+    shape = Shape("", "", SCATTER, 8192, 8192, 29568 // t, t)
+    assert of_ideal(shape, predict(shape, H100), H100) > least
 
 
 def test_all_programs_finish_rows_of_a_reduce_scatter() -> None:
