@@ -22,12 +22,6 @@ from typing import Any
 from pool import Server, getattr_path, import_module, on_account_of
 
 
-def execute(script: str, *arguments: str) -> None:
-    """For Commands.call: run the text of a program, which finds `sys` and `Path`, with these arguments."""
-    sys.argv = ["bench", *arguments]
-    exec(script, {"__name__": "a program in a test", "sys": sys, "Path": Path})
-
-
 class Commands:
     """`run("pretrain", "run.toml")` gives (exit code, stdout, stderr); `start` returns at once."""
 

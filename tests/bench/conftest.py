@@ -1,6 +1,25 @@
-"""What tests of benches need before their imports: the repository on the path, as it is not installed as a whole."""
+"""What tests of benches need: the repository on the path, as it is not installed as a whole, and time that is given."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from bench.timing import Call, Effort  # noqa: E402
+
+
+@pytest.fixture
+def untimed() -> Callable[[dict[str, Call], Effort], dict[str, list[float]]]:
+    """In place of bench.timing.measure: each call is prepared and runs once, and the n-th takes n milliseconds."""
+
+    def measure(calls: dict[str, Call], effort: Effort) -> dict[str, list[float]]:
+        for call in calls.values():
+            if call.prepare is not None:
+                call.prepare()
+            call.run()
+        return {name: [1e-3 * (index + 1)] * effort.rounds for index, name in enumerate(calls)}
+
+    return measure

@@ -5,6 +5,7 @@ them.
 Belongs here: nothing else.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,82 +16,48 @@ from bench.memory_bound import formulas
 from bench.memory_bound.cases import EPS
 
 
-def kept(context: Any, *tensors: Tensor) -> None:
-    context.save_for_backward(*tensors)
+class Function:
+    """The Function of a formula of some tensors, with its backward by autograd.
 
+    given: what follows the tensors in a call of forward. overwritten: where the backward leaves gradients, of its own
+    arguments and then what was kept. nothing: how many results of the backward are None.
+    """
 
-class Norm:
-    @staticmethod
-    def forward(ctx, X, W, B, eps):
-        kept(ctx, X, W, B)
-        return F.layer_norm(X, X.shape[-1:], W, B, eps)
+    def __init__(
+        self,
+        formula: Callable[..., Any],
+        tensors: int,
+        given: Sequence[float] = (),
+        *,
+        overwritten: Sequence[int] = (),
+        nothing: int,
+    ) -> None:
+        self.formula, self.tensors, self.given = formula, tensors, tuple(given)
+        self.overwritten, self.nothing = overwritten, nothing
 
-    @staticmethod
-    def backward(ctx, dY):
-        assert ctx.needs_input_grad[1] and ctx.needs_input_grad[2]
+    def forward(self, ctx: Any, *arguments: Any) -> Any:
+        tensors, given = arguments[: self.tensors], arguments[self.tensors :]
+        assert given == self.given
+        ctx.save_for_backward(*tensors)
+        return self.formula(*tensors)
+
+    def backward(self, ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        assert all(ctx.needs_input_grad[: self.tensors])
         leaves = [x.clone().requires_grad_() for x in ctx.saved_tensors]
-        return *torch.autograd.grad(F.layer_norm(leaves[0], dY.shape[-1:], *leaves[1:], EPS), leaves, dY), None
+        found = torch.autograd.grad(self.formula(*leaves), leaves, [dy.clone() for dy in upstream])
+        for index, place in enumerate(self.overwritten):
+            (*upstream, *ctx.saved_tensors)[place].copy_(found[index])
+        if self.tensors == 1:
+            return found[0]
+        return *found, *[None] * self.nothing
 
 
-class RMSNorm:
-    @staticmethod
-    def forward(ctx, X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
-        kept(ctx, X, W)
-        return F.rms_norm(X, X.shape[-1:], W, eps)
-
-    @staticmethod
-    def backward(ctx, dY):
-        leaves = [x.clone().requires_grad_() for x in ctx.saved_tensors]
-        dX, dW = torch.autograd.grad(F.rms_norm(leaves[0], dY.shape[-1:], leaves[1], EPS), leaves, dY.clone())
-        return dY.copy_(dX), dW, None, None, None, None, None
+def layer_norm(x: Tensor, *parameters: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], *parameters, EPS)
 
 
-class AddRMSNorm:
-    @staticmethod
-    def forward(ctx, X, R, W, eps, offset=0.0, casting_mode="llama", in_place=False):
-        kept(ctx, X + R, W)
-        return F.rms_norm(X + R, X.shape[-1:], W, eps), X + R
-
-    @staticmethod
-    def backward(ctx, dY, dS_out):
-        leaves = [x.clone().requires_grad_() for x in ctx.saved_tensors]
-        dX, dW = torch.autograd.grad(F.rms_norm(leaves[0], dY.shape[-1:], leaves[1], EPS), leaves, dY)
-        return dX + dS_out, dX + dS_out, dW, None, None, None, None, None
-
-
-class Gated:
-    name = ""
-
-    @classmethod
-    def forward(cls, ctx, a, b):
-        kept(ctx, a, b)
-        return formulas.act(a, cls.name) * b
-
-    @classmethod
-    def backward(cls, ctx, dc):
-        a, b = ctx.saved_tensors
-        da = dc * b * formulas.act_derivative(a, cls.name)
-        db = dc * formulas.act(a, cls.name)
-        return a.copy_(da), b.copy_(db), None, None
-
-
-class SiLUMul(Gated):
-    name = "silu"
-
-
-class GELUMul(Gated):
-    name = "gelu_tanh"
-
-
-class ReLUSquared:
-    @staticmethod
-    def forward(ctx, X):
-        kept(ctx, X)
-        return F.relu(X).square()
-
-    @staticmethod
-    def backward(ctx, dY):
-        return 2 * F.relu(ctx.saved_tensors[0]) * dY
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, EPS)
 
 
 class Rope:
@@ -104,7 +71,7 @@ class Rope:
 
     @classmethod
     def forward(cls, ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
-        kept(ctx, cos, sin)
+        ctx.save_for_backward(cos, sin)
         ctx.rotary_dim = cos.shape[-1]
         return cls.turn(q, k, cos, sin, 1)
 
@@ -133,16 +100,21 @@ class LinearCrossEntropy:
         return F.cross_entropy(F.linear(_input, weight), target, reduction="sum"), None, None, None
 
 
-def functions() -> dict[tuple[str, str], Any]:
-    """The stand-ins, by Liger-Kernel's module and name."""
-    return {
-        ("layer_norm", "LigerLayerNormFunction"): Norm,
-        ("rms_norm", "LigerRMSNormFunction"): RMSNorm,
-        ("fused_add_rms_norm", "LigerFusedAddRMSNormFunction"): AddRMSNorm,
-        ("swiglu", "LigerSiLUMulFunction"): SiLUMul,
-        ("geglu", "LigerGELUMulFunction"): GELUMul,
-        ("relu_squared", "LigerReLUSquaredFunction"): ReLUSquared,
-        ("rope", "LigerRopeFunction"): Rope,
-        ("cross_entropy", "LigerCrossEntropyFunction"): CrossEntropy,
-        ("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"): LinearCrossEntropy,
-    }
+# by Liger-Kernel's module and name
+FUNCTIONS: dict[tuple[str, str], Any] = {
+    ("layer_norm", "LigerLayerNormFunction"): Function(layer_norm, 3, [EPS], nothing=1),
+    ("rms_norm", "LigerRMSNormFunction"): Function(rms_norm, 2, [EPS], overwritten=[0], nothing=5),
+    ("fused_add_rms_norm", "LigerFusedAddRMSNormFunction"): Function(
+        lambda x, r, weight: (rms_norm(x + r, weight), x + r), 3, [EPS], nothing=5
+    ),
+    ("swiglu", "LigerSiLUMulFunction"): Function(
+        lambda a, b: formulas.act(a, "silu") * b, 2, overwritten=[1, 2], nothing=2
+    ),
+    ("geglu", "LigerGELUMulFunction"): Function(
+        lambda a, b: formulas.act(a, "gelu_tanh") * b, 2, overwritten=[1, 2], nothing=2
+    ),
+    ("relu_squared", "LigerReLUSquaredFunction"): Function(lambda x: F.relu(x).square(), 1, nothing=0),
+    ("rope", "LigerRopeFunction"): Rope,
+    ("cross_entropy", "LigerCrossEntropyFunction"): CrossEntropy,
+    ("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"): LinearCrossEntropy,
+}

@@ -1,25 +1,43 @@
-"""The GPU benches: without a GPU they show predictions and write nothing. Marked `gpu`: each as a whole, --quick."""
+"""The benches of a GPU, without one: sizes of the models, gates, rows and predictions at tiny sizes on a CPU.
 
+Without a GPU a bench shows its prediction and writes nothing. Marked `gpu`: each as a whole, --quick. Those of
+memory-bound kernels are in test_memory_bound_bench.py, that of several GPUs in test_nvlink_bench.py.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from testing import assert_kernel_close, assert_same
+from torch import Tensor, nn
 
+from bench import gathered_experts, grouped_matmul, layer
 from bench.__main__ import BENCHES
+from bench.grouped_matmul import DGRAD, DOWN, FORWARD, UP, WGRAD, Grouped
+from bench.plain import plain_block
 from bench.runner import main
+from tpformer.kernels.cost import machine_for
+from tpformer.kernels.grouped_matmul import reference
+from tpformer.models import GPTConfig
 
 NAMES = [bench.name for bench in BENCHES if bench.device == "cuda"]
-MAKEFILE = (Path(__file__).resolve().parents[2] / "Makefile").read_text()
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_make_bench_runs_every_one_of_them():
-    listed = MAKEFILE.split("GPU_BENCHES := ")[1].split("\n\n")[0].replace("\\", " ").split()
+    listed = (ROOT / "Makefile").read_text().split("GPU_BENCHES := ")[1].split("\n\n")[0].replace("\\", " ").split()
     assert {*NAMES} - {"nvlink"} <= {*listed}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("name", NAMES)
-def test_predictions_without_a_gpu(name: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_predictions_without_a_gpu(name, tmp_path, capsys):
     assert main([name], BENCHES, tmp_path) == 0
     said = capsys.readouterr().out
     assert f"{name} needs " in said and "nothing is measured, nothing is written" in said
@@ -29,6 +47,178 @@ def test_predictions_without_a_gpu(name: str, tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", NAMES)
-def test_quick_on_a_gpu(name: str, tmp_path: Path):
+def test_quick_on_a_gpu(name, tmp_path):
     assert main([name, "--quick"], BENCHES, tmp_path) == 0
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+def test_quick_pretraining_on_a_gpu():
+    """In a process of its own, as it joins and leaves a process group."""
+    command = [sys.executable, "-m", "bench", "pretrain", "--quick"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("GPT")]
+    assert len(lines) == 2 and all("bfloat16" in line for line in lines)
+
+
+GPT = GPTConfig(n_layers=1, hidden_size=64, n_heads=4, seq_length=32)
+LLAMA = replace(
+    GPT, n_kv_heads=2, ffn_hidden_size=96, norm="rmsnorm", activation="swiglu", position="rope", bias=False
+)  # fmt: skip
+CONFIGS = {"gpt": GPT, "gpt with dropout": replace(GPT, dropout=0.1), "llama": LLAMA}
+EXPERTS = GPTConfig(
+    hidden_size=16, n_heads=2, n_experts=8, experts_per_token=2, expert_ffn_size=24, activation="swiglu", bias=False
+)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "DEVICE", "cpu")
+    monkeypatch.setattr(layer, "compiled", lambda block: torch.compile(block, backend="eager", dynamic=False))
+    for name, value in {"DEVICE": "cpu", "DTYPE": torch.float32, "MODELS": {"tiny": EXPERTS}}.items():
+        monkeypatch.setattr(grouped_matmul, name, value)
+    torch.manual_seed(0)
+
+
+def test_layers_are_those_of_the_models():
+    gpt, dropping, llama = layer.layers(quick=False)
+    assert (str(gpt), str(dropping)) == ("GPT-7B, 4 x 2048", "GPT-7B, dropout 0.1, 4 x 2048")
+    sizes = "hidden_size n_heads kv_heads ffn_size norm activation bias position".split()
+    assert [[getattr(each.config, size) for size in sizes] for each in (gpt, llama)] == [
+        [4096, 32, 32, 16384, "layernorm", "gelu_tanh", True, "learned"],
+        [4096, 32, 8, 14336, "rmsnorm", "swiglu", False, "rope"],
+    ]
+    # forward 24 h^2 per token and 4 s h of attention, backward twice that
+    assert gpt.tokens == 8192 and gpt.flops == 8192 * 3 * (24 * 4096**2 + 4 * 2048 * 4096)
+    assert [each.batch for each in layer.layers(quick=True)] == [1]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_plain_layers_are_ours(name, on_cpu, monkeypatch):
+    """The gate passes, and in float64 the output and every gradient agree."""
+    config = CONFIGS[name]
+    layer.check_layer(config, tokens=32)
+    monkeypatch.setattr(layer, "DTYPE", torch.float64)
+    block = layer.our_block(config)
+    nn.init.normal_(block.input_layernorm.weight)
+    x, dy, options = layer.inputs_of(block, config, 2, 16)
+    drop = layer.our_dropout(config, options) if config.dropout else None
+    plain = plain_block(block, config, torch.float64, drop=drop)
+    ours = layer.step(block, lambda x: block(x, **options), x, dy)
+    assert_same(ours, layer.step(plain, plain, x, dy))
+    if config.dropout:
+        with pytest.raises(AssertionError, match="not close"):
+            assert_same(plain_block(block, config, torch.float64)(x), ours["output"])
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_gate_of_layers_refuses_a_wrong_one(recompute, on_cpu, monkeypatch):
+    right = layer.step
+
+    def wrong(block: nn.Module, function: Callable, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+        results = right(block, function, x, dy)
+        if getattr(block, "recompute", None) == recompute:
+            results["mlp.fc1.bias"] *= 1.1
+        return results
+
+    monkeypatch.setattr(layer, "step", wrong)
+    with pytest.raises(AssertionError, match=f"layernorm layer, tpformer, {recompute}: mlp.fc1.bias: error"):
+        layer.check_layer(GPT, tokens=32)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_of_layers_are_complete(name, on_cpu, untimed, monkeypatch):
+    monkeypatch.setattr(layer, "measure", untimed)
+    monkeypatch.setattr(layer, "layers", lambda quick: [layer.Layer("tiny", CONFIGS[name], 1)])
+    rows = layer.rows(False)
+    bars = {(row["provider"], row["baseline"]): row["bar"] for row in rows}
+    bar = None if name == "llama" else 1.1
+    fused = {} if name == "llama" else {("tpformer", "torch.compile, fused qkv"): bar}
+    assert bars == fused | {
+        ("tpformer", "torch.compile"): bar,
+        ("tpformer", "PyTorch"): None,
+        ("torch.compile", "PyTorch"): None,
+        ("tpformer, recompute mlp", "tpformer"): None,
+        ("tpformer, recompute full", "tpformer"): None,
+        ("tpformer, packed", "tpformer"): 1 / 1.04,
+        ("tpformer", "data-sheet peak"): None,
+        ("torch.compile", "data-sheet peak"): None,
+    }
+    assert {row["baseline_value"] for row in rows if row["baseline"] == "data-sheet peak"} == {989.0}
+    assert {row["unit"] for row in rows} == {"TFLOP/s"}
+
+
+def test_predictions_of_layers_by_hand():
+    h200 = machine_for("H200")
+    assert h200 is not None
+    gpt, dropping, llama = layer.layers(quick=False)
+    # 24 h^2 and causal 2 s h FLOPs a token, three times; bytes in units of tokens * h * 2: for each branch twice a
+    # norm forward (2), a backward with residual (4), a finish with residual (3), one that reads dz (1); GELU on 4 h
+    gemms = 8192 * 3 * (24 * 4096**2 + 2 * 2048 * 4096) / 700e12
+    unit = 8192 * 4096 * 2
+    passes = layer.passes_bytes(gpt)
+    assert passes == pytest.approx(unit * (2 * (2 + 2 + 4 + 3 + 1) + 4 * (2 + 3)), rel=0.1)
+    assert layer.predicted_seconds(gpt, h200) == pytest.approx(gemms + passes / 4.3e12, rel=1e-6)
+    assert layer.passes_bytes(dropping) > passes and layer.passes_bytes(llama) > 0
+    fc1 = 2 * 8192 * 4096 * 16384 / 700e12
+    assert layer.predicted_seconds(gpt, h200, "mlp") - layer.predicted_seconds(gpt, h200) == pytest.approx(fc1)
+    rows = layer.predictions()
+    assert len(rows) == 3 * 3 and all(0.4 < row["ratio"] < 0.75 for row in rows)
+
+
+def test_grouped_products_are_those_of_the_models():
+    products = grouped_matmul.products(quick=False)
+    sizes = {(p.model, p.layer, p.t): (p.groups, p.n, p.k) for p in products}
+    assert sizes["Mixtral", UP, 1] == (8, 28672, 4096) and sizes["Mixtral", DOWN, 8] == (1, 4096, 14336)
+    assert sizes["30B", UP, 8] == (16, 1536, 2048) and sizes["30B", DOWN, 1] == (128, 2048, 768)
+    assert sizes["235B", UP, 1] == (128, 3072, 4096) and sizes["235B", DOWN, 8] == (16, 4096, 1536)
+    assert Grouped(FORWARD, "235B", UP, 8192, 8).rows == 8192
+    assert len(products) == 72 and len(grouped_matmul.products(quick=True)) == 6
+
+
+@pytest.mark.parametrize("t", [1, 4])
+@pytest.mark.parametrize("layer", [UP, DOWN])
+@pytest.mark.parametrize("case", [FORWARD, DGRAD, WGRAD])
+def test_torch_computes_grouped_products(case, layer, t, on_cpu):
+    """Both of torch's ways give what the reference does. The gate passes, and a wrong result does not pass it."""
+    o = grouped_matmul.draw(Grouped(case, "tiny", layer, 13, t))
+    oracle, expected = (
+        reference.grouped_weight_gradient(left, right, o.offsets, o.left_index, o.right_index)
+        if case == WGRAD
+        else reference.grouped_matmul(left, right, o.offsets, o.left_index, transposed=case == DGRAD)
+        for left, right in ((o.left.double(), o.right.double()), (o.left, o.right))
+    )
+    assert (o.right_index if case == WGRAD else o.left_index) is not None or layer == (UP if case == DGRAD else DOWN)
+    for provider in (grouped_matmul.library, grouped_matmul.loop):
+        actual = provider(case, o)
+        assert_kernel_close(actual, oracle, expected, provider.__name__)
+        grouped_matmul.check_groups("", case, o, actual, expected)
+    with pytest.raises(AssertionError, match=r"group \d: error"):
+        grouped_matmul.check_groups("of ours", case, o, expected + 1, expected)
+
+
+def test_predictions_of_grouped_products_by_hand():
+    found = {(row["case"].split(",")[0], row["shape"]): row["value"] for row in grouped_matmul.predictions()}
+    # 16 groups of 8192 rows in all, and half of a large tile's 128 rows for each: 8192 / 9216 of what GEMMs sustain
+    assert found["prediction: forward", "30B gate+up 16 x 1536 x 2048 8192"] == pytest.approx(700 * 8192 / 9216, abs=1)
+
+
+def gate_of_a_gather(case: str, layer: str) -> str:
+    """What the gate of the fused kernel says of a result that is right, and then of a wrong one."""
+    torch.manual_seed(0)
+    small = {"DEVICE": "cpu", "DTYPE": torch.float32, "MODELS": {"tiny": EXPERTS}}
+    with mock.patch.multiple(grouped_matmul, **small):
+        found = gathered_experts.build(Grouped(case, "tiny", layer, 40, 8))
+        gathered_experts.check_gathered(found)
+        found.channel.gathered(1, found.shard).add_(1)  # what the peers have sent
+        with pytest.raises(AssertionError) as caught:
+            gathered_experts.check_gathered(found)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case, layer", [(FORWARD, UP), (DGRAD, DOWN)])
+def test_the_gate_of_a_fused_gather(case, layer, interpreted):
+    (said,) = interpreted(1).run(gate_of_a_gather, case, layer)
+    assert "push=False, group" in said and "error" in said

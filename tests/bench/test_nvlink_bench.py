@@ -2,12 +2,10 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from pool import WorkerPool
 
 from bench import nvlink
 from bench.ratios import means
@@ -17,8 +15,9 @@ from tpformer.config.transport_table import read_transport_table
 from tpformer.ops.transports.interface import GATHER, OPERATIONS, SCATTER
 
 
-def linears_on_processes() -> tuple[list[str], dict[str, list[float]]]:
-    """(providers that agree with float64, seconds of the slowest rank), over gloo, where rank r takes r + 1 seconds."""
+def linears_on_processes() -> tuple[list[str], dict[str, list[float]], str]:
+    """(providers that agree with float64, seconds of the slowest rank, what is said when rank 1 is wrong), over gloo,
+    where rank r takes r + 1 seconds."""
 
     def cold(call, repetitions, flushed):
         def sample() -> float:
@@ -28,7 +27,14 @@ def linears_on_processes() -> tuple[list[str], dict[str, list[float]]]:
 
         return sample
 
-    names = []
+    right, names = nvlink.providers, []
+
+    def wrong_on_rank_1(shape: Shape) -> dict:
+        calls = right(shape)
+        if dist.get_rank() == 1:
+            calls["pipelined"] = lambda correct=calls["pipelined"]: correct() * 2
+        return calls
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvlink, "DEVICE", "cpu")
         patch.setattr(nvlink, "cold", cold)
@@ -38,36 +44,11 @@ def linears_on_processes() -> tuple[list[str], dict[str, list[float]]]:
             shape = Shape("tiny", "linear", op, 8, 6, 10, dist.get_world_size())
             nvlink.check_shape(shape)
             names += list(nvlink.providers(shape))
-        return names, nvlink.measure(shape, Effort(2, 1))
-
-
-def test_transports_agree_and_the_slowest_rank_counts(ranks: WorkerPool) -> None:
-    seconds = {"sequential": [2.0, 2.0], "pipelined": [2.0, 2.0]}
-    assert ranks(2).run(linears_on_processes) == [(["sequential", "pipelined"] * 3, seconds)] * 2
-
-
-def wrong_on_one_rank() -> str:
-    """Rank 1's "pipelined" is wrong; what this rank raises."""
-    right = nvlink.providers
-
-    def providers(shape: Shape) -> dict:
-        calls = right(shape)
-        if dist.get_rank() == 1:
-            calls["pipelined"] = lambda correct=calls["pipelined"]: correct() * 2
-        return calls
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nvlink, "DEVICE", "cpu")
-        patch.setattr(nvlink, "torch_operation", lambda *_: None)
-        patch.setattr(nvlink, "providers", providers)
+        seconds = nvlink.measure(shape, Effort(2, 1))
+        patch.setattr(nvlink, "providers", wrong_on_rank_1)
         with pytest.raises(AssertionError) as caught:
-            nvlink.check_shape(Shape("tiny", "linear", SCATTER, 8, 6, 10, dist.get_world_size()))
-    return str(caught.value)
-
-
-def test_one_rank_s_mistake_is_raised_by_all(ranks: WorkerPool) -> None:
-    first, second = ranks(2).run(wrong_on_one_rank)
-    assert first == second and "rank 1 tiny linear 8x6x10 pipelined: error" in first
+            nvlink.check_shape(shape)
+    return names, seconds, str(caught.value)
 
 
 def torch_shapes() -> list[tuple[int, ...]]:
@@ -80,36 +61,40 @@ def torch_shapes() -> list[tuple[int, ...]]:
     return shapes
 
 
-def test_torchs_own_operations_are_called_as_declared(ranks: WorkerPool) -> None:
+def test_transports_agree_and_the_slowest_rank_counts(ranks):
+    """One rank's mistake is raised by all."""
+    found = ranks(2).run(linears_on_processes)
+    names, seconds, said = found[0]
+    assert found == [(names, seconds, said)] * 2
+    assert names == ["sequential", "pipelined"] * 3
+    assert seconds == {"sequential": [2.0, 2.0], "pipelined": [2.0, 2.0]}
+    assert "rank 1 tiny linear 8x6x10 pipelined: error" in said
+
+
+def test_torchs_own_operations_are_called_as_declared(ranks):
     assert ranks(2).run(torch_shapes) == [[(8, 6), (4, 6)]] * 2
 
 
-def test_rows_and_table_of_the_nvlink_bench(tmp_path: Path) -> None:
+def test_rows_and_table(tmp_path):
+    """The table of a gather has both of its ways."""
     shape = Shape("70B", "down", SCATTER, 8192, 8192, 3584, 8)
     seconds = {"sequential": [1e-3] * 3, "fused": [8e-4] * 3, "torch async-TP": [9e-4] * 3}
     rows = nvlink.rows_of(shape, seconds, 7.2e-4)
     assert [(row["provider"], row["baseline"], row["ratio"]) for row in rows] == [
-        ("fused", "sequential", 1.25),
-        ("torch async-TP", "sequential", 1.111),
-        ("fused", "predicted fused", 0.9),
-    ]
+        ("fused", "sequential", 1.25), ("torch async-TP", "sequential", 1.111), ("fused", "predicted fused", 0.9),
+    ]  # fmt: skip
     assert len(means(rows * 2)) == 3
-    path = nvlink.write_table([nvlink.table_row(shape, seconds)], tmp_path)
-    assert path.name == "transports_8.json"
-    (row,) = read_transport_table(path).rows
-    assert (row.op, row.ranks, row.dtype, row.m, row.n, row.k) == (SCATTER, 8, "bfloat16", 8192, 8192, 3584)
-    assert row.times == {"sequential": 1000.0, "fused": 800.0} and row.ways == {}
-    assert json.loads(path.read_text())[0]["pipelined_us"] is None
+    gather = Shape("70B", "qkv", GATHER, 8192, 1280, 8192, 8)
+    ways = {"sequential": [5e-4], "fused": [3e-4], "fused, by copies": [4e-4], "fused, by a push": [3e-4]}
+    path = nvlink.write_table([nvlink.table_row(shape, seconds), nvlink.table_row(gather, ways)], tmp_path)
+    assert path.name == "transports_8.json" and json.loads(path.read_text())[0]["pipelined_us"] is None
+    first, second = read_transport_table(path).rows
+    assert (first.op, first.ranks, first.dtype, first.m, first.n, first.k) == (SCATTER, 8, "bfloat16", 8192, 8192, 3584)
+    assert first.times == {"sequential": 1000.0, "fused": 800.0} and first.ways == {}
+    assert second.times == {"sequential": 500.0, "fused": 300.0} and second.ways == {"copy": 400.0, "push": 300.0}
 
 
-def test_the_table_has_both_ways_of_a_gather(tmp_path: Path) -> None:
-    shape = Shape("70B", "qkv", GATHER, 8192, 1280, 8192, 8)
-    seconds = {"sequential": [5e-4], "fused": [4e-4], "fused, by copies": [4e-4], "fused, by a push": [3e-4]}
-    (row,) = read_transport_table(nvlink.write_table([nvlink.table_row(shape, seconds)], tmp_path)).rows
-    assert row.times == {"sequential": 500.0, "fused": 400.0} and row.ways == {"copy": 400.0, "push": 300.0}
-
-
-def test_a_gather_is_forced_to_a_way() -> None:
+def test_a_gather_is_forced_to_a_way():
     pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
     from tpformer.ops.transports import fused
 
@@ -119,23 +104,20 @@ def test_a_gather_is_forced_to_a_way() -> None:
     assert [bool(nvlink.gathered_by(way, asked)) for way in ("copy", "push")] == [True, False] and not asked()
 
 
-@pytest.mark.parametrize(
-    "devices, environment, needed",
-    [
-        (1, {}, "several CUDA devices of one NVLink node"),
-        (4, {}, "torchrun --nproc-per-node 4 -m bench nvlink"),
-        (4, {"WORLD_SIZE": "3", "LOCAL_RANK": "0"}, r"divides 8, one per device of one node \(here: 3 on 4\)"),
-        (4, {"WORLD_SIZE": "8", "LOCAL_RANK": "0"}, r"\(here: 8 on 4\)"),
-        (4, {"WORLD_SIZE": "4", "LOCAL_RANK": "0"}, None),
-    ],
-)
-def test_the_nvlink_bench_says_what_it_needs(
-    devices: int, environment: dict[str, str], needed: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+NEEDED = [
+    (1, {}, "several CUDA devices of one NVLink node"),
+    (4, {}, "torchrun --nproc-per-node 4 -m bench nvlink"),
+    (4, {"WORLD_SIZE": "3", "LOCAL_RANK": "0"}, r"divides 8, one per device of one node \(here: 3 on 4\)"),
+    (4, {"WORLD_SIZE": "8", "LOCAL_RANK": "0"}, r"\(here: 8 on 4\)"),
+    (4, {"WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "None"),
+]
+
+
+@pytest.mark.parametrize("devices, environment, needed", NEEDED)
+def test_it_says_what_it_needs(devices, environment, needed, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     for name in ("WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    found = nvlink.obstacle()
-    assert found is None if needed is None else re.search(needed, str(found))
+    assert re.search(needed, str(nvlink.obstacle()))

@@ -1,0 +1,250 @@
+"""What the benches of the CPU compare, count, refuse and predict, at tiny sizes.
+
+Belongs here: what is particular to one of them. Their results and pages: test_results.py. Those that train as a whole:
+test_small_runs.py.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from testing import build_small_split
+from torch import Tensor, nn
+
+from bench import bubbles, generate, in_place, learning_rate, moe, pretrain
+from bench.__main__ import BENCHES
+from bench.data_parallel import messages, servers, strategies
+from bench.layer_memory import Layer, expected_items
+from bench.live import Live
+from bench.runner import main
+from tpformer.config import OptimizerSection, RunConfig, check_config
+from tpformer.distributed import build_mesh
+from tpformer.distributed.algorithms import Traffic
+from tpformer.models import GPTConfig
+from tpformer.parallel import Action
+from tpformer.planner import schedule_order, simulate
+from tpformer.training.setup import build_model
+
+TINY = GPTConfig(vocab_size=50, vocab_multiple=1, seq_length=16, n_layers=2, hidden_size=8, n_heads=2)
+
+
+@pytest.fixture
+def tiny_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "CONFIG", TINY)
+    monkeypatch.setattr(generate, "CONTEXTS", (4, 9))
+
+
+def test_generate_refuses_a_wrong_cache(tiny_generate, monkeypatch):
+    generate.check()
+    right = generate.next_logits
+    monkeypatch.setattr(generate, "next_logits", lambda *arguments: right(*arguments) + 1e-11)
+    with pytest.raises(AssertionError, match="logits: error"):
+        generate.check()
+
+
+def test_generate_has_all_rows(tiny_generate, monkeypatch):
+    monkeypatch.setattr(generate, "roofs", lambda: (1e9, 1e9))
+    monkeypatch.setattr(generate, "timed", lambda function, repetitions: lambda: function() is None or 1e-3)
+    threads = torch.get_num_threads()
+    pairs = [(row["provider"], row["baseline"], row["ratio"]) for row in generate.rows(True)]
+    assert torch.get_num_threads() == threads
+    assert {("cached", "uncached", 1.0), ("8 texts", "1 text", 8.0), ("32 texts", "1 text", 32.0)} <= set(pairs)
+    assert [baseline for _, baseline, _ in pairs].count("bytes and FLOPs") == 4
+
+
+def test_generate_predicts_what_is_read_or_multiplied(tiny_generate):
+    # a layer: 12 h^2 weights, 9 h biases (3 h, h, 4 h, h) and 4 h of norms; then the table and the last norm
+    weights = 2 * (12 * 64 + 13 * 8) + 50 * 8 + 2 * 8
+    kept = 2 * 2 * 3 * 9 * 8
+    assert generate.predicted(9, 3, 1e9, 1e30) == pytest.approx(4 * (weights + kept) / 1e9)
+    assert generate.predicted(9, 3, 1e30, 1e9) == pytest.approx(3 * (2 * weights + 4 * 2 * 9 * 8) / 1e9)
+    assert generate.predicted(9, 1, 1e30, 1e9, cache=False) == pytest.approx(9 * (2 * weights + 2 * 2 * 9 * 8) / 1e9)
+
+
+def test_in_place_has_its_row(forked, monkeypatch):
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 1024}
+    monkeypatch.setattr(in_place, "SIZES", sizes)
+    (row,) = in_place.rows(True)
+    assert (row["provider"], row["baseline"], row["bar"]) == (in_place.OURS, in_place.THEIRS, 1.2)
+    assert row["ratio_min"] <= row["ratio"] <= row["ratio_max"] and row["value"] > 0
+
+
+class Toy(nn.Module):
+    """Its loss is its weight times the ids, and `noticed` is the share of the gradient that it gets."""
+
+    def __init__(self, weight: float, noticed: float) -> None:
+        super().__init__()
+        self.weight, self.noticed = nn.Parameter(torch.tensor(weight)), noticed
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        weight = self.weight * self.noticed + self.weight.detach() * (1 - self.noticed)
+        return SimpleNamespace(loss=(weight * input_ids).sum())
+
+
+def test_in_place_refuses_another_loss_or_gradient():
+    right, ids = Toy(1.0, 1.0), torch.arange(4)
+    in_place.compare({in_place.OURS: right, in_place.THEIRS: Toy(1.0, 1.0)}, ids)
+    for other, what in ((Toy(1.01, 1.0), "loss: error"), (Toy(1.0, 0.99), "gradient of weight: error")):
+        with pytest.raises(AssertionError, match=what):
+            in_place.compare({in_place.OURS: other, in_place.THEIRS: right}, ids)
+
+
+def step(schedule: str, stages: int, gap: float = 0.0) -> list[Action]:
+    """As simulated, with a gap between all starts that theory knows nothing of."""
+    actions = simulate(schedule_order(schedule, 4, 8, stages), lambda step: 0.2 if step.kind == "B" else 0.1)
+    return [a._replace(start=a.start * (1 + gap), end=a.start * (1 + gap) + a.end - a.start) for a in actions]
+
+
+def test_bubbles_are_required_to_be_within_a_part_of_the_share():
+    case = bubbles.Case("ZBVZeroBubble", 8, 0.1)
+    row, close, far = (bubbles.make_row(case, 1, step("ZBVZeroBubble", 2, gap)) for gap in (0.0, 0.002, 0.005))
+    assert row["measured_share"] == row["simulated_share"] == row["formula_share"] == 0.05882 and row["ok"]
+    assert close["ok"] and 0.02 < close["relative"] < 0.05
+    assert not far["ok"] and far["relative"] > 0.05 and far["difference"] < 0.01
+    assert bubbles.make_row(bubbles.Case("1F1B", 8, 0.1), 1, step("1F1B", 1))["formula_share"] == 0.27273
+
+
+def test_bubbles_of_another_order_are_refused():
+    actions = step("1F1B", 1)
+    first, second = (next(a for a in actions if a[:4] == (3, 3, microbatch, "F")) for microbatch in (0, 1))
+    swapped = [a._replace(microbatch=1 - a.microbatch) if a in (first, second) else a for a in actions]
+    with pytest.raises(ValueError, match="1F1B: rank 3 ran"):
+        bubbles.make_row(bubbles.Case("1F1B", 8, 0.1), 1, swapped)
+
+
+class Recorded:
+    """In place of bench.ranks.Ranks: a list per rank, of one case after the other."""
+
+    def __init__(self, *gaps: float) -> None:
+        self.gaps = list(gaps)
+
+    def call(self, name: str) -> list[list[Action]]:
+        actions = step(name.split()[0], 1, self.gaps.pop(0))
+        return [[action for action in actions if action.rank == rank] for rank in range(4)]
+
+
+def test_bubbles_that_miss_are_measured_again_within_the_budget():
+    cases = [bubbles.Case("1F1B", 8, 0.1), bubbles.Case("GPipe", 8, 0.1)]
+    late = Recorded(0.5, 0.01, 0.4, 0.7, 0.015)  # GPipe passes at once, 1F1B the fourth time
+    found = bubbles.measure(late, cases, 60)
+    assert not late.gaps and [row["steps"] for row, _ in found.values()] == [4, 1]
+    assert all(row["ok"] for row, _ in found.values())
+    ((row, actions),) = bubbles.measure(Recorded(0.5), cases[:1], 0).values()
+    assert not row["ok"] and row["steps"] == 1 and len(actions) == 64
+
+
+def test_bubbles_are_written_with_their_timelines(forked, tmp_path, monkeypatch):
+    short = {"NAMES": ("1F1B",), "MICROBATCHES": (8,), "SHORTEST": 0.01, "LENGTHENED": 0.0, "BUDGET": 0.0}
+    for name, value in {**short, "BAR": -1.0}.items():  # what no share can be within
+        monkeypatch.setattr(bubbles, name, value)
+    assert main(["bubbles"], BENCHES, tmp_path) == 1
+    (row,) = json.loads((tmp_path / "cpu" / "bubbles.json").read_text())["rows"]
+    assert row["seconds"] == 0.01 and row["steps"] == 1 and row["span"] > 33 * 0.01 and 0 < row["measured_share"] < 1
+    ElementTree.parse(tmp_path / "cpu" / "pipeline_1F1B.svg")
+    assert len(json.loads((tmp_path / "cpu" / "pipeline_1F1B.json").read_text())["traceEvents"]) > 64
+
+
+@pytest.mark.timeout(300)
+def test_messages_are_counted_and_a_wrong_formula_is_named(forked, monkeypatch, capsys):
+    right = messages.cost_of
+    assert right("all_pairs", 4, 4).values == 48 and right("hierarchical", 4, 4).values == 24
+
+    def cost_of(name: str, size: int, values: int) -> Traffic:
+        return Traffic(6, 24, 25, 6) if (name, size) == ("ring", 4) else right(name, size, values)
+
+    monkeypatch.setattr(messages, "TIMED", (256, 4096))
+    monkeypatch.setattr(messages, "cost_of", cost_of)
+    assert main(["data_parallel", "--quick", "--only", "messages"], BENCHES) == 1
+    said = [line for line in capsys.readouterr().out.splitlines() if "formula says" in line]
+    assert said == ["data_parallel: ring on 4 ranks is not as its formula says"]
+
+
+@pytest.mark.timeout(300)
+def test_strategies_train_and_send_their_share(forked, monkeypatch):
+    for name, value in {"QUICK_STEPS": 4, "DEPTHS": (4,), "build_stdlib": build_small_split}.items():
+        monkeypatch.setattr(strategies, name, value)
+    content = strategies.measure(quick=True)
+    sent = {row["strategy"]: row["bytes"] for row in content["strategies"]}
+    whole = sent["synchronous"]
+    assert sent["bfloat16"] == pytest.approx(whole / 2, rel=0.01) and sent["int8"] < 0.27 * whole
+    assert sent["stale server"] == pytest.approx(2 * whole, rel=0.01), "a push and a pull for each worker, four updates"
+    assert sent["top-k 1 %"] < 0.06 * whole and sent["PowerSGD 4"] < 0.12 * whole
+    # 4 minibatches are fewer than a deep pipeline has in flight
+    assert strategies.problems(content) == ["4 stages hold [1, 2, 2, 1] versions"]
+
+
+def test_turns_of_servers_take_as_long_as_their_slowest_worker_lets_them():
+    for server, span in (("sync", 24), ("stale", 8)):
+        turns = servers.turns(server)
+        assert len(turns) == 24 and max(end for *_, end in turns) == span
+
+
+def test_learning_rates_are_scaled_by_each_rule():
+    small, large = learning_rate.Case("small batch", 8, 1e-3, True), 64
+    found = learning_rate.cases(1e-3)
+    assert found[:2] == [small, small._replace(warmup=False)] and len(found) == 8
+    rates = [(case.rule, round(case.rate / 1e-3, 4)) for case in found if case.samples == large and case.warmup]
+    assert rates == [("unscaled", 1), ("square root", 2.8284), ("linear", 8)]
+    row = learning_rate.make_row(small, [(2.3, 40.0), (2.3, float("nan"))])
+    assert row["noise_scale"] == 40.0, "a seed without an estimate does not count"
+
+
+def test_models_of_moe_differ_in_experts_alone():
+    def config(name: str) -> RunConfig:
+        return moe.settings(name, Path("folder"), (Path("a"), Path("b")), 1, None)
+
+    sparse, dense = config(moe.SPARSE), config(moe.DENSE)
+    check_config(sparse)
+    check_config(dense)
+    assert abs(sparse.model.n_active_parameters / dense.model.n_active_parameters - 1) < moe.EQUAL
+    assert sparse.model.n_parameters > 1.5 * dense.model.n_parameters
+    for section in ("data", "parallel", "optimizer", "checkpoint", "log"):
+        assert getattr(sparse, section) == getattr(dense, section)
+    assert sparse.train.seed == dense.train.seed == 1 and sparse.train.steps == dense.train.steps
+    logged = [{"tokens_per_second": speed, "expert_load": 1.5} for speed in (9.0, 5.0)]
+    row = moe.make_row(moe.SPARSE, sparse, [[*logged, {"val_loss": 1.4}]])
+    assert row["tokens_per_second"] == 5 and row["expert_load"] == [1.5] and row["losses"] == [1.4]
+
+
+def test_models_of_pretrain_are_the_named_ones():
+    gpt2, large = pretrain.GPT2, pretrain.LARGE
+    assert {model.name: round(model.config.n_parameters / 1e6) for model in (gpt2, large)} == {
+        "GPT-2 124M": 124, "GPT 1.3B": 1316,
+    }  # fmt: skip
+    config = pretrain.run_config(large, 300, Path("data/train"))
+    assert config.model.hidden_size == 2048 and config.data.train == ("data/train",) and config.train.steps == 300
+    assert config.optimizer == OptimizerSection(lr=large.lr, warmup_steps=30)
+
+
+SMALL = GPTConfig(vocab_size=257, seq_length=16, n_layers=1, hidden_size=32, n_heads=2)
+
+
+def saved_with_layers(n_layers: int) -> int:
+    """What a bfloat16 model under FSDP2 keeps of a forward."""
+    config = pretrain.run_config(pretrain.Model("small", replace(SMALL, n_layers=n_layers), 2, 1e-3), 1, Path("unused"))
+    options = replace(config, train=replace(config.train, dtype="bfloat16"))
+    (model,) = build_model(options, build_mesh("cpu", tensor_parallel=1)).parts
+    return pretrain.saved_bytes(model, torch.randint(257, (2, 17)))
+
+
+def test_parameters_that_fsdp_gathers_do_not_count_as_saved(ranks):
+    (one,), (three,) = (ranks(1).run(saved_with_layers, n_layers) for n_layers in (1, 3))
+    assert three - one == 2 * 2 * sum(expected_items(Layer("layer", SMALL, 1)).values())  # of 2 samples each
+
+
+def test_the_most_bytes_alive_at_once_by_hand():
+    before = torch.ones(1000)
+    with Live([before]) as live:
+        x = torch.ones(250)  # 1000 bytes
+        y = x + 1  # 2000
+        del x
+        z = torch.cat([y, y])  # 3000
+        z[3:].add_(1)  # a view, and memory that is there
+        del y
+        before.mul_(2)
+        torch.ones(125)  # 2500
+    assert live.peak == 3000
