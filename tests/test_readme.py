@@ -25,7 +25,7 @@ from tpformer.training.data import build_dataset
 FRONT = ("README.md", "docs/start.md")  # they make the environment, a dataset and a run, docs/pretrain.md more runs
 OTHERS = (page for page in map(name, PROSE) if re.match("docs/|examples/", page))
 PAGES = tuple(dict.fromkeys([*FRONT, "docs/pretrain.md", *OTHERS]))
-# what CI runs beside this test; tests/planner/test_planner_pages.py compares what `plan --within` prints
+# what CI runs beside this test; tests/planner/test_placement.py compares what `plan --within` prints
 ELSEWHERE = re.compile(r"make (test|test-changed|check|proofs|compile-check)\b|-m pytest|tpformer plan .*--within")
 PROGRAMS = ("make", "python3", "tpformer", "torchrun", "sbatch", "echo")
 # what a laptop may lack, in a command's own comment

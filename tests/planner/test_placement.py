@@ -1,27 +1,37 @@
-"""The ranks of a placement are the mesh's, its bytes are those that a dry run counts."""
+"""The ranks of a placement are the mesh's, and what pages say of nodes and bytes is what it gives.
 
+tests/planner/test_rank_memory.py compares its bytes with those that a dry run counts.
+"""
+
+import re
+import shlex
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 
-from tpformer.config import RunConfig, build_config
+from tpformer.cli.plan import plan_command
+from tpformer.config import RunConfig, build_config, read_toml
 from tpformer.distributed.mesh import AXES
 from tpformer.parallel import Layout
+from tpformer.planner.costs import pipeline_speedup
 from tpformer.planner.devices import load_device
-from tpformer.planner.dry_run import count_rank, fake_world, plan_config
+from tpformer.planner.dry_run import fake_world, plan_config
 from tpformer.planner.placement import (
     SPLITS,
+    TRANSFERS,
     across_nodes_lines,
     axis_bytes,
     axis_groups,
     placement,
     rank_grid,
-    sent_bytes,
     tensor_parallel_times,
 )
 from tpformer.planner.placement_pictures import placement_svg
 from tpformer.training.setup import run_mesh
 
+ROOT = Path(__file__).parents[2]
+STRATEGIES = (ROOT / "docs" / "strategies.md").read_text()
 MODEL = {"vocab_size": 256, "seq_length": 64, "n_layers": 4, "hidden_size": 64, "n_heads": 4, "position": "rope"}
 
 
@@ -61,43 +71,6 @@ def test_the_example_of_two_nodes():
         placement(configuration(EXAMPLE), 0)
 
 
-SHALLOW = {**MODEL, "n_layers": 2}
-EXPERTS = {
-    **SHALLOW, "activation": "swiglu", "bias": False, "n_experts": 8, "experts_per_token": 4, "expert_ffn_size": 32,
-    "shared_expert_size": 32, "first_dense_layers": 1,
-}  # fmt: skip
-SPLIT = {"tensor_parallel": 2, "pipeline_parallel": 2}
-# (model, layout, a place in its pipeline)
-COUNTED = [
-    (MODEL, {**EXAMPLE, "recompute": "mlp"}, 0),
-    (MODEL, EXAMPLE, 2),
-    (SHALLOW, {**SPLIT, "recompute": "full", "sequence_parallel": False}, 1),
-    (SHALLOW, {"tensor_parallel": 2, "data_parallel_shard": 2, "data_parallel_replicate": 2}, 0),
-    (SHALLOW, {"data_parallel_shard": 4, "zero_stage": 2}, 0),
-    (SHALLOW, {"data_parallel_shard": 2, "data_parallel_replicate": 2, "zero_stage": 3, "recompute": "full"}, 0),
-    (MODEL, {**SPLIT, "pipeline_schedule": "Interleaved1F1B"}, 0),
-    (MODEL, {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "data_parallel_shard": 2}, 0),
-    ({**EXPERTS, "n_layers": 4}, {**EXAMPLE, "recompute": "mlp"}, 0),
-    (
-        {**EXPERTS, "n_layers": 4},
-        {"tensor_parallel": 4, "data_parallel_shard": 2, "zero_stage": 3, "recompute": "full"},
-        0,
-    ),
-    (EXPERTS, {**SPLIT, "sequence_parallel": False}, 1),
-]
-
-
-@pytest.mark.parametrize("model, parallel, place", COUNTED, ids=range(len(COUNTED)))
-def test_bytes_are_those_that_a_dry_run_counts(model, parallel, place):
-    config = configuration(parallel, model)
-    layout, groups = config.parallel, axis_groups(config.parallel)
-    counted = dict.fromkeys(AXES, 0.0)
-    for call, times in count_rank(config, layout.world_size // layout.pipeline_parallel * place).collectives.items():
-        ranks = 2 if call.axis == "pp" and call.operation == "all_reduce" else len(groups[call.axis][0])
-        counted[call.axis] += times * sent_bytes(call.operation, call.nbytes, ranks)
-    assert axis_bytes(config, place) == pytest.approx(counted, rel=0.02, abs=100)
-
-
 def test_tensor_parallelism_over_two_nodes():
     """The same rows go to twice the ranks through slower links, while each computes half."""
     config = configuration({}, LARGE)
@@ -106,7 +79,8 @@ def test_tensor_parallelism_over_two_nodes():
     assert (eight.nodes, sixteen.nodes) == (1, 2) and sixteen.compute == eight.compute / 2
     assert sixteen.communication / eight.communication == pytest.approx(15 / 16 / (7 / 8) * 0.874 * 250 / (8 * 21))
     assert sixteen.communication / sixteen.compute > 2.7 * eight.communication / eight.compute
-    assert len(list(across_nodes_lines(config))) == 4
+    lines = list(across_nodes_lines(example("gpt_145b")))
+    assert len(lines) == 4 and "```\n" + "\n".join(lines) + "\n```" in (ROOT / "docs/placement.md").read_text()
 
 
 def test_splits_of_sixteen_cores():
@@ -131,3 +105,33 @@ def test_a_picture_of_many_nodes_shows_the_first_ones():
     assert texts.count("node 3") == 1 and "rank 31" in texts and "rank 32" not in texts
     assert [each for each in texts if each.startswith("tp, ")] == ["tp, 8 ranks in one node: 0, 1, 2, 3, ..."]
     assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), "it loads nothing"
+
+
+def example(name: str, train: dict | None = None, **parallel: object) -> RunConfig:
+    given = {"parallel": parallel, "train": train or {}}
+    return plan_config(build_config(read_toml(ROOT / f"examples/{name}.toml"), given))
+
+
+def test_the_page_of_strategies():
+    replicas = axis_bytes(example("gpt_1.7b"))["dp_replicate"]
+    shares = {"data_parallel_replicate": 1, "data_parallel_shard": 32}
+    first, second, third = (axis_bytes(example("gpt_1.7b", **shares, zero_stage=z))["dp_shard"] for z in (1, 2, 3))
+    assert first / replicas == pytest.approx(0.75) and "three quarters of what replicas send" in STRATEGIES
+    assert first == second < third  # one microbatch
+    halved = example("gpt_1.7b", train={"microbatch_size": 8}, **shares, zero_stage=2)
+    assert axis_bytes(halved)["dp_shard"] > 1.5 * first
+    assert TRANSFERS[True]["none"] / TRANSFERS[False]["none"] == 1.25 and "a quarter more" in STRATEGIES
+    assert f"{pipeline_speedup(4, 9):.1f} times as fast" in STRATEGIES
+
+
+COMMANDS = re.findall(r"```bash\ntpformer plan (.*)\n```\n```\n((?:.*\n)*?)```", STRATEGIES)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("command, printed", COMMANDS, ids=range(len(COMMANDS)))
+def test_crossovers(command, printed, capsys):
+    plan_command(shlex.split(command))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if " is the fastest" in line or line.startswith("no layout works")] == (
+        printed.splitlines()
+    )
