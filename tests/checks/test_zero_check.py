@@ -1,4 +1,4 @@
-"""The ZeRO bench: what it requires, and its files. Its formulas are the planner's (tests/planner/test_states.py)."""
+"""The ZeRO bench: what it requires, and its files. Its formulas are the planner's (tests/planner/test_memory.py)."""
 
 import json
 import sys

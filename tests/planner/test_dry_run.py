@@ -10,14 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.layer_memory import Layer, expected_items
 from tpformer.config import OptimizerSection, RunConfig, build_config, read_toml, to_toml
-from tpformer.models import GPTConfig
-from tpformer.parallel import Layout
 from tpformer.planner.bubbles import schedule_order
-from tpformer.planner.counting import StageCount
 from tpformer.planner.dry_run import _Rank, count_parameters, count_rank, default_ranks, plan_config
-from tpformer.planner.memory import fused_workspaces, layer_workspace, occupancies, schedule_peak
+from tpformer.planner.memory import layer_workspace
 from tpformer.planner.rank_memory import predicted_memory
 from tpformer.planner.report import head, rank_lines, rank_plan, report, size
 
@@ -47,122 +43,55 @@ def order_of(config: RunConfig):
     return schedule_order(layout.pipeline_schedule, *size)
 
 
-def saved_per_layer(tp: int, recompute: str) -> int:
-    """The bytes that a bfloat16 layer saves: what two layers save less what one layer saves."""
-    sizes = []
-    for n_layers in (1, 2):
-        model = {**MODEL, "hidden_size": 128, "n_layers": n_layers}
-        config = plan_config(
-            configuration({"tensor_parallel": tp, "recompute": recompute}, {"dtype": "bfloat16"}, model)
-        )
-        sizes.append(count_rank(config, 0).stages[0].saved)
-    return sizes[1] - sizes[0]
-
-
-@pytest.mark.parametrize("tp,recompute", [(2, "none"), (1, "mlp")])
-def test_a_layer_keeps_what_the_memory_bench_counts(tp, recompute):
-    """They are 20 s b h / t bytes, or 12 s b h / t with a recomputed MLP, and the statistics of rows."""
-    config = GPTConfig(**{**MODEL, "hidden_size": 128, "seq_length": 8 * MODEL["seq_length"], "n_layers": 1})
-    layer = Layer("of the test", config, tp, recompute)  # one sample with as many tokens as 8
-    assert saved_per_layer(tp, recompute) == sum(expected_items(layer).values())
-
-
-def test_a_region_keeps_its_input():
-    """There are 4 layers; the input of the last region stays on the device."""
+def test_what_is_kept_with_regions_and_offloading():
+    """There are 4 layers. A region keeps its input; what the last layer or region keeps stays on the device."""
     model, unit, kept, again = {**MODEL, "seq_length": 512, "hidden_size": 256, "n_heads": 8}, 2 * 512 * 256 * 4, {}, {}
-    for interval, offloaded in ((1, 3), (2, 1), (3, 1), (4, 0)):
-        parallel = {"recompute": "full", "recompute_interval": interval, "offload_activations": True}
+
+    def stage(**parallel):
         config = plan_config(configuration(parallel, {"global_batch_size": 2, "dtype": "float32"}, model))
-        kept[interval], again[interval] = count_rank(config, 0).stages[0], layer_workspace(config, 0)
+        count = count_rank(config, 0)
+        assert rank_plan(config, count, None).host == count.stages[0].offloaded
+        return config, count.stages[0]
+
+    for interval, offloaded in ((1, 3), (2, 1), (3, 1), (4, 0)):
+        config, kept[interval] = stage(recompute="full", recompute_interval=interval, offload_activations=True)
+        again[interval] = layer_workspace(config, 0)
         assert kept[1].saved - kept[interval].saved == (4 - -(-4 // interval)) * unit
         assert kept[interval].offloaded == offloaded * unit
         assert again[interval] - again[1] == (interval - 1) * 10 * unit, "q, k, v, attention, fc1, two residuals"
+    (_, plain), (_, moved) = stage(), stage(offload_activations=True)
+    assert plain.saved == moved.saved and plain.offloaded == 0
+    # each of three layers has 10 units: two residuals, q, k, v, attention's output, and four of fc1's
+    assert moved.offloaded == 3 * 10 * unit
 
 
 SHARDED = {"data_parallel_shard": 4}
-ZERO = {
-    "0": ({"data_parallel_replicate": 4}, 16, 2, 4),
-    "1": (SHARDED, 4, 2, 4),
-    "2": ({**SHARDED, "zero_stage": 2}, 4, 2, 0),
-    "3": ({**SHARDED, "zero_stage": 3}, 4, None, 0),
+# layout, optimizer -> bytes of a parameter in shards, copies and sums, on one of 4 ranks
+STATES = {
+    "0": ({"data_parallel_replicate": 4}, {}, 16, 2, 4),
+    "1": (SHARDED, {}, 16 / 4, 2, 4),
+    "2": ({**SHARDED, "zero_stage": 2}, {}, 16 / 4, 2, 0),
+    "3": ({**SHARDED, "zero_stage": 3}, {}, 16 / 4, None, 0),
+    "1, SGD": (SHARDED, {"name": "sgd"}, 8 / 4, 2, 4),
+    "1, momentum": (SHARDED, {"name": "sgd", "momentum": 0.9}, 12 / 4, 2, 4),
 }
 
 
-@pytest.mark.parametrize("optimizer", [{"name": "sgd"}, {"name": "sgd", "momentum": 0.9}], ids=["SGD", "momentum"])
-def test_the_state_of_sgd_is_the_formula(optimizer):
-    """A shard's momentum, 4 bytes a parameter, or nothing."""
-    config = configuration(SHARDED, {"microbatch_size": 1}, {**MODEL, "n_layers": 2, "vocab_size": 256})
-    config = plan_config(dataclasses.replace(config, optimizer=OptimizerSection(**optimizer)))
-    count = count_rank(config, 0)
-    assert count.optimizer == 4 * config.model.n_parameters // 4 * ("momentum" in optimizer)
-    states = {state.name: state.nbytes for state in rank_plan(config, count, None).states}
-    assert states["optimizer"] == count.optimizer
-
-
-@pytest.mark.parametrize("stage", ZERO)
-def test_states_of_every_zero_stage_are_the_formulas(stage):
-    """M parameters have 16 M / N bytes in shards, 2 M of copies below stage 3, 4 M of sums below stage 2."""
-    parallel, shards, copies, accumulated = ZERO[stage]
+@pytest.mark.parametrize("name", STATES)
+def test_states_of_every_zero_stage_and_optimizer_are_the_formulas(name):
+    """Parameters and gradients have 8 bytes and AdamW 8 more, each divided by the ranks that share them."""
+    parallel, optimizer, shards, copies, accumulated = STATES[name]
     train = {"dtype": "bfloat16", "microbatch_size": 1}
-    config = plan_config(configuration(parallel, train, {**MODEL, "n_layers": 2, "vocab_size": 256}))
+    config = configuration(parallel, train, {**MODEL, "n_layers": 2, "vocab_size": 256})
+    config = plan_config(dataclasses.replace(config, optimizer=OptimizerSection(**optimizer)))
     count, m = count_rank(config, 0), config.model.n_parameters
     assert count.parameters + count.gradients + count.optimizer == shards * m
     assert count.accumulated == accumulated * m
     assert copies is None or count.copies == copies * m
     by_name = {state.name: state.nbytes for state in rank_plan(config, count, None).states}
-    assert by_name["unsharded copies"] == count.copies
-    assert by_name.get("accumulated gradients", 0) == count.accumulated
-    assert sum(by_name[name] for name in ("parameters", "gradients", "optimizer")) == shards * m
-
-
-def test_offloaded_activations_are_those_of_all_layers_but_the_last():
-    model = {**MODEL, "seq_length": 512, "hidden_size": 256, "n_heads": 8, "n_layers": 3}
-    stages = []
-    for offload in (False, True):
-        config = plan_config(
-            configuration({"offload_activations": offload}, {"global_batch_size": 2, "dtype": "float32"}, model)
-        )
-        count = count_rank(config, 0)
-        stages += count.stages
-    assert stages[0].saved == stages[1].saved and stages[0].offloaded == 0
-    unit = 2 * 512 * 256 * 4  # float32: 1 MiB of rows
-    # each of two layers has 10 units: two residuals, q, k, v, attention's output, and four of fc1's
-    assert stages[1].offloaded == 2 * 10 * unit
-    assert rank_plan(config, count, None).host == stages[1].offloaded
-
-
-@pytest.mark.parametrize(
-    "schedule,in_flight", [("1F1B", [4, 3, 2, 1]), ("GPipe", [8] * 4), ("ZBVZeroBubble", [8, 8, 8, 8])]
-)
-def test_microbatches_in_flight(schedule, in_flight):
-    layout = Layout(pipeline_parallel=4, pipeline_schedule=schedule)
-    order = schedule_order(schedule, 4, 8, layout.stages_per_rank)
-    for rank, most in enumerate(in_flight):
-        stages = [StageCount(stage, range(1), 10, 0, 1, 0) for stage in layout.stages_of(rank)]
-        peak = schedule_peak(occupancies(order[rank], [stage.stage for stage in stages]), stages)
-        assert peak.in_flight == most
-        assert (peak.saved, peak.output) == (10 * most, most)
-
-
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_workspaces_hold_what_the_kernels_ask_for(sequence_parallel):
-    pytest.importorskip("triton")
-    from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul_space
-    from tpformer.kernels.configurations import TILES
-    from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce_space
-    from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter_space
-
-    tokens, hidden, tp, tile, half = 4096, 5120, 8, TILES["large"], torch.bfloat16
-    if sequence_parallel:
-        spaces = [
-            all_gather_matmul_space(tokens // tp, hidden, tp, 2)[0],
-            matmul_reduce_scatter_space(tokens // tp, hidden, tp, half, tile)[0],
-        ]
-    else:
-        spaces = [matmul_all_reduce_space(tokens, hidden, tp, half, half, tile)[0]]
-    slots = sum(2 * max(1 << 20, 1 << (space - 1).bit_length()) for space in spaces)
-    flags = 4 * tp * 1024 * len(spaces)
-    assert fused_workspaces(tokens, hidden, 2, tp, sequence_parallel) == slots + flags
+    counted = {"unsharded copies": count.copies, "accumulated gradients": count.accumulated}
+    counted |= {each: getattr(count, each) for each in ("parameters", "gradients", "optimizer")}
+    assert {each: by_name.get(each, 0) for each in counted} == counted
 
 
 def test_a_layout_that_does_not_fit_is_told_what_to_change():
@@ -181,6 +110,7 @@ def test_a_report_of_experts_says_what_the_most_loaded_rank_needs():
     parallel = {"tensor_parallel": 4, "pipeline_parallel": 2}
     config = plan_config(configuration(parallel, {"device": "cuda", "microbatch_size": 2}, MOE))
     lines = list(report(config, [0], 1e9))
+    assert f"({config.model.n_active_parameters / 1e6:.2f}M active)" in lines[0], "not rounded to 0.0B"
     (balanced,), (worst,) = ([line for line in lines if text in line] for text in ("equal numbers", "at worst"))
     assert balanced.endswith(": 32 rows of a microbatch in a layer on each rank")
     usual, most = (predicted_memory(config, 0, worst=each) for each in (False, True))
@@ -190,12 +120,6 @@ def test_a_report_of_experts_says_what_the_most_loaded_rank_needs():
     assert row and row[1] == size(most.total - usual.total)
     dense = plan_config(configuration({"pipeline_parallel": 2}, {"device": "cuda"}))
     assert not any("experts" in line for line in report(dense, [0], 1e9))
-
-
-def test_active_parameters_of_a_small_model_are_not_rounded_to_nothing():
-    first = next(head(plan_config(configuration({}, {}, MOE))))
-    active = GPTConfig(**MOE).n_active_parameters
-    assert f"({active / 1e6:.2f}M active)" in first and active > 1e4
 
 
 def test_the_command_counts_ranks_of_three_places_in_the_pipeline(commands, tmp_path):
@@ -226,15 +150,15 @@ def test_a_thousand_billion_parameters_on_3072_ranks():
         assert [int(number.replace(",", "")) for number in row[-2:]] == [factor * m] * 2, "by formula, and counted"
 
 
-@pytest.mark.parametrize(
-    "model,parallel,wanted",
-    [
-        ({"layers": 3}, {}, "unknown key in [model] 'layers'"),
-        ({"vocab_size": 100}, {"tensor_parallel": 5}, "choose tensor_parallel from"),
-        ({"vocab_size": 100}, {"pipeline_parallel": 13}, "every stage needs a layer"),
-        ({"n_layers": 2}, {}, "set model.vocab_size"),
-    ],
-)
+MISTAKES = [
+    ({"layers": 3}, {}, "unknown key in [model] 'layers'"),
+    ({"vocab_size": 100}, {"tensor_parallel": 5}, "choose tensor_parallel from"),
+    ({"vocab_size": 100}, {"pipeline_parallel": 13}, "every stage needs a layer"),
+    ({"n_layers": 2}, {}, "set model.vocab_size"),
+]
+
+
+@pytest.mark.parametrize("model, parallel, wanted", MISTAKES)
 def test_what_cannot_run_is_refused_in_one_line(model, parallel, wanted):
     with pytest.raises(ValueError) as error:
         plan_config(build_config({"model": model, "parallel": parallel}))
@@ -250,13 +174,9 @@ def test_a_rank_that_does_not_exist_is_one_line_and_exit_code_2(commands):
 @pytest.mark.proof
 @pytest.mark.parametrize("path", COUNTED, ids=lambda path: path.stem)
 def test_an_example_is_counted_and_fits(path):
-    """The dry run predicts for the first rank the GB in the example's comment within 3 %. A count takes half a minute;
-    test_rank_memory.py has all examples."""
-    if path.stem.endswith("_tiny"):
-        config = build_config(read_toml(path), {"model": {"vocab_size": 257}})
-    else:
-        config = build_config(read_toml(path))
-    config = plan_config(config)
+    """What its comment says of it. A count takes half a minute; test_rank_memory.py has all examples."""
+    tiny = path.stem.endswith("_tiny")
+    config = plan_config(build_config(read_toml(path), {"model": {"vocab_size": 257}} if tiny else {}))
     assert count_parameters(config) == config.model.n_parameters
     order = order_of(config)
     for rank in default_ranks(config):
@@ -266,7 +186,7 @@ def test_an_example_is_counted_and_fits(path):
         for state, found in zip(plan.states, counted, strict=False):
             assert found == state.nbytes, (rank, state.name)
         assert plan.total < 80e9, (path.stem, rank, plan)
-        if rank == 0 and not path.stem.endswith("_tiny"):
+        if rank == 0 and not tiny:
             comment, lines = path.read_text(), [*head(config), *rank_lines(config, count, order, 80e9)]
             parameters, gpus = re.search(r"([\d.]+B parameters).* on (\d+) GPUs", comment).groups()
             assert lines[0].startswith(f"{parameters}, world size {gpus}:")
