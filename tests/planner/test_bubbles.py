@@ -72,26 +72,6 @@ def test_no_closed_form_is_given_where_none_holds():
         assert max(a.end for a in own) - min(a.start for a in own) == len(own) == 2 * 8 * 3
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_simulation_keeps_the_order_and_waits_for_inputs(schedule):
-    p, v = 4, SCHEDULES[schedule].stages_per_rank
-    m = 1 if schedule == "naive" else 8
-    order, actions = schedule_order(schedule, p, m, v), simulated(schedule, p, m, v, {"F": 2, "I": 3, "W": 1})
-    at = {(a.stage, "I" if a.kind == "B" else a.kind, a.microbatch): a for a in actions}
-    assert {key[:2] for key in at} >= {(stage, kind) for stage in range(p * v) for kind in "FI"}
-    assert len(at) == len(actions) and {a.microbatch for a in actions} == set(range(m))
-    for (stage, kind, microbatch), action in at.items():
-        needed = {"F": (stage - 1, "F"), "W": (stage, "I"), "I": (stage + 1, "I")}[kind]
-        if kind == "I" and stage == p * v - 1:
-            needed = (stage, "F")
-        assert stage == 0 and kind == "F" or at[*needed, microbatch].end <= action.start
-    for rank in range(p):
-        own = [action for action in actions if action.rank == rank]
-        assert all(before.end <= after.start for before, after in itertools.pairwise(own))
-        steps = [step for together in order[rank] for step in together]
-        assert [Step(a.stage, a.kind, a.microbatch) for a in own] == steps
-
-
 def test_results_of_steps_that_run_together_are_sent_together():
     pair = (Step(0, "F", 1), Step(0, "B", 0))
     order = [[(Step(0, "F", 0),), pair, (Step(0, "B", 1),)], []]

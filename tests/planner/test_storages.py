@@ -33,15 +33,12 @@ def test_storages_count_once_and_whole():
     assert saved.total() == 96 + 24
 
 
-def test_hooks_are_gone_afterwards():
+def test_hooks_are_gone_afterwards_and_what_is_left_out_does_not_count():
     toy = Toy()
     with Saved().recording(toy) as saved:
         pass
     toy(torch.randn(3, 4))
     assert saved.total() == 0 and not any(module._forward_pre_hooks for module in toy.modules())
-
-
-def test_what_is_given_as_left_out_does_not_count():
     x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
     with Saved(weight).recording() as saved:
         y = (x[:2] @ weight).exp()

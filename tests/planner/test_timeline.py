@@ -3,6 +3,7 @@
 import json
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from bench.bubbles import build
 from tpformer.distributed import build_mesh
-from tpformer.parallel import Action, gather_actions, recording
+from tpformer.parallel import SCHEDULES, Action, gather_actions, recording
 from tpformer.planner import (
     Step,
     bubble_share,
@@ -36,6 +37,12 @@ SMALL = [
 ]
 
 
+def boxes_of(path: Path) -> list[tuple[str, dict[str, str]]]:
+    """(title, attributes) of every box of a picture."""
+    rects = ElementTree.parse(path).iter(f"{SVG}rect")
+    return [(rect.find(f"{SVG}title").text, rect.attrib) for rect in rects if len(rect)]
+
+
 def test_share_is_idle_time_between_first_start_and_last_end():
     assert bubble_share(SMALL, 2) == 0.5  # 6 of 2 x 6 s are idle; a reduction neither computes nor lengthens the step
     assert bubble_share(SMALL[3:], 1) == 0
@@ -44,7 +51,7 @@ def test_share_is_idle_time_between_first_start_and_last_end():
 def test_svg_has_every_action_where_it_was(tmp_path):
     write_svg(SMALL, tmp_path / "small.svg", "two <ranks>", "formula one\nand two")
     root = ElementTree.parse(tmp_path / "small.svg").getroot()
-    boxes = {rect.find(f"{SVG}title").text: rect.attrib for rect in root.iter(f"{SVG}rect") if len(rect)}
+    boxes = dict(boxes_of(tmp_path / "small.svg"))
     bubble = boxes.pop("bubble")
     assert bubble["fill"] == "url(#bubble)" and len(boxes) == len(SMALL)
     second = float(bubble["width"]) / 7  # with the reduction the picture has seven seconds
@@ -65,12 +72,8 @@ def test_svg_has_every_action_where_it_was(tmp_path):
     heights = [float(text.attrib["y"]) for text in root.iter(f"{SVG}text")]
     assert all(below - above >= 15 for above, below in pairwise(heights[:5])), "title, two lines, formula, legend"
     texts = [text.text for text in root.iter(f"{SVG}text")]
-    assert texts[:4] == [
-        "two <ranks>",
-        "bubble measured: 50.0% of ranks' time, 1.000 of computing time",
-        "formula one",
-        "and two",
-    ]
+    measured = "bubble measured: 50.0% of ranks' time, 1.000 of computing time"
+    assert texts[:4] == ["two <ranks>", measured, "formula one", "and two"]
     assert texts.count("0") == 4 and {"rank 0", "rank 1", "0 s", "7 s", "backward", "bubble"} <= set(texts)
 
 
@@ -78,32 +81,28 @@ def test_a_long_step_goes_on_below(tmp_path):
     """Two bands of lanes as wide as a phone shows; a box that begins in one and ends in the next is in both."""
     actions = simulate(schedule_order("1F1B", 2, 16, 1), lambda step: 2.0 if step.kind == "B" else 1.0)
     write_svg(actions, tmp_path / "long.svg", "", "")
-    root = ElementTree.parse(tmp_path / "long.svg").getroot()
+    root, boxes = ElementTree.parse(tmp_path / "long.svg").getroot(), boxes_of(tmp_path / "long.svg")
     assert root.attrib["width"] == "636" and root.attrib["viewBox"].split()[2] == "636"
-    boxes = [(rect.find(f"{SVG}title").text, rect.attrib) for rect in root.iter(f"{SVG}rect") if len(rect)]
     lanes = [float(each["y"]) for title, each in boxes if title == "bubble"]
     assert len(lanes) == len(set(lanes)) == 4
-    wide = {title: 0.0 for title, _ in boxes}
+    assert all(float(each["x"]) + float(each["width"]) <= 58 + 560 + 0.02 for _, each in boxes)
+    wide: Counter[str] = Counter()
     for title, each in boxes:
-        wide[title] += float(each["width"])
-        assert float(each["x"]) + float(each["width"]) <= 58 + 560 + 0.02
-    names = [title for title, _ in boxes if title != "bubble"]
-    both = {title for title in names if names.count(title) == 2}
-    assert {title.split(",")[1] for title in both} == {" stage 0", " stage 1"}
-    assert len(wide) == 1 + len(actions), "a bubble and every action"
+        wide[title] += float(each["width"])  # type: ignore[assignment]
+    times = Counter(title for title, _ in boxes)
+    assert {title.split(",")[1] for title in times if times[title] == 2} == {" stage 0", " stage 1"}
     second = 2 * 560 / 51  # two bands of 51 s together
+    del wide["bubble"]
+    assert len(wide) == len(actions)
     for title, width in wide.items():
-        if title != "bubble":
-            assert width == pytest.approx((2 if title.startswith("b") else 1) * second, abs=0.05), title
+        assert width == pytest.approx((2 if title.startswith("b") else 1) * second, abs=0.05), title
 
 
 def test_later_stages_of_a_rank_are_paler(tmp_path):
     actions = simulate(schedule_order("Interleaved1F1B", 2, 4, 2), lambda step: 0.1)
     write_svg(actions, tmp_path / "looped.svg", "", "")
-    boxes = [rect for rect in ElementTree.parse(tmp_path / "looped.svg").iter(f"{SVG}rect") if len(rect)]
-    colours = {
-        rect.find(f"{SVG}title").text.split(",")[1]: rect.attrib["fill"] for rect in boxes if len(rect[0].text) > 6
-    }
+    boxes = [(title, box) for title, box in boxes_of(tmp_path / "looped.svg") if title != "bubble"]
+    colours = {title.split(",")[1]: box["fill"] for title, box in boxes}
     assert colours[" stage 0"] == colours[" stage 1"] != colours[" stage 2"] == colours[" stage 3"]
 
 
@@ -144,36 +143,37 @@ def test_a_record_that_is_not_one_whole_step_is_refused():
         describe(actions, "1F1B", 16)
 
 
-def run_and_draw(schedule: str, n_microbatches: int, directory: Path) -> list[Action] | None:
+def run_and_draw(cases: dict[str, int], directory: Path) -> list[list[Action] | None]:
     mesh = build_mesh("cpu", tensor_parallel=1, pipeline_parallel=dist.get_world_size())
-    actions = gather_actions(build(schedule, n_microbatches, 0.015, mesh)())
-    if actions is not None:
-        draw_timeline(actions, directory / "plots", schedule, n_microbatches)
-    return actions
+    found = []
+    for schedule, n_microbatches in cases.items():
+        actions = gather_actions(build(schedule, n_microbatches, 0.01, mesh)())
+        if actions is not None:
+            draw_timeline(actions, directory / schedule, schedule, n_microbatches)
+        found.append(actions)
+    return found
 
 
-@pytest.mark.parametrize("schedule, n_microbatches", [("1F1B", 5), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 4)])
-def test_four_ranks_run_what_is_simulated_and_are_drawn(ranks, tmp_path, schedule, n_microbatches):
-    actions, *others = ranks(4).run(run_and_draw, schedule, n_microbatches, tmp_path)
-    assert others == [None] * 3
-    stages = 1 if schedule == "1F1B" else 2
-    order = schedule_order(schedule, 4, n_microbatches, stages)
-    for rank in range(4):
-        ran = [action for action in actions if action.rank == rank and action.kind != "R"]
-        assert [action[1:4] for action in ran] == [
-            (s.stage, s.microbatch, s.kind) for group in order[rank] for s in group
-        ]
-        assert all(a.end - a.start >= (0.03 if a.kind == "B" else 0.015) for a in ran)
-    seconds = {Step(a.stage, a.kind, a.microbatch): a.end - a.start for a in actions}
-    least = bubble_share(simulate(order, seconds.__getitem__), 4)  # the least that these actions leave idle
-    assert 0 < least <= bubble_share(actions, 4) < 1  # the rest depends on what else the machine runs
-    events = json.loads((tmp_path / "plots" / "pipeline.json").read_text())["traceEvents"]
-    assert sum(event["ph"] == "X" for event in events) == len(actions)
-    texts = [text.text for text in ElementTree.parse(tmp_path / "plots" / "pipeline.svg").iter(f"{SVG}text")]
-    assert texts[0] == f"{schedule}: 4 pipeline ranks, {n_microbatches} microbatches"
-    lines = texts[2:7]  # either line may be broken
-    assert lines[0].startswith("formula for equal stages")
-    assert any("if communication took no time" in line for line in lines)
+def test_four_ranks_run_what_is_simulated_and_are_drawn(ranks, tmp_path):
+    cases = {"1F1B": 5, "Interleaved1F1B": 4, "ZBVZeroBubble": 4}
+    first, *others = ranks(4).run(run_and_draw, cases, tmp_path)
+    assert others == [[None] * 3] * 3
+    for (schedule, n_microbatches), actions in zip(cases.items(), first, strict=True):
+        order = schedule_order(schedule, 4, n_microbatches, SCHEDULES[schedule].stages_per_rank)
+        for rank in range(4):
+            ran = [action for action in actions if action.rank == rank and action.kind != "R"]
+            steps = [Step(a.stage, a.kind, a.microbatch) for a in ran]
+            assert steps == [step for together in order[rank] for step in together]
+            assert all(a.end - a.start >= (0.02 if a.kind == "B" else 0.01) for a in ran)
+        seconds = {Step(a.stage, a.kind, a.microbatch): a.end - a.start for a in actions}
+        least = bubble_share(simulate(order, seconds.__getitem__), 4)  # the least that these actions leave idle
+        assert 0 < least <= bubble_share(actions, 4) < 1  # the rest depends on what else the machine runs
+        events = json.loads((tmp_path / schedule / "pipeline.json").read_text())["traceEvents"]
+        assert sum(event["ph"] == "X" for event in events) == len(actions)
+        texts = [text.text for text in ElementTree.parse(tmp_path / schedule / "pipeline.svg").iter(f"{SVG}text")]
+        assert texts[0] == f"{schedule}: 4 pipeline ranks, {n_microbatches} microbatches"
+        assert texts[2].startswith("formula for equal stages")
+        assert any("if communication took no time" in line for line in texts[2:7])  # either line may be broken
 
 
 def gather_from_another_machine() -> tuple[float, list[Action] | None]:
