@@ -22,7 +22,7 @@ LLAMA = {
 UNEVEN = {**LLAMA, "n_heads": 6, "head_dim": 32, "n_kv_heads": 3}
 MOE = {**LLAMA, "n_experts": 8, "experts_per_token": 2, "expert_ffn_size": 128, "router_bias": True}
 SHARED = {**MOE, "n_layers": 3, "first_dense_layers": 1, "shared_expert_size": 96, "router_score": "sigmoid"}
-ROUTED = {**SHARED, "hidden_size": 64, "experts_per_token": 8}  # much of what ranks send is indices and weights
+ROUTED = {**SHARED, "n_layers": 2, "hidden_size": 32, "experts_per_token": 8}  # sends many indices
 FOUR = {"n_layers": 4}
 TP2, PACKED, OFFLOADED = {"tensor_parallel": 2}, {"pack_activations": True}, {"offload_activations": True}
 ZERO2, ZERO3 = ({"data_parallel_shard": 2, "zero_stage": stage} for stage in (2, 3))
@@ -48,7 +48,8 @@ LAYOUTS = [
     ({**MOE, "n_layers": 3, "seq_length": 1024}, {"recompute": "mlp", "recompute_layers": "::2", **OFFLOADED}),
     (SHARED, {**ZERO3, **TP2, "recompute": "full", "balance_loss": 0.01}),
     ({**SHARED, "first_dense_layers": 2}, {**ZERO3, **TP2}),
-    ({**ROUTED, "n_layers": 2}, {**TP2, "data_parallel_replicate": 2, "dtype": "float32"}),
+    ({**SHARED, "n_layers": 2}, {**TP2, "data_parallel_replicate": 2, "dtype": "float32"}),
+    (ROUTED, TP2),
     (SHARED, {**REGIONS, "recompute_layers": "0:2", "balance_loss": 0.01}),
     ({**SHARED, **FOUR}, {**ZBV, **TP2, **PACKED, "sequence_parallel": False}),
     ({**SHARED, "n_layers": 2, "seq_length": 1024}, {**TP2, **PACKED, **OFFLOADED, "recompute": "full"}),
