@@ -8,6 +8,19 @@ import pytest
 
 EXAMPLE = str(Path(__file__).parents[1] / "examples/gpt_tiny.toml")
 
+# runs each program in a fork of an interpreter that has imported torch alone, which takes longer than all the rest
+FORKS = """
+import os, sys, torch
+assert not {"triton", "tpformer"} & sys.modules.keys()
+for number, program in enumerate(sys.argv[2:]):
+    if os.fork() == 0:
+        output = os.open(f"{sys.argv[1]}/{number}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1), os.dup2(output, 2)
+        exec(program, {"__name__": "a program in a test"})
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
 BLOCK = """
 import importlib, pkgutil, sys
 class Block:
@@ -50,13 +63,54 @@ assert x.grad.abs().sum() > 0 and not torch.distributed.is_initialized() and not
 """
 
 
+NO_DRIVER = """
+import ctypes, importlib, io, pkgutil, sys, torch
+DRIVER = ("libcuda.so", "libcudnn", "libnvidia-ml")
+def refuse(event, arguments):
+    if event == "ctypes.dlopen" and arguments and any(name in str(arguments[0]) for name in DRIVER):
+        raise OSError(f"{arguments[0]}: cannot open shared object file: No such file or directory")
+sys.addaudithook(refuse)
+import tpformer
+for module in pkgutil.walk_packages(tpformer.__path__, "tpformer."):
+    if module.name != "tpformer.inference.lm_eval":  # for the extra eval, which need not be installed
+        importlib.import_module(module.name)
+from tpformer.models import GPT, GPTConfig
+model = GPT(GPTConfig(vocab_size=9, seq_length=4, n_layers=1, hidden_size=8, n_heads=2))
+ids = torch.zeros(1, 4, dtype=torch.long)
+model(ids, targets=ids).backward()
+torch.save(model.state_dict(), io.BytesIO())  # this conversion died elsewhere on a machine without a GPU
+assert not torch.cuda.is_initialized()
+try:
+    ctypes.CDLL("libcuda.so.1")
+except OSError as error:
+    assert "libcuda.so.1: cannot open" in str(error)
+else:
+    raise AssertionError("this program would not notice")
+"""
+
+LISTED = f"import sys, torch\nbefore = set(sys.modules)\n{USE}\nprint(*sorted(set(sys.modules) - before))"
+
+
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=500)
 
 
-def test_everything_imports_and_a_layer_works_without_triton_and_all_but_the_command_without_tyro():
-    result = python("-c", BLOCK + USE)
-    assert result.returncode == 0, result.stderr
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> list[tuple[str, str]]:
+    """The exit code and the output of BLOCK, of NO_DRIVER and of LISTED."""
+    folder = tmp_path_factory.mktemp("programs")
+    done = python("-c", FORKS, str(folder), BLOCK + USE, NO_DRIVER, LISTED)
+    assert done.returncode == 0, done.stderr
+    return [(code, (folder / str(number)).read_text()) for number, code in enumerate(done.stdout.split())]
+
+
+def test_everything_imports_and_a_layer_works_without_triton_and_all_but_the_command_without_tyro(results):
+    assert results[0][0] == "0", results[0][1]
+
+
+def test_importing_and_converting_needs_no_libcuda(results):
+    """Item 3 of tests/regressions. Fails if the import of any module opens the driver or initialises CUDA."""
+    assert results[1][0] == "0", results[1][1]
 
 
 # packages that `import tpformer.layers` may import; besides torch they take half a second, most of it torch.distributed
@@ -65,11 +119,10 @@ LAYERS = {"einops", "numpy", "packaging", "torch", "tpformer", "typing_extension
 SLOW = {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.onnx"}
 
 
-def test_layers_import_little_beside_torch_and_use_it_before_the_rest():
-    script = USE.replace("import torch\n", "import sys, torch\nbefore = set(sys.modules)\n", 1)
-    result = python("-c", script + "print(*sorted(set(sys.modules) - before))")
-    assert result.returncode == 0, result.stderr
-    names = set(result.stdout.split())
+def test_layers_import_little_beside_torch_and_use_it_before_the_rest(results):
+    code, output = results[2]
+    assert code == "0", output
+    names = set(output.splitlines()[-1].split())
     assert "tpformer.layers.block" in names and not names & SLOW
     assert {name.split(".")[0] for name in names} - sys.stdlib_module_names - LAYERS <= {"__mp_main__"}
 

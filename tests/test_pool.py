@@ -56,27 +56,23 @@ def test_processes_are_kept(ranks: WorkerPool) -> None:
     assert ranks(2).run(process_id) == ranks(2).run(process_id)
 
 
-def test_raising_rank_is_reported_and_replaced(ranks: WorkerPool) -> None:
-    with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2 raised.*in raise_on.*KeyError: \"the rank's own words\""):
-        ranks(2).run(raise_on, 1)
-    assert len(ranks(2).run(rank_and_sum, 0)) == 2
-
-
-def test_killed_rank_is_named_with_exit_code(ranks: WorkerPool) -> None:
-    with pytest.raises(RankFailure, match="rank 0 of 2 died with exit code -9"):
-        ranks(2).run(die_on, 0)
+@pytest.mark.parametrize(
+    ("function", "options", "said"),
+    [
+        (raise_on, {}, r"(?s)rank 1 of 2 raised.*in raise_on.*KeyError: \"the rank's own words\""),
+        (die_on, {}, "rank 1 of 2 died with exit code -9"),
+        (sleep_on, {"timeout": 0.5}, r"(?s)rank 1 of 2 did not return in 0.5 s.*in sleep_on"),
+    ],
+)
+def test_a_rank_that_fails_is_named_and_replaced(ranks: WorkerPool, function, options: dict, said: str) -> None:
+    with pytest.raises(RankFailure, match=said):
+        ranks(2).run(function, 1, **options)
     assert len(ranks(2).run(rank_and_sum, 0)) == 2
 
 
 def test_worker_killed_between_runs_is_replaced(ranks: WorkerPool) -> None:
     os.kill(ranks(2).run(process_id)[1], 9)
     ranks(2).processes[1].join(5)
-    assert len(ranks(2).run(rank_and_sum, 0)) == 2
-
-
-def test_timeout_shows_where_the_rank_is(ranks: WorkerPool) -> None:
-    with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2 did not return in 0.5 s.*in sleep_on"):
-        ranks(2).run(sleep_on, 1, timeout=0.5)
     assert len(ranks(2).run(rank_and_sum, 0)) == 2
 
 

@@ -1,4 +1,4 @@
-"""Prose is true of the code: what it names exists, and CONTRIBUTING's imports are the allowed ones.
+"""Prose is true of the code: what it names or links to exists, and CONTRIBUTING's imports are the allowed ones.
 
 A name is looked up if it stands in backticks and cannot be an English word: it has an underscore, a capital within, or
 parentheses behind it.
@@ -71,6 +71,19 @@ def test_a_wrong_name_is_noticed():
 def test_files_and_names_exist():
     texts = {path: path.read_text() for path in PAGES} | {path: parts(path)[0] for path in PYTHON}
     assert {name(path): absent for path, text in texts.items() if (absent := missing(text))} == {}
+
+
+def test_links_paths_and_targets_exist():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    roots = "tpformer|kernels|tests|bench|checks|examples|docs"
+    for path in PROSE:
+        text = path.read_text()
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
+            assert (path.parent / link).exists(), f"{name(path)} links to {link}"
+        for mention in re.findall(rf"`((?:{roots})/[\w./-]*)`", text):
+            assert (ROOT / mention).exists(), f"{name(path)} mentions {mention}"
+        for target in re.findall(r"`make ([\w-]+)`", text):
+            assert target in targets, f"{name(path)} mentions make {target}"
 
 
 def test_contributing_has_the_arrows():

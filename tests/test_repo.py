@@ -1,5 +1,5 @@
 """The repository keeps its own rules: import arrows and no circles, sizes, docstrings, no hidden state, live config
-keys, prose whose paths exist. The README's commands are test_readme.py's.
+keys. Prose is test_prose.py's, the README's commands and code are test_readme.py's.
 
 Source is read as text and syntax trees; nothing of tpformer but its configuration is imported.
 """
@@ -18,27 +18,14 @@ import pytest
 from tpformer.config import RunConfig
 
 ROOT = Path(__file__).parent.parent
-FILES = [
-    ROOT / name
-    for name in subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
-        "\n"
-    )
-    if name and (ROOT / name).is_file() and not (ROOT / name).is_symlink()
-]
+LISTED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+FILES = [path for path in map(ROOT.joinpath, LISTED) if path.is_file() and not path.is_symlink()]
 PYTHON = [path for path in FILES if path.suffix == ".py"]
+LIBRARY = [path for path in PYTHON if path.relative_to(ROOT).parts[0] in ("tpformer", "kernels")]
 PROSE = [path for path in FILES if path.suffix == ".md"]
 
-RUN = [
-    "kernels",
-    "config",
-    "distributed",
-    "processes",
-    "ops",
-    "layers",
-    "models",
-    "parallel",
-    "weights",
-]  # what runs need
+# what runs need
+RUN = ["kernels", "config", "distributed", "processes", "ops", "layers", "models", "parallel", "weights"]
 # what each part may import of tpformer, beside itself and torch_private
 ARROWS = {
     "kernels": [],
@@ -235,8 +222,7 @@ def hidden_state(trees: dict[str, ast.Module]) -> set[tuple[str, str]]:
 
 
 def test_no_hidden_state():
-    files = [path for path in PYTHON if name(path).startswith(("tpformer/", "kernels/"))]
-    assert hidden_state({name(path): tree_of(path) for path in files}) == set(STATE)
+    assert hidden_state({name(path): tree_of(path) for path in LIBRARY}) == set(STATE)
 
 
 def test_hidden_state_is_found():
@@ -282,8 +268,7 @@ def private_names(tree: ast.Module, own: set[str]) -> list[str]:
 
 
 def test_private_names_of_torch_stand_in_few_places():
-    files = [path for path in PYTHON if name(path).startswith(("tpformer/", "kernels/"))]
-    trees = {name(path): tree_of(path) for path in files}
+    trees = {name(path): tree_of(path) for path in LIBRARY}
     own = {"_replace", "_fields", "_asdict"}  # a named tuple's, which are public
     for node in (node for tree in trees.values() for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -295,47 +280,37 @@ def test_private_names_of_torch_stand_in_few_places():
         assert bool(private_names(tree, own)) == (file in PRIVATE), f"{file}: {private_names(tree, own)}"
 
 
+def public(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.ClassDef]:
+    """The public functions, classes and methods of a file or a class."""
+    of_function = isinstance(tree, ast.ClassDef) and "torch.autograd.Function" in map(ast.unparse, tree.bases)
+    for node in tree.body:  # type: ignore[attr-defined]
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            if not (of_function and node.name in ("forward", "backward")):
+                yield node
+            if isinstance(node, ast.ClassDef):
+                yield from public(node)
+
+
 def test_public_names_have_docstrings():
     """forward and backward of an autograd Function are documented together, by their class."""
-    missing, count = [], 0
-    for path in PYTHON:
-        if not name(path).startswith(("tpformer/", "kernels/")):
-            continue
-        todo: list[ast.AST] = [tree_of(path)]
-        while todo:
-            parent = todo.pop()
-            function = isinstance(parent, ast.ClassDef) and "torch.autograd.Function" in map(ast.unparse, parent.bases)
-            for node in parent.body:  # type: ignore[attr-defined]
-                if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
-                    continue
-                if not (function and node.name in ("forward", "backward")):
-                    count += 1
-                    missing += [] if ast.get_docstring(node) else [f"{name(path)}:{node.lineno} {node.name}"]
-                todo += [node] if isinstance(node, ast.ClassDef) else []
-    assert len(missing) <= 0.05 * count, f"{len(missing)} of {count} public names lack a docstring: {missing}"
+    names = {f"{name(path)}:{node.lineno} {node.name}": node for path in LIBRARY for node in public(tree_of(path))}
+    missing = [where for where, node in names.items() if not ast.get_docstring(node)]
+    assert len(missing) <= 0.05 * len(names), f"{len(missing)} of {len(names)} public names lack a docstring: {missing}"
 
 
 def test_every_operation_has_reference_cost_and_tests():
-    for folder in sorted(path for path in (ROOT / "kernels").iterdir() if (path / "reference.py").exists()):
-        text = (folder / "reference.py").read_text()
-        functions = {node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    for reference in sorted((ROOT / "kernels").glob("*/reference.py")):
+        operation, functions = reference.parent.name, {node.name for node in public(tree_of(reference))}
         # philox is not an operation of its own: it makes the random words of others
-        assert folder.name == "philox" or f"{folder.name}_cost" in functions, folder.name
-        assert list((ROOT / "tests/kernels").glob(f"test_{folder.name}_*.py")), (
-            f"no tests/kernels/test_{folder.name}_*.py"
-        )
-        assert ".float()" not in text, f"{folder.name}: upcast by promote_types"
+        assert operation == "philox" or f"{operation}_cost" in functions, operation
+        assert list((ROOT / "tests/kernels").glob(f"test_{operation}_*.py")), f"no tests/kernels/test_{operation}_*.py"
+        assert ".float()" not in reference.read_text(), f"{operation}: upcast by promote_types"
 
 
 def test_every_config_field_is_read():
-    sources = [path for path in PYTHON if name(path).startswith(("tpformer/", "kernels/"))]
-    read = set()
-    for path in sources:
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.Attribute):
-                read.add(node.attr)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                read.add(node.value)
+    nodes = [node for path in LIBRARY for node in ast.walk(tree_of(path))]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    read |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     for section in dataclasses.fields(RunConfig):
         for field in dataclasses.fields(section.default_factory):  # type: ignore[arg-type]
             assert field.name in read, f"{section.name}.{field.name} is read nowhere"
@@ -354,27 +329,6 @@ def test_tests_pick_no_tolerance_and_assert_no_seconds():
     for path in PYTHON:
         if name(path).startswith("tests/") and name(path) != "tests/testing.py":
             assert not (found := picked.search(path.read_text())), f"{name(path)}: {found}"
-
-
-@pytest.mark.parametrize("path", PROSE, ids=name)
-def test_prose_names_what_exists(path):
-    text = path.read_text()
-    for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
-        assert (path.parent / link).exists(), f"{name(path)} links to {link}"
-    roots = "tpformer|kernels|tests|bench|checks|examples|docs"
-    for mention in re.findall(rf"`((?:{roots})/[\w./-]*)`", text):
-        assert (ROOT / mention).exists(), f"{name(path)} mentions {mention}"
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
-    for target in re.findall(r"`make ([\w-]+)`", text):
-        assert target in targets, f"{name(path)} mentions make {target}"
-
-
-def test_readme_snippets_run():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert blocks
-    for block in blocks:
-        assert block.count("\n") <= 12, "a snippet is at most 12 lines"
-        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
 
 
 def test_readme_names_six_files_to_read():

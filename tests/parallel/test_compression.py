@@ -36,7 +36,8 @@ def drawn(step: int, rank: int) -> torch.Tensor:
 
 
 def sums(kind: str, steps: int) -> dict:
-    """Sums of several steps, the bytes of each collective of the last, and this rank's errors after each step."""
+    """Sums of several steps, the bytes of each collective of the last, and this rank's errors after each step. Then
+    steps that are skipped, because a value of one rank is not finite, leave the state as it was."""
     compression, given, errors = made(kind), [], []
     for step in range(steps):
         x = drawn(step, dist.get_rank())
@@ -46,6 +47,14 @@ def sums(kind: str, steps: int) -> dict:
         given.append(x)
         kept = {name: value for name, value in compression.state.items() if not name.startswith("right")}
         errors.append({name: value.clone() for name, value in kept.items()})
+    before = {name: value.clone() for name, value in compression.state.items()}
+    for bad in (math.nan, math.inf):
+        x = drawn(steps, dist.get_rank())
+        x[7] = bad if dist.get_rank() == 1 else x[7]
+        compression.add(x)
+        assert not x.isfinite().all(), "a gradient that is not finite is seen on all ranks"
+        compression.settle(torch.tensor(1.0))
+        assert_identical(compression.state, before, f"after a step with {bad}")
     return {"given": given, "sent": sent, "errors": errors}
 
 
@@ -65,7 +74,7 @@ def bytes_of(kind: str, ranks: int) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(("kind", "size"), [*itertools.product(KINDS, (2, 3))])
-def test_what_is_lost_is_kept_and_what_is_sent_is_counted(ranks, kind, size):
+def test_what_is_lost_is_kept_unless_a_step_is_skipped_and_what_is_sent_is_counted(ranks, kind, size):
     """All that went in, less all that came out, is what all ranks keep, after every step."""
     found = ranks(size).run(sums, kind, 4)
     total_in, total_out, largest = torch.zeros(N, dtype=torch.float64), torch.zeros(N, dtype=torch.float64), 0.0
@@ -114,27 +123,6 @@ def test_without_loss_it_is_the_sum_bit_for_bit(ranks, kind):
         assert all(torch.equal(got, expected) for got, expected in pairs)
 
 
-def skip_one(kind: str, bad: float) -> bool:
-    """Whether a skipped step leaves the state as it was, though a value of one rank was not finite."""
-    compression = made(kind)
-    for step in range(2):
-        compression.add(drawn(step, dist.get_rank()))
-        compression.settle(GOES_ON)
-    before = {name: value.clone() for name, value in compression.state.items()}
-    x = drawn(2, dist.get_rank())
-    x[7] = bad if dist.get_rank() == 1 else x[7]
-    compression.add(x)
-    assert not x.isfinite().all(), "a gradient that is not finite is seen on all ranks"
-    compression.settle(torch.tensor(1.0))
-    return all(torch.equal(before[name], value) for name, value in compression.state.items())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_skipped_step_keeps_nothing(ranks, kind, bad):
-    assert ranks(2).run(skip_one, kind, bad) == [True, True]
-
-
 SHARDED = {"data_parallel_replicate": 2, "data_parallel_shard": 2}
 PIPELINED = {
     **{"n_layers": 4, "data_parallel_replicate": 2},
@@ -157,10 +145,7 @@ def go_on(parallel: dict, directory) -> tuple[list[float], list[torch.Tensor], l
     return losses, *([parameter.to_local().detach() for parameter in each.parameters()] for each in (model, again))
 
 
-@pytest.mark.parametrize(
-    ("kind", "parallel"),
-    [*((kind, SHARDED) for kind in KINDS), ("powersgd", PIPELINED)],
-)
+@pytest.mark.parametrize(("kind", "parallel"), [*((kind, SHARDED) for kind in KINDS), ("powersgd", PIPELINED)])
 def test_a_run_learns_and_goes_on_bit_for_bit(ranks, tmp_path, kind, parallel):
     rank = {"compression_rank": 1} if kind == "powersgd" else {}
     for (first, second), whole, resumed in ranks(4).run(go_on, {**parallel, "compression": kind, **rank}, tmp_path):
@@ -204,17 +189,14 @@ def load_elsewhere(directory, saved: dict, others: list[dict]) -> list[str]:
     return found
 
 
-def test_another_rank_of_powersgd_draws_its_factors_again(ranks, tmp_path):
-    one, two = ({**SHARDED, "compression": "powersgd", "compression_rank": rank} for rank in (1, 2))
-    assert ranks(4).run(load_elsewhere, tmp_path, one, [one, two]) == [["error right", "error"]] * 4
-
-
-def test_errors_of_another_layout_are_refused(ranks, tmp_path):
-    """Without compression they are not needed."""
-    saved, other = ({**sizes, "compression": "int8"} for sizes in (SHARDED, {"data_parallel_replicate": 4}))
-    for refused, without in ranks(4).run(load_elsewhere, tmp_path, saved, [other, SHARDED]):
+def test_errors_are_for_the_layout_that_saved_them(ranks, tmp_path):
+    """PowerSGD of another rank draws its factors again; without compression errors are not needed."""
+    saved = {**SHARDED, "compression": "powersgd", "compression_rank": 1}
+    moved = {"data_parallel_replicate": 4, "data_parallel_shard": 1}
+    others = [saved, {**saved, "compression_rank": 2}, SHARDED, {**saved, **moved}]
+    for *loaded, refused in ranks(4).run(load_elsewhere, tmp_path, saved, others):
+        assert loaded == ["error right", "error", ""]
         assert "for the ranks of another layout: go on in the layout that saved it, or without compression" in refused
-        assert without == ""
 
 
 def two_runs() -> list[tuple[list[float], list[torch.Tensor]]]:
@@ -232,6 +214,11 @@ def test_a_run_that_loses_nothing_is_the_run_without_compression(ranks):
 @pytest.mark.parametrize(
     ("parallel", "words"),
     [
+        (
+            {"all_reduce": "ring", "data_parallel_replicate": 1},
+            "='ring' is about sums over replicas, of which there is one",
+        ),
+        ({"all_reduce": "star"}, "parallel.all_reduce='star': choose one of library, driver"),
         ({"compression": "int8", "data_parallel_replicate": 1}, "compression='int8' is about sums over replicas"),
         ({"compression": "int8", "all_reduce": "ring"}, "a compression has its own exchange, leave out one"),
         ({"compression": "int8", "reduce_dtype": "bfloat16"}, "compressed from float32, leave reduce_dtype out"),

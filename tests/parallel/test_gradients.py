@@ -1,16 +1,21 @@
-"""Partial gradients are added up once, and the norm counts every parameter once."""
+"""Partial gradients are added up once; norms count every parameter once, and gradients on any mixture of meshes are
+clipped as torch's function does in one process."""
 
 import copy
+import math
 
 import pytest
 import torch
 from testing import assert_same
-from torch.distributed.tensor import DTensor, Shard
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from tpformer.distributed import build_mesh, record_collectives
-from tpformer.layers import TensorParallel
+from tpformer.distributed.dtensor import full_tensor
+from tpformer.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
 from tpformer.models import GPT, GPTConfig
-from tpformer.parallel import gradient_norm, reduce_partial_gradients
+from tpformer.parallel import clip_grad_norm_, gradient_norm, reduce_partial_gradients
+from tpformer.parallel.gradients import local_part
 
 CONFIG = GPTConfig(vocab_size=60, seq_length=12, n_layers=2, hidden_size=24, n_heads=2, n_kv_heads=1)
 
@@ -43,17 +48,77 @@ def test_one_all_reduce_and_idempotent(ranks):
         assert first[0][1] == elements * 8
 
 
-def norm_of_a_mixture():
-    """A user's plain parameter, equal on all ranks, stands beside one that is sharded over one of two axes."""
-    mesh = build_mesh("cpu", tensor_parallel=2, data_parallel_shard=2)
-    plain = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    plain.grad = torch.tensor([1.0, 2.0, 2.0], dtype=torch.float64)
-    local = torch.full((2,), 2.0, dtype=torch.float64)
-    sharded = torch.nn.Parameter(DTensor.from_local(local.clone(), mesh["tp"], [Shard(0)], run_check=False))
-    sharded.grad = DTensor.from_local(local, mesh["tp"], [Shard(0)], run_check=False)
-    return float(gradient_norm([plain, sharded], [mesh.get_group("tp"), mesh.get_group("dp_shard")]))
+ROWS, WIDTH = 8, 6
+LIMITS = [(0.1, 2.0), (1e9, 2.0), (0.1, math.inf), (0.1, 3.0)]
 
 
-def test_parameters_on_different_meshes_count_once(ranks):
-    # the squares are 9 for the plain one and 4 * 4 for the sharded one
-    assert_same(ranks(4).run(norm_of_a_mixture), [5.0] * 4)
+def model(tp=None) -> nn.Sequential:
+    """A plain linear that sees whole rows, and sharded linears, one of which has a bias that all ranks share."""
+    torch.manual_seed(0)
+    parts = [nn.Linear(WIDTH, WIDTH), ColumnParallelLinear(WIDTH, 8, tp=tp), RowParallelLinear(8, WIDTH, tp=tp)]
+    built = nn.Sequential(*parts).double()
+    values = {name: torch.randn(p.shape, dtype=torch.float64) for name, p in built.named_parameters()}
+    built.load_state_dict(values)
+    return built
+
+
+def backward(built: nn.Module, first: int = 0, last: int = ROWS) -> None:
+    x = torch.arange(ROWS * WIDTH, dtype=torch.float64).view(ROWS, WIDTH).cos()[first:last]
+    built(x).square().sum().backward()
+
+
+def clipped(data_parallel: int, by_parameters: bool) -> list[tuple]:
+    """For each of LIMITS: the norm, whole gradients after clipping, and the collectives that it took."""
+    mesh = build_mesh("cpu", tensor_parallel=2, data_parallel_shard=data_parallel)
+    share, number, found = ROWS // data_parallel, mesh["dp_shard"].get_local_rank(), []
+    for limit in LIMITS:
+        built = model(mesh["tp"])
+        if data_parallel > 1:  # the last linear is on both axes, the others' gradients are summed here
+            fully_shard(built[2], mesh=mesh["dp_shard"]).set_gradient_divide_factor(1.0)
+        backward(built, share * number, share * (number + 1))
+        if data_parallel > 1:
+            for p in built[:2].parameters():
+                torch.distributed.all_reduce(local_part(p.grad), group=mesh.get_group("dp_shard"))
+        with record_collectives() as calls:
+            norm = clip_grad_norm_(built.parameters() if by_parameters else built, *limit, foreach=True)
+        found.append((norm, {name: full_tensor(p.grad) for name, p in built.named_parameters()}, calls))
+    return found
+
+
+@pytest.mark.parametrize(("data_parallel", "by_parameters"), [(1, True), (1, False), (2, True)])
+def test_clipping_equals_torchs(ranks, data_parallel, by_parameters):
+    by_rank = ranks(2 * data_parallel).run(clipped, data_parallel, by_parameters)
+    for limit, results in zip(LIMITS, zip(*by_rank, strict=True), strict=True):
+        built = model()
+        backward(built)
+        norm = torch.nn.utils.clip_grad_norm_(built.parameters(), *limit)
+        for found, gradients, calls in results:
+            assert [name for name, _ in calls] == ["all_reduce"] * data_parallel, limit
+            assert_same(found, norm, f"norm of {limit}")
+            assert_same(gradients, {name: p.grad for name, p in built.named_parameters()}, f"clipped to {limit}")
+
+
+def with_partial_gradients(t: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    mesh = build_mesh("cpu", tensor_parallel=t)["tp"]
+    part = model(TensorParallel(mesh, sequence_parallel=True))[2]
+    columns = slice(8 // t * mesh.get_local_rank(), 8 // t * (mesh.get_local_rank() + 1))
+    x = torch.arange(ROWS * 8, dtype=torch.float64).view(ROWS, 8).sin()
+    part(x[:, columns]).square().sum().backward()
+    assert t == 1 or part.bias.grad.placements[0].is_partial()
+    return clip_grad_norm_(part, 0.1), {name: full_tensor(p.grad) for name, p in part.named_parameters()}
+
+
+def test_partial_gradients_are_added_up_before_they_are_clipped(ranks):
+    assert_same(ranks(2).run(with_partial_gradients, 2), ranks(1).run(with_partial_gradients, 1) * 2)
+
+
+def test_plain_parameters_need_no_process_group():
+    linear = nn.Linear(2, 2)
+    assert clip_grad_norm_(linear, 1.0) == 0
+    linear(torch.ones(1, 2)).sum().backward()
+    linear.weight.grad[0, 0] = math.nan
+    assert clip_grad_norm_(linear.weight, 1.0).isnan()
+    with pytest.raises(RuntimeError, match="norm of order 2.0 of the gradients is nan"):
+        clip_grad_norm_(linear, 1.0, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match="norm_type=0.0"):
+        clip_grad_norm_(linear, 1.0, 0)

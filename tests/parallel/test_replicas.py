@@ -133,10 +133,3 @@ def test_the_ranks_of_a_node(ranks):
     assert ranks(4).run(nodes, 1) == [1, 0, 1, 1]
     said = ranks(4).run(nodes, 2)[0]
     assert "the ranks [0, 2, 3] are on the machines [0, 1, 1]: choose another all_reduce" in said
-
-
-def test_what_would_do_nothing_is_refused():
-    with pytest.raises(ValueError, match="all_reduce='ring' is about sums over replicas, of which there is one"):
-        config_of(all_reduce="ring", data_parallel_shard=2)
-    with pytest.raises(ValueError, match="parallel.all_reduce='star': choose one of library, driver"):
-        config_of(all_reduce="star", data_parallel_replicate=2)

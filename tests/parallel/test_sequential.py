@@ -31,8 +31,9 @@ def loss_fn(output, target):
     return F.cross_entropy(output, target, reduction="sum") / BATCH
 
 
-def gradients(fields: dict, split: str = "parameters"):
-    layout = Layout(pipeline_split=split, **fields)
+def gradients(fields: dict) -> tuple[list[float], bool, dict[str, torch.Tensor]]:
+    """The losses of a step and of an evaluation, whether this rank has the last stage, and its parts' gradients."""
+    layout = Layout(**fields)
     sizes = ("pipeline_parallel", "data_parallel_replicate", "data_parallel_shard")
     mesh = build_mesh("cpu", tensor_parallel=1, **{name: getattr(layout, name) for name in sizes})
     (x, target), share = data(), BATCH // layout.data_parallel
@@ -44,44 +45,31 @@ def gradients(fields: dict, split: str = "parameters"):
     loss = pipeline.step(x[first : first + share], target[first : first + share])
     evaluated = pipeline.evaluate(x[first : first + share], target[first : first + share])
     found = {name: full_tensor(p.grad).clone() for part in pipeline.parts for name, p in part.named_parameters()}
-    return float(loss), float(evaluated), pipeline.is_last, found
+    return [float(loss), float(evaluated)], pipeline.is_last, found
 
 
-def check(records, whole):
-    expected = whole.state_dict(keep_vars=True)
-    assert {name for *_, found in records for name in found} == set(expected)
-    for *_, found in records:
-        assert_same(found, {name: expected[name].grad for name in found})
+EVERY_SCHEDULE = [{"pipeline_schedule": schedule} for schedule in SCHEDULES]
+WITH_ZERO = [
+    {"data_parallel_shard": 2, "pipeline_split": "time", "pipeline_schedule": schedule, "zero_stage": zero}
+    for schedule, zero in (("1F1B", 1), ("1F1B", 3), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 1))
+]
 
 
-def reference():
+@pytest.mark.parametrize("fields", [*EVERY_SCHEDULE, *WITH_ZERO, {"cpu_offload": True}], ids=str)
+def test_every_layout_has_the_gradients_of_one_process(ranks, fields):
     whole = cnn()
     x, target = data()
     loss = loss_fn(whole(x), target)
     loss.backward()
-    return whole, float(loss.detach())
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_has_the_gradients_of_one_process(ranks, schedule):
-    whole, expected = reference()
-    records = ranks(2).run(gradients, {"pipeline_parallel": 2, "pipeline_schedule": schedule})
-    check(records, whole)
-    for loss, evaluated, is_last, _ in records:
-        assert_same([loss, evaluated], [expected if is_last else 0.0] * 2)
-
-
-@pytest.mark.parametrize(("schedule", "zero"), [("1F1B", 1), ("1F1B", 3), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 1)])
-def test_data_parallel_ranks_have_the_gradients_of_one_process(ranks, schedule, zero):
-    whole, expected = reference()
-    fields = {"pipeline_parallel": 2, "pipeline_schedule": schedule, "data_parallel_shard": 2, "zero_stage": zero}
-    records = ranks(4).run(gradients, fields, "time")
-    check(records, whole)
-    assert_same(sum(loss for loss, *_ in records), expected)
-
-
-def test_cpu_offload_without_data_parallel_ranks(ranks):
-    check(ranks(2).run(gradients, {"pipeline_parallel": 2, "cpu_offload": True}), reference()[0])
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    replicas = fields.get("data_parallel_shard", 1)
+    records = ranks(2 * replicas).run(gradients, {"pipeline_parallel": 2, **fields})
+    for losses, is_last, found in records:
+        assert is_last or losses == [0.0, 0.0]
+        assert_same(found, {name: expected[name] for name in found})
+    assert {name for *_, found in records for name in found} == set(expected)
+    assert sum(is_last for _, is_last, _ in records) == replicas
+    assert_same([sum(losses[i] for losses, *_ in records) for i in range(2)], [loss.item()] * 2)
 
 
 REFUSED = {"recompute": "mlp", "recompute_layers": "0:2", "recompute_interval": 2, "offload_activations": True}

@@ -13,9 +13,8 @@ from pool import WorkerPool
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
 
-from bench.step_counts import DATA, by_name  # noqa: E402
+from bench.step_counts import DATA, by_name, run_config  # noqa: E402
 from checks import zero  # noqa: E402
-from tpformer.config import build_config, check_config  # noqa: E402
 from tpformer.planner.states import ACCUMULATED, stage_elements  # noqa: E402
 from tpformer.planner.storages import live_storages  # noqa: E402
 from tpformer.training.setup import build_model, run_mesh  # noqa: E402
@@ -33,7 +32,7 @@ OTHERS = [(case, dtype) for case, dtype in zip(zero.CASES, itertools.cycle(zero.
 
 def problems(ranks: WorkerPool, case: str, dtype: str) -> list[str]:
     """What four ranks hold or communicate otherwise than the planner's formulas say."""
-    config = zero.run_config(zero.CASES[case], dtype, SMALL)
+    config = run_config(zero.CASES[case], dtype, SMALL)
     measured, share = ranks(4).run(zero.measure, config), 4 // config.parallel.pipeline_parallel
     rows = [zero.zero_row(case, config, rank // share, each) for rank, each in enumerate(measured)]
     assert all(len(row["moments"]) == 5 for row in rows)
@@ -49,7 +48,7 @@ def test_reduction_in_16_bits(ranks: WorkerPool) -> None:
     """Microbatches add up in bfloat16 only where FSDP2 can do nothing else: before its reduction, below stage 2."""
     parallel = {"data_parallel_shard": 2, "data_parallel_replicate": 2, "reduce_dtype": "bfloat16"}
     model = {**SMALL, "n_layers": 1}
-    configs = [zero.run_config({**parallel, "zero_stage": stage}, "bfloat16", model) for stage in (1, 2)]
+    configs = [run_config({**parallel, "zero_stage": stage}, "bfloat16", model) for stage in (1, 2)]
     first, second = (ranks(4).run(zero.measure, config) for config in configs)
     units = 2
     once, each = (by_name(measured[0].collectives, DATA) for measured in (first, second))
@@ -64,15 +63,8 @@ def boundary_tensors(schedule: str, n_microbatches: int) -> tuple[int, int]:
     """Count the storages of the size of what passes between stages, a size that no parameter has. Returns the most at
     the end of a part's forward, and those after a step."""
     model = {"vocab_size": 250, "seq_length": 24, "position": "rope", "n_layers": 4, "hidden_size": 32, "n_heads": 2}
-    config = build_config(
-        {
-            "model": model,
-            "data": {"train": ["unused"]},
-            "parallel": {"pipeline_parallel": 2, "pipeline_schedule": schedule},
-            "train": {"steps": 1, "global_batch_size": n_microbatches, "microbatch_size": 1},
-        }
-    )
-    check_config(config)
+    layout = {"pipeline_parallel": 2, "pipeline_schedule": schedule}
+    config = run_config(layout, "float32", model, n_microbatches)
     parallel = build_model(config, run_mesh(config, "cpu"))
     size, largest = 24 * 32 * 4, 0
 

@@ -1,10 +1,14 @@
-"""A file is replaced whole, and its digest is that of its content."""
+"""A file is replaced whole, a digest is that of the content, and a run directory belongs to one job at a time (R9)."""
 
+import fcntl
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from tpformer.processes.files import file_sha256, replace_file
+from tpformer.processes.ownership import LOCK, owned
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path):
@@ -35,3 +39,38 @@ def test_the_digest_is_sha256_of_the_content(tmp_path):
     # FIPS 180-2, appendix B.1
     expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert file_sha256(tmp_path / "abc") == expected
+
+
+def own_until_killed(directory: str) -> None:
+    with owned(Path(directory)):
+        Path(directory, "ready").touch()
+        signal.pause()
+
+
+def test_a_second_job_is_refused_with_the_number_of_the_first_and_a_dead_one_is_no_obstacle(commands, tmp_path):
+    first = commands.call(own_until_killed, str(tmp_path))
+    first.wait_until((tmp_path / "ready").exists, "ownership")
+    with pytest.raises(ValueError, match=f"is in use by process {first.pid} on .*run.dir"), owned(tmp_path):
+        pass
+    os.kill(first.pid, signal.SIGKILL)
+    first.process.join()
+    assert str(first.pid) in (tmp_path / LOCK).read_text()
+    with owned(tmp_path):
+        assert (tmp_path / LOCK).read_text().startswith(f"process {os.getpid()} on ")
+    assert (tmp_path / LOCK).read_text() == ""
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="run.dir .*/file/run cannot be written .*: set another"):
+        owned(tmp_path / "file" / "run").__enter__()
+
+
+def test_a_file_system_without_locks_is_said_to_be_one(tmp_path, monkeypatch, capsys):
+    def flock(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with owned(tmp_path):
+        assert (tmp_path / LOCK).exists()
+    assert "cannot be locked (Function not implemented)" in capsys.readouterr().err

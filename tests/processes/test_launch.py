@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import Command
 
 from tpformer.distributed.mesh import STORE_VARIABLE
 from tpformer.processes.launch import STOPPED_EXIT_CODE, _start, check_local_ranks, run_ranks
@@ -48,42 +50,54 @@ def starts(folder: Path, rank: int) -> list[str]:
 
 
 def test_ranks_have_torchruns_numbers_and_a_private_file_in_place_of_a_port(tmp_path):
-    """R13, R14: nothing listens at the launcher, and the file is gone with the job."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", STORE_VARIABLE)
-    script = f"""
-values = [os.environ[name] for name in {names}]
-mode = os.stat(os.path.dirname(values[4])).st_mode
-open(f"{{folder}}/env-{{rank}}", "w").write(" ".join([*values, oct(mode & 0o777)]))
-"""
-    assert run_ranks(work(tmp_path, script), 3) == 0
-    values = [(tmp_path / f"env-{rank}").read_text().split() for rank in range(3)]
-    assert [value[:4] for value in values] == [[str(rank), str(rank), "3", "3"] for rank in range(3)]
-    assert {value[5] for value in values} == {"0o700"} and len({value[4] for value in values}) == 1
-    assert not Path(values[0][4]).parent.exists()
+    """R13, R14: nothing listens at the launcher, and the file is gone with the job. Nothing is pickled or imported
+    again: a rank sees the launcher's objects."""
+    own: list[int] = []
+
+    def rank(attempt: int) -> None:
+        own.append(attempt)
+        numbers = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+        folder = os.path.dirname(os.environ[STORE_VARIABLE])
+        shared = [os.environ[STORE_VARIABLE], os.stat(folder).st_mode & 0o777, own, os.getppid()]
+        (tmp_path / numbers[0]).write_text(json.dumps([numbers, shared]))
+
+    assert run_ranks(rank, 3) == 0 and own == []
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
+    assert [numbers for numbers, _ in found] == [[str(rank), str(rank), "3", "3"] for rank in range(3)]
+    store = found[0][1][0]
+    assert [shared for _, shared in found] == [[store, 0o700, [0], os.getpid()]] * 3
+    assert not Path(store).parent.exists()
+
+
+AGAIN = "starting all ranks again: restart {} of 2"
+FAILED = "rank {} of {} failed with exit code {}; all ranks were stopped"
+KILLED = "rank 2 of 3 was killed by SIGKILL; all ranks were stopped"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "script", "restarts", "code", "n_starts", "said"),
+    ("ranks", "script", "restarts", "code", "said"),
     [
         # the others are ended
-        (
-            3,
-            "sys.exit(7) if rank == 1 else time.sleep(3600)",
-            0,
-            7,
-            1,
-            "rank 1 of 3 failed with exit code 7; all ranks",
-        ),
+        (3, "sys.exit(7) if rank == 1 else time.sleep(60)", 0, 7, [FAILED.format(1, 3, 7)]),
         # restarts are used up
-        (1, "sys.exit(4 + attempt)", 2, 6, 3, "exit code 6"),
+        (
+            *(1, "sys.exit(4 + attempt)", 2, 6),
+            [FAILED.format(0, 1, 4), AGAIN.format(1), FAILED.format(0, 1, 5), AGAIN.format(2), FAILED.format(0, 1, 6)],
+        ),
+        # all are started again, and know the attempt
+        (
+            *(3, "if attempt < 2: os.kill(os.getpid(), signal.SIGKILL) if rank == 2 else time.sleep(60)", 2, 0),
+            [KILLED, AGAIN.format(1), KILLED, AGAIN.format(2)],
+        ),
         # a user's mistake is not tried again
-        (2, "sys.exit(2)", 5, 2, 1, "exit code 2"),
+        (1, "sys.exit(2)", 5, 2, [FAILED.format(0, 1, 2)]),
     ],
 )
-def test_a_failing_rank_is_named(tmp_path, capfd, ranks, script, restarts, code, n_starts, said):
+def test_a_failing_rank_is_named_and_all_are_started_again(tmp_path, capfd, ranks, script, restarts, code, said):
     assert run_ranks(work(tmp_path, script), ranks, max_restarts=restarts) == code
-    assert said in capfd.readouterr().err.splitlines()[-1]
-    assert [len(starts(tmp_path, rank)) for rank in range(ranks)] == [n_starts] * ranks
+    assert capfd.readouterr().err.splitlines() == said
+    attempts = [str(attempt) for attempt in range(1 + sum("again" in line for line in said))]
+    assert [starts(tmp_path, rank) for rank in range(ranks)] == [attempts] * ranks
 
 
 RAISES = "error('closed'); sys.exit(1)"
@@ -125,23 +139,14 @@ while not os.path.exists(f"{{folder}}/first"):
     assert then.startswith("then rank 0 of 2 ")
 
 
-def test_restart_runs_all_ranks_again_and_tells_them_the_attempt(tmp_path, capfd):
-    script = "if rank == 2 and attempt < 2: os.kill(os.getpid(), signal.SIGKILL)\nif attempt < 2: time.sleep(60)"
-    assert run_ranks(work(tmp_path, script), 3, max_restarts=2) == 0
-    for rank in range(3):
-        assert starts(tmp_path, rank) == ["0", "1", "2"]
-    killed = "rank 2 of 3 was killed by SIGKILL; all ranks were stopped"
-    again = "starting all ranks again: restart {} of 2"
-    assert capfd.readouterr().err.splitlines() == [killed, again.format(1), killed, again.format(2)]
-
-
 def test_ranks_that_stopped_in_order_are_waited_for_and_not_started_again(tmp_path, capfd):
     script = f"time.sleep(rank / 3)\nopen(f'{{folder}}/end-{{rank}}', 'w')\nsys.exit({STOPPED_EXIT_CODE})"
     assert run_ranks(work(tmp_path, script), 2, max_restarts=3) == STOPPED_EXIT_CODE
     assert (tmp_path / "end-1").exists() and len(starts(tmp_path, 0)) == 1 and not capfd.readouterr().err
 
 
-def launch(folder: Path, script: str, ignored: int | None = None) -> None:
+def launch(folder: Path, script: str, ignored: int | None = None, platform: str = sys.platform) -> None:
+    sys.platform = platform
     if ignored is not None:
         signal.signal(ignored, signal.SIG_IGN)
     sys.exit(run_ranks(work(folder, script), 2, max_restarts=3))
@@ -149,6 +154,16 @@ def launch(folder: Path, script: str, ignored: int | None = None) -> None:
 
 def all_have(folder: Path, name: str) -> bool:
     return all((folder / f"{name}-{rank}").exists() for rank in range(2))
+
+
+READY = 'open(f"{folder}/ready-{rank}", "w").close()\n'
+
+
+def launched(commands, folder: Path, script: str, *options: object) -> Command:
+    """A launcher of two ranks, both of which have come to READY in the script."""
+    launcher = commands.call(launch, folder, script, *options)
+    launcher.wait_until(lambda: all_have(folder, "ready"), "ranks")
+    return launcher
 
 
 @pytest.mark.parametrize(
@@ -169,13 +184,12 @@ def stop(number, frame):
     open(f"{{folder}}/seen-{{rank}}", "w")
     {handler}
 signal.signal({signals[0]:d}, stop)
-open(f"{{folder}}/ready-{{rank}}", "w")
+{READY}
 while not ends or time.monotonic() < ends[0]:
     time.sleep(0.05)
 sys.exit(5)
 """
-    launcher = commands.call(launch, tmp_path, script)
-    launcher.wait_until(lambda: all_have(tmp_path, "ready"), "handlers")
+    launcher = launched(commands, tmp_path, script)
     os.kill(launcher.pid, signals[0])
     for number in signals[1:]:
         launcher.wait_until(lambda: all_have(tmp_path, "seen"), "signals")
@@ -187,14 +201,15 @@ sys.exit(5)
 
 def test_a_sighup_that_nohup_ignores_stays_ignored(commands, tmp_path):
     """R19."""
-    script = """
-open(f"{folder}/ready-{rank}", "w")
+    script = (
+        READY
+        + """
 os.kill(os.getpid(), signal.SIGHUP)
 while not os.path.exists(f"{folder}/end"):
     time.sleep(0.05)
 """
-    launcher = commands.call(launch, tmp_path, script, signal.SIGHUP)
-    launcher.wait_until(lambda: all_have(tmp_path, "ready"), "ranks")
+    )
+    launcher = launched(commands, tmp_path, script, signal.SIGHUP)
     os.kill(launcher.pid, signal.SIGHUP)
     (tmp_path / "end").touch()
     assert launcher.finish()[0] == 0
@@ -202,20 +217,16 @@ while not os.path.exists(f"{folder}/end"):
 
 def test_signals_that_end_the_ranks_at_once_take_one_line(commands, tmp_path):
     """N6: Ctrl-C before training begins."""
-    script = 'open(f"{folder}/ready-{rank}", "w"); time.sleep(60)'
-    launcher = commands.call(launch, tmp_path, script)
-    launcher.wait_until(lambda: all_have(tmp_path, "ready"), "ranks")
+    launcher = launched(commands, tmp_path, READY + "time.sleep(60)")
     os.kill(launcher.pid, signal.SIGINT)
     code, _, err = launcher.finish()
     assert (code, err) == (128 + signal.SIGINT, "SIGINT ended the ranks\n")
 
 
-@pytest.mark.parametrize("kernel", [True, False])
-def test_ranks_end_with_a_launcher_that_is_killed(commands, tmp_path, kernel):
+@pytest.mark.parametrize("platform", [sys.platform, "darwin"])
+def test_ranks_end_with_a_launcher_that_is_killed(commands, tmp_path, platform):
     """R11. Without the kernel's help, a thread of each rank notices."""
-    script = 'open(f"{folder}/ready-{rank}", "w"); time.sleep(120)'
-    launcher = commands.call(launch if kernel else launch_elsewhere, tmp_path, script)
-    launcher.wait_until(lambda: all_have(tmp_path, "ready"), "ranks")
+    launcher = launched(commands, tmp_path, READY + "time.sleep(120)", None, platform)
     ranks = launcher.children()
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.process.join()
@@ -225,29 +236,12 @@ def test_ranks_end_with_a_launcher_that_is_killed(commands, tmp_path, kernel):
         time.sleep(0.05)
 
 
-def launch_elsewhere(folder: Path, script: str) -> None:
-    sys.platform = "darwin"
-    launch(folder, script)
-
-
 def running(pid: int) -> bool:
     """Whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def test_ranks_share_what_the_launcher_has_imported(tmp_path):
-    """Nothing is pickled or imported again: a rank sees the launcher's objects."""
-    own = []
-
-    def rank(attempt: int) -> None:
-        own.append(attempt)
-        (tmp_path / os.environ["RANK"]).write_text(f"{own} {os.getppid()}")
-
-    assert run_ranks(rank, 2) == 0 and own == []
-    assert {(tmp_path / str(rank)).read_text() for rank in range(2)} == {f"[0] {os.getpid()}"}
 
 
 def test_a_clusters_layout_is_not_started_on_one_machine():

@@ -3,71 +3,20 @@
 The model of a layout is the one that a run builds, on the mesh that it builds.
 """
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from runs import own_batch, run_config
-from testing import assert_kernel_close, assert_same
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from runs import MODEL as SHALLOW
+from runs import alone, as_alone, run_config, step
+from testing import assert_identical, assert_kernel_close
 
-from tpformer.distributed.dtensor import full_tensor
-from tpformer.training.setup import build_model, run_mesh
-
-MODEL = {"vocab_size": 60, "seq_length": 8, "n_layers": 4, "hidden_size": 16, "n_heads": 4}
-
-
-class Collectives(TorchDispatchMode):
-    """It counts the operations of torch.distributed by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.counts[func._schema.name.split("::")[1].strip("_")] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def full(x: Tensor) -> Tensor:
-    return full_tensor(x).detach().clone()
-
-
-def step(parallel: dict, dtype: str = "float64") -> dict[str, Any]:
-    """Run a step; return its loss, norm and collectives. Of this rank's parts: initial values, whole gradients, and the
-    shares of parameters that it keeps."""
-    config = run_config(MODEL, parallel, dtype=dtype)
-    model = build_model(config, run_mesh(config, "cpu"))
-    parameters = [(name, p) for part in model.parts for name, p in part.named_parameters()]
-    result: dict[str, Any] = {"initial": [{n: full(p) for n, p in part.named_parameters()} for part in model.parts]}
-    rows, first = own_batch(model)
-    with Collectives() as collectives:
-        result["loss"] = float(model.gradients(rows, first_sample=first, step=1))
-    result["counts"] = collectives.counts
-    result["shares"] = {name: p.to_local().numel() / p.numel() for name, p in parameters if isinstance(p, DTensor)}
-    result["meshes"] = len({p.device_mesh for _, p in parameters if isinstance(p, DTensor)})
-    result["norm"] = float(model.gradient_norm())
-    result["shared"] = {
-        name: p.grad.to_local().clone() for name, p in parameters if p.grad.placements[-1].is_replicate()
-    }  # fmt: skip
-    result["gradients"] = {name: full(p.grad) for name, p in parameters}
-    return result
+MODEL = {**SHALLOW, "n_layers": 4}
 
 
 @pytest.fixture(scope="module")
 def one_process(ranks) -> dict[str, Any]:
-    return ranks(1).run(step, {})[0]
-
-
-def check(results: list[dict], expected: dict) -> None:
-    for result in results:
-        assert_same([result["loss"], result["norm"]], [expected["loss"], expected["norm"]])
-        assert_same(result["gradients"], {name: expected["gradients"][name] for name in result["gradients"]})
-    assert {name for result in results for name in result["gradients"]} == expected["gradients"].keys()
+    return alone(ranks, MODEL)
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
@@ -77,9 +26,7 @@ def test_items_07_20_22_pipelines_with_zero_2_and_3(ranks, one_process, zero_sta
     layout = {"pipeline_parallel": 2, "data_parallel_shard": 2, "zero_stage": zero_stage}
     microbatches, layers, units = 2, 2, 3  # on each rank: its layers, and the embedding or the head
     for schedule in ("1F1B", "Interleaved1F1B"):
-        results = ranks(4).run(step, {**layout, "pipeline_schedule": schedule})
-        check(results, one_process)
-        for result in results:
+        for result in as_alone(ranks, one_process, MODEL, {**layout, "pipeline_schedule": schedule}):
             assert set(result["shares"].values()) == {0.5}
             assert result["counts"]["reduce_scatter_base"] == units * microbatches
             # ZeRO-2 keeps what it gathered; ZeRO-3 gathers a layer for each forward and backward, the rest for both
@@ -92,23 +39,22 @@ def test_items_15_21_norm_gradients_and_clipping_on_two_axes(ranks, one_process,
     """Norm weights and biases are on the mesh of all other parameters. Fails if their gradients are not added over tp
     ranks, or counted twice in the global norm, by which all are clipped."""
     layout = {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": zero_stage}
-    results = ranks(4).run(step, layout)
-    check(results, one_process)
+    results = as_alone(ranks, one_process, MODEL, layout)
     assert {result["meshes"] for result in results} == {1}
-    for pair in (results[:2], results[2:]):  # ranks 0 and 1, 2 and 3 share samples and differ in tp
-        assert {"norm.weight", "layers.0.input_layernorm.bias"} <= pair[0]["shared"].keys()
-        assert all(torch.equal(value, pair[1]["shared"][name]) for name, value in pair[0]["shared"].items())
+    for one, other in (results[:2], results[2:]):  # ranks 0 and 1, 2 and 3 share samples and differ in tp
+        assert {"norm.weight", "layers.0.input_layernorm.bias"} <= one["shared"].keys()
+        assert_identical(other["shared"], one["shared"])
 
 
 def test_item_19_sequence_parallelism_in_bfloat16(ranks, one_process):
     """With and without it, gradients of norms, and all others, are as near to float64 as one process's in bfloat16. The
     report's were 9.8% apart. Fails if a norm's gradient, or the sum over ranks of a row-parallel result, is taken in a
     lower precision on shards."""
-    (baseline,) = ranks(1).run(step, {}, "bfloat16")
+    baseline = alone(ranks, MODEL, dtype="bfloat16")
     norms = {name for name in one_process["gradients"] if "norm" in name}
     for sequence_parallel in (True, False):
         layout = {"tensor_parallel": 2, "sequence_parallel": sequence_parallel}
-        result, _ = ranks(2).run(step, layout, "bfloat16")
+        result, _ = ranks(2).run(step, MODEL, layout, {"dtype": "bfloat16"})
         assert result["norm"] != one_process["norm"], "it must not have run in float64"
         for names in (norms, one_process["gradients"].keys() - norms):
             gradients = (
@@ -124,13 +70,13 @@ def test_item_26_chunks_of_one_rank_start_from_different_values(ranks, one_proce
     do so, or a layer's index within its stage."""
     expected = one_process["initial"][0]
     seen = set()
-    for result in ranks(2).run(step, {"pipeline_parallel": 2, "pipeline_schedule": schedule}):
+    for result in ranks(2).run(step, MODEL, {"pipeline_parallel": 2, "pipeline_schedule": schedule}, {}):
         assert len(result["initial"]) == 2
         one, other = (next(n for n in part if n.endswith("mlp.fc1.weight")) for part in result["initial"])
         assert one != other and not torch.equal(result["initial"][0][one], result["initial"][1][other])
         for part in result["initial"]:
             seen |= part.keys()
-            assert all(torch.equal(value, expected[name]) for name, value in part.items())
+            assert_identical(part, {name: expected[name] for name in part})
     assert seen == expected.keys()
 
 
@@ -138,5 +84,5 @@ def test_item_26_flops_are_those_of_the_model_in_every_layout():
     """Utilisation follows from them. Fails if a pipeline counts those of a part, or none."""
     one = run_config(MODEL, {}).model.flops_per_token
     assert one > 6 * 4 * 12 * 16**2
-    for layout in ({"tensor_parallel": 4}, {"pipeline_parallel": 4}, {"data_parallel_shard": 4}):
-        assert run_config(MODEL, layout).model.flops_per_token == one
+    for axis in ("tensor_parallel", "pipeline_parallel", "data_parallel_shard"):
+        assert run_config(MODEL, {axis: 4}).model.flops_per_token == one

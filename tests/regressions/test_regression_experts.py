@@ -1,17 +1,15 @@
 """Items 27 to 43: experts on tensor-parallel ranks, with pipelines, ZeRO and recomputation, beside one process."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from runs import BATCH, own_batch, run_config
+from runs import BATCH, LLAMA, built, full, own_batch, run_config
 from testing import assert_kernel_close, assert_same
 
 from tpformer.distributed import build_mesh
-from tpformer.distributed.dtensor import full_tensor
 from tpformer.layers import MoE, Policy, TensorParallel
 from tpformer.layers.moe import routers
 from tpformer.models import GPT
@@ -19,20 +17,11 @@ from tpformer.ops.route import record_routing
 from tpformer.parallel import clip_grad_norm_, reduce_partial_gradients
 from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizer
-from tpformer.training.setup import build_model, run_mesh
 from tpformer.training.step import train_step
 
 N_EXPERTS = 8
 MODEL = {
-    **{"vocab_size": 60, "seq_length": 8, "n_layers": 2, "hidden_size": 16, "n_heads": 4},
-    **{
-        "bias": False,
-        "activation": "swiglu",
-        "norm": "rmsnorm",
-        "position": "rope",
-        "n_experts": N_EXPERTS,
-        "expert_ffn_size": 12,
-    },
+    **{**LLAMA, "tie_embeddings": True, "n_experts": N_EXPERTS, "expert_ffn_size": 12},
     **{"shared_expert_size": 8, "router_bias": True},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -50,7 +39,7 @@ def gradients(model: ModelParts, targets: float) -> tuple[float, dict[str, torch
     rows, first = own_batch(model, targets)
     loss = float(model.gradients(rows, first_sample=first, step=3))
     named = [pair for part in model.parts for pair in part.named_parameters()]
-    found = {name: full_tensor(p.grad).clone() for name, p in named}
+    found = {name: full(p.grad) for name, p in named}
     for _, parameter in named:
         parameter.grad = None
     return loss, found
@@ -59,8 +48,9 @@ def gradients(model: ModelParts, targets: float) -> tuple[float, dict[str, torch
 def trained(parallel: Mapping[str, Any], microbatch_size: int, n_layers: int, balance_loss: float = 1.0) -> dict:
     """Two steps with starved experts: losses and norms, loads, how many decisions were taken, parameters and buffers.
     Then loss and gradients where few tokens are targets, and where none is."""
-    config = run_config({**MODEL, "n_layers": n_layers}, parallel, microbatch_size, balance_loss=balance_loss)
-    model = build_model(config, run_mesh(config, "cpu"))
+    train = {"microbatch_size": microbatch_size, "balance_loss": balance_loss}
+    config = run_config({**MODEL, "n_layers": n_layers}, parallel, **train)
+    model = built(config)
     for part in model.parts:
         if "0" in part.layers:
             part.layers["0"].mlp.gate.bias[-STARVED:] = -9
@@ -74,7 +64,7 @@ def trained(parallel: Mapping[str, Any], microbatch_size: int, n_layers: int, ba
             found["numbers"] += [float(result.loss), float(result.norm)]
             found["loads"].append(result.loads.tolist())
     found["decisions"] = len(decisions)
-    found["held"] = {name: full_tensor(t).clone() for part in model.parts for name, t in part.state_dict().items()}
+    found["held"] = {name: full(t) for part in model.parts for name, t in part.state_dict().items()}
     return found | {"few": gradients(model, 0.3), "none": gradients(model, 0.0)}
 
 
@@ -117,29 +107,27 @@ def test_item_29_a_balance_loss_is_the_same_with_any_microbatch_and_layout(run, 
     assert_same([small["numbers"], small["held"]], [whole["numbers"], whole["held"]])
 
 
-def test_item_48_a_balance_loss_is_a_mean_over_tokens_whatever_part_of_them_are_targets(run):
-    """Fails if a balance loss, a sum over all tokens, is divided by the number of targets, as losses of targets are."""
+def test_item_48_with_few_targets_or_none_loss_and_gradients_are_those_of_one_process(run):
+    """Fails if a rank divides a balance loss by its own number of targets, or adds it to no targets at all."""
     _, results, expected = run
     loss, whole = expected["few"]
     for found in results:
         assert_same(found["few"], (loss, {name: whole[name] for name in found["few"][1]}))
         assert found["none"][0] == 0 and not any(each.any() for each in found["none"][1].values()), "no targets"
-    few, many = (balance_alone(share) for share in (0.3, 1.0))
-    assert few[0] > 1
-    assert_same(few, many)
 
 
-@functools.cache
 def balance_alone(targets: float) -> tuple[float, dict[str, torch.Tensor]]:
     """What a balance loss adds to the loss and to its gradients, where this share of the tokens are targets."""
-    (without, less), (loss, found) = (gradients(one_part(coefficient), targets) for coefficient in (0.0, 1.0))
+    models = (built(run_config(MODEL, {}, balance_loss=coefficient)) for coefficient in (0.0, 1.0))
+    (without, less), (loss, found) = (gradients(model, targets) for model in models)
     return loss - without, {name: gradient - less[name] for name, gradient in found.items()}
 
 
-def one_part(balance_loss: float = 0.0) -> ModelParts:
-    config = run_config(MODEL, {}, BATCH)
-    part = GPT(config.model.architecture, seed=config.train.seed, dtype=torch.float64, balance_loss=balance_loss)
-    return ModelParts([part], microbatch_size=BATCH)
+def test_item_48_a_balance_loss_is_a_mean_over_tokens_whatever_part_of_them_are_targets(ranks):
+    """Fails if a balance loss, a sum over all tokens, is divided by the number of targets, as losses of targets are."""
+    few, many = (ranks(1).run(balance_alone, share)[0] for share in (0.3, 1.0))
+    assert few[0] > 1
+    assert_same(few, many)
 
 
 def test_items_32_38_39_an_expert_without_tokens_has_a_gradient_of_zero(run):
@@ -153,9 +141,8 @@ def test_items_32_38_39_an_expert_without_tokens_has_a_gradient_of_zero(run):
     assert_same([found["held"][name] for found in holders], [expected["held"][name]] * len(holders))
 
 
-def clipped() -> float:
-    config = run_config(MODEL, LAYOUTS["tp2-zero3"])
-    model = build_model(config, run_mesh(config, "cpu"))
+def clipped(parallel: dict) -> float:
+    model = built(run_config(MODEL, parallel))
     rows, first = own_batch(model)
     model.gradients(rows, first_sample=first, step=1)
     return float(clip_grad_norm_(model.parts[0], 0.1))
@@ -163,10 +150,7 @@ def clipped() -> float:
 
 def test_item_34_clipping_counts_experts_once(ranks):
     """Fails if the norm over experts, shared parameters and routers, on two meshes, is not that of one process."""
-    model = one_part()
-    rows, first = own_batch(model)
-    model.gradients(rows, first_sample=first, step=1)
-    assert_same(ranks(4).run(clipped), [float(clip_grad_norm_(model.parts[0], 0.1))] * 4)
+    assert_same(ranks(4).run(clipped, LAYOUTS["tp2-zero3"]), ranks(1).run(clipped, {}) * 4)
 
 
 def layer(tp: TensorParallel | None = None, **options: Any) -> MoE:
@@ -174,18 +158,10 @@ def layer(tp: TensorParallel | None = None, **options: Any) -> MoE:
     return MoE(16, 8, Policy(2), ffn_hidden_size=12, tp=tp, **{"dtype": torch.float64} | options)
 
 
-def test_item_37_the_bias_chooses_and_does_not_weigh():
-    """Fails if the bias that balances loads is part of the weights."""
-    moe, x = layer(router_bias=True), torch.randn(5, 16, dtype=torch.float64)
-    before = moe.gate(x)
-    moe.gate.bias += 100.0
-    assert torch.equal(moe.gate(x).experts, before.experts) and torch.equal(moe.gate(x).weights, before.weights)
-
-
 def initial() -> list[float]:
     mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
     pairs = zip(layer(TensorParallel(mesh)).parameters(), layer().parameters(), strict=True)
-    return [float((full_tensor(p.detach()) - q).abs().max()) for p, q in pairs]
+    return [float((full(p) - q).abs().max()) for p, q in pairs]
 
 
 def test_item_40_initial_experts_do_not_depend_on_the_ranks(ranks):
@@ -224,8 +200,7 @@ def test_item_42_of_equal_scores_the_first_experts_are_chosen(ranks, sequence_pa
 
 def test_item_43_evaluation_moves_no_bias_and_building_on_meta_sets_it_to_zero():
     """Fails if evaluation counts tokens, or if a bias that was built without memory holds what the memory held."""
-    config = run_config(MODEL, {})
-    part = GPT(config.model.architecture, dtype=torch.float64, device="meta").to_empty(device="cpu")
+    part = GPT(run_config(MODEL, {}).model.architecture, dtype=torch.float64, device="meta").to_empty(device="cpu")
     for router in routers(part).values():
         router.bias.fill_(float("nan"))
     part.init_weights()
@@ -248,4 +223,4 @@ def bits() -> list[float]:
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(mesh.get_local_rank()), requires_grad=True)
     moe(x).square().sum().backward()
     reduce_partial_gradients(moe)
-    return [float(each.double().sum()) for each in (x.grad, *(full_tensor(p.grad) for p in moe.parameters()))]
+    return [float(each.double().sum()) for each in (x.grad, *(full(p.grad) for p in moe.parameters()))]
