@@ -145,7 +145,7 @@ def go_on(parallel: dict, directory) -> tuple[list[float], list[torch.Tensor], l
     return losses, *([parameter.to_local().detach() for parameter in each.parameters()] for each in (model, again))
 
 
-@pytest.mark.parametrize(("kind", "parallel"), [*((kind, SHARDED) for kind in KINDS), ("powersgd", PIPELINED)])
+@pytest.mark.parametrize(("kind", "parallel"), [("int8", SHARDED), ("topk", SHARDED), ("powersgd", PIPELINED)])
 def test_a_run_learns_and_goes_on_bit_for_bit(ranks, tmp_path, kind, parallel):
     rank = {"compression_rank": 1} if kind == "powersgd" else {}
     for (first, second), whole, resumed in ranks(4).run(go_on, {**parallel, "compression": kind, **rank}, tmp_path):

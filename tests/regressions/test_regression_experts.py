@@ -25,7 +25,6 @@ MODEL = {
     **{"shared_expert_size": 8, "router_bias": True},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp4": {"tensor_parallel": 4},
     "tp2-no-sp-recomputed": {"tensor_parallel": 2, "sequence_parallel": False, "recompute": "full"},
     "tp2-pp2-recomputed": {"tensor_parallel": 2, "pipeline_parallel": 2, "recompute": "mlp"},
     "pp2-zbv": {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble"},
