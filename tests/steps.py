@@ -3,12 +3,16 @@
 Belongs here: what tests of modules on one rank and on several share. tests/ops/shards.py is the same for operations.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from testing import assert_same
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from tpformer.distributed import build_mesh
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.parallel import reduce_partial_gradients
 
@@ -23,7 +27,7 @@ def gradients(module: nn.Module, partial: Sequence[str] = ()) -> Results:
 
 def step(module: nn.Module, x: Tensor, dy: Tensor, *, partial: Sequence[str] = (), **options: Any) -> Results:
     """Return y, dx and the gradients of the parameters."""
-    x = x.detach().clone().requires_grad_()
+    x = x.detach().clone().requires_grad_(x.is_floating_point())
     y = module(x, **options)
     y.backward(dy)
     return {"y": y.detach(), "dx": x.grad} | gradients(module, partial)
@@ -42,3 +46,31 @@ def joined(by_rank: list[Results], dim: int) -> list[Results]:
     """Each rank's results with the whole y and dx, of which the ranks had slices along dim."""
     rows = {name: torch.cat([each[name] for each in by_rank], dim) for name in ("y", "dx")}
     return [each | rows for each in by_rank]
+
+
+def tp_mesh() -> DeviceMesh:
+    """The tensor-parallel mesh of all ranks."""
+    return build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
+
+
+def own(x: Tensor, dim: int | None = 0) -> Tensor:
+    """A copy of this rank's slice of x along dim, or of all of x."""
+    return (x if dim is None else x.chunk(dist.get_world_size(), dim)[dist.get_rank()]).clone()
+
+
+def _all_cases(function: Callable[..., Any], cases: list[tuple]) -> list[Any]:
+    mesh = tp_mesh()
+    return [function(mesh, *case) for case in cases]
+
+
+def each_case(ranks: Any, t: int, function: Callable[..., Any], cases: Iterable[tuple]) -> Iterator[tuple]:
+    """(case, all ranks' results of function(mesh, *case)) of every case, in one session of t ranks."""
+    cases = list(cases)
+    assert cases
+    return zip(cases, zip(*ranks(t).run(_all_cases, function, cases), strict=True), strict=True)
+
+
+def assert_ranks_have(found: Iterable[Results], wanted: Results, dim: int | None, what: Any = "") -> None:
+    """Each rank has the wanted gradients, and together they have y and dx: slices along dim, or all on each rank."""
+    for each in found if dim is None else joined(list(found), dim):
+        assert_same(each, wanted, str(what))

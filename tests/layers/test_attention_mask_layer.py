@@ -7,14 +7,12 @@ from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
-from steps import Results, joined, step
+from steps import Results, each_case, joined, own, step
 from test_block_layer import BATCH, HIDDEN, SEQ, by_plain_block, inputs, make_block
 from testing import assert_same
 from torch import Tensor
 
-from tpformer.distributed import build_mesh
-from tpformer.layers import PositionEmbedding, Positions, SelfAttention, TransformerBlock
+from tpformer.layers import PositionEmbedding, Positions
 
 ROW, COLUMN = torch.arange(SEQ)[:, None], torch.arange(SEQ)
 ATTENTION = {
@@ -59,31 +57,21 @@ def expected(kind: str, attention: str, samples: str) -> Results:
     return found | {"y": found["y"][document >= 0]}
 
 
-def on_rank() -> list[Results]:
-    t, rank, found = dist.get_world_size(), dist.get_rank(), []
-    mesh = build_mesh("cpu", tensor_parallel=t)["tp"]
-    for kind, attention, samples in CASES:
-        block = make_block(kind, mesh, **ATTENTION[attention][0])
-        x, dy = (z.chunk(t, 1)[rank] for z in upstream(samples)[:2])
-        arguments = SAMPLES[samples][0]
-        if t > 1 or "key_padding_mask" not in arguments:  # on one rank the block itself takes a mask
-            arguments = {"positions": Positions(BATCH, SEQ, **arguments)}
-        found.append(step(block, x, dy, **arguments))
-    return found
+def on_rank(mesh, kind: str, attention: str, samples: str) -> Results:
+    block = make_block(kind, mesh, **ATTENTION[attention][0])
+    x, dy = (own(z, 1) for z in upstream(samples)[:2])
+    arguments = SAMPLES[samples][0]
+    if mesh.size() > 1 or "key_padding_mask" not in arguments:  # on one rank the block itself takes a mask
+        arguments = {"positions": Positions(BATCH, SEQ, **arguments)}
+    return step(block, x, dy, **arguments)
 
 
 @pytest.mark.parametrize("t", [1, 2])
 def test_equals_plain_block(ranks, t):
-    for case, *by_rank in zip(CASES, *ranks(t).run(on_rank), strict=True):
+    for case, by_rank in each_case(ranks, t, on_rank, CASES):
         wanted, document = expected(*case), upstream(case[-1])[2]
         for found in joined(by_rank, 1):
             assert_same(found | {"y": found["y"][document >= 0]}, wanted, f"{case}")
-
-
-@pytest.mark.parametrize("options", [{"sliding_window": 0}, {"sliding_window": 4, "is_causal": False}])
-def test_windows_that_are_refused(options):
-    with pytest.raises(ValueError, match="it has at least 1 token, the query itself"):
-        TransformerBlock(8, 2, **options)
 
 
 def test_learned_positions_begin_at_the_first_real_token():
@@ -93,24 +81,6 @@ def test_learned_positions_begin_at_the_first_real_token():
     assert torch.equal(y[0, 2:5], embedding.weight[:3])
 
 
-REAL = torch.zeros(1, 3, dtype=torch.bool)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"key_padding_mask": torch.tensor([[False, True, False]])}, "padding between real tokens of a sample: move"),
-        ({"key_padding_mask": REAL.float()}, r"is \(1, 3\) torch.float32: give .* = \(1, 3\) bool"),
-        ({"key_padding_mask": REAL[:, :2]}, r"is \(1, 2\) torch.bool: give .* = \(1, 3\) bool"),
-        ({"key_padding_mask": REAL, "offset": 1}, "offset=1 is where whole samples begin"),
-        ({"key_padding_mask": REAL, "ids": torch.arange(3)[None]}, "beside ids: let ids restart at 0 where padding"),
-    ],
-)
-def test_masks_that_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Positions(1, 3, **arguments)
-
-
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
 def test_no_tokens_are_no_error(shape):
     mask, block = torch.zeros(shape, dtype=torch.bool), make_block("mqa")
@@ -118,8 +88,3 @@ def test_no_tokens_are_no_error(shape):
     for y in (block(x), block(x, key_padding_mask=mask)):
         assert y.shape == x.shape
         y.sum().backward()
-
-
-def test_padding_beside_positions_is_refused():
-    with pytest.raises(ValueError, match=r"beside positions: give it once, as Positions\(..., key_padding_mask=...\)"):
-        SelfAttention(8, 2)(torch.zeros(1, 3, 8), positions=Positions(1, 3), key_padding_mask=REAL)

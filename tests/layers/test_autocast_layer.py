@@ -8,22 +8,26 @@ from functools import cache
 import pytest
 import theirs
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from habits import BATCH, CONFIG, LLAMA, SEQ, VOCAB, fill
-from steps import Results, gradients, with_keys_in_one
+from steps import Results, each_case, gradients, with_keys_in_one
 from test_habits_of_children import ours
 from testing import assert_identical
 from torch import nn
 
 from tpformer import ops
-from tpformer.config import RECOMPUTE
-from tpformer.distributed import build_mesh
 from tpformer.layers import LayerNorm, RMSNorm, TensorParallel
 from tpformer.models import GPT
 
-MODES = (("none", True), ("mlp", False), ("full", False))
-HALVES = (torch.bfloat16, torch.float16)
+# every two values of (llama, dtype, recompute, whether weight gradients are queued) meet
+CASES = [
+    (False, torch.bfloat16, "none", False),
+    (True, torch.float16, "none", True),
+    (False, torch.float16, "mlp", False),
+    (True, torch.bfloat16, "mlp", True),
+    (False, torch.bfloat16, "full", True),
+    (True, torch.float16, "full", False),
+]
 BATCHES = torch.randint(VOCAB, (4, BATCH, SEQ + 1), generator=torch.Generator().manual_seed(5))
 
 
@@ -71,25 +75,20 @@ def check(found: Results, llama: bool, half: torch.dtype, what: str) -> None:
     assert_no_worse(found, by_torch(llama, torch.float64, None), by_torch(llama, torch.float32, half), what)
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("llama", [False, True])
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("queued", [False, True])
+@pytest.mark.parametrize("llama, half, recompute, queued", CASES)
 def test_one_rank_is_no_worse_than_torch(llama, half, recompute, queued):
     check(by_ours(llama, half, recompute, queued), llama, half, "one rank")
 
 
-def on_rank(llama: bool, half: torch.dtype, sequence_parallel: bool) -> list[Results]:
-    tp = TensorParallel(build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], sequence_parallel)
-    return [by_ours(llama, half, recompute, queued, tp) for recompute, queued in MODES]
+def on_rank(mesh, sequence_parallel: bool, *case) -> Results:
+    return by_ours(*case, tp=TensorParallel(mesh, sequence_parallel))
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize(("llama", "half"), [*zip((False, True), HALVES, strict=True)])
-def test_two_ranks_are_no_worse_than_torch(ranks, llama, half, sequence_parallel):
-    for results in ranks(2).run(on_rank, llama, half, sequence_parallel):
-        for mode, found in zip(MODES, results, strict=True):
-            check(found, llama, half, f"two ranks, {mode}, sequence_parallel={sequence_parallel}")
+def test_two_ranks_are_no_worse_than_torch(ranks):
+    cases = [(sequence_parallel, *case) for sequence_parallel in (False, True) for case in CASES]
+    for case, by_rank in each_case(ranks, 2, on_rank, cases):
+        for found in by_rank:
+            check(found, *case[1:3], f"two ranks, {case}")
 
 
 def hooked(block: nn.Module, path: str, half: torch.dtype | None = None) -> Results:
@@ -122,8 +121,7 @@ def test_linears_are_bitwise_those_of_torch():
                 y = function(*inputs)
             results.append([y, *torch.autograd.grad(y.sum(), inputs)])
         for found in results[1:]:
-            for one, other in zip(found, results[0], strict=True):
-                assert one.dtype == other.dtype and torch.equal(one, other)
+            assert_identical(found, results[0], f"{dtype}")
 
 
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
@@ -150,12 +148,3 @@ def test_a_scaler_finds_what_overflows():
         optimizer.zero_grad()
         losses.append(loss.item())
     assert 1 < scaler.get_scale() < 2.0**30 and losses[0] == losses[1] > losses[-1]
-
-
-def test_the_next_norm_is_refused():
-    x = torch.randn(2, 4)
-    with (
-        torch.autocast("cpu"),
-        pytest.raises(ValueError, match="next_norm would be made in autocast's dtype: call ops"),
-    ):
-        ops.row_linear(x, torch.randn(4, 4), next_norm=ops.Norm("rmsnorm", torch.ones(4), None, 1e-5))

@@ -6,12 +6,12 @@ from itertools import product
 import pytest
 import torch
 from plain import block as plain_block
-from steps import Results, gradients, joined, step
+from steps import Results, assert_ranks_have, each_case, gradients, own, step
 from testing import assert_same
 from torch.distributed.tensor import DTensor
 
-from tpformer.distributed import build_mesh, record_collectives
-from tpformer.layers import DropoutKey, Positions, RopeScaling, TensorParallel, TransformerBlock
+from tpformer.distributed import record_collectives
+from tpformer.layers import DropoutKey, RopeScaling, TensorParallel, TransformerBlock
 
 BATCH, SEQ, HIDDEN, HEADS = 2, 6, 24, 6
 KINDS = {
@@ -85,48 +85,31 @@ def test_equals_plain_block(kind):
     assert_same(step(block, *inputs()), by_plain_block(kind, block, *inputs()))
 
 
-CASES = list(product(KINDS, (True, False)))
-
-
-def on_rank() -> list[tuple[Results, list, list]]:
-    """Results, and the collectives of the forward and of the backward, of each case."""
-    mesh, found = build_mesh("cpu", tensor_parallel=torch.distributed.get_world_size())["tp"], []
-    for kind, sequence_parallel in CASES:
-        block = make_block(kind, mesh, sequence_parallel)
-        x, dy = (z.flatten(0, 1) for z in inputs())
-        if sequence_parallel:
-            x, dy = (z.chunk(mesh.size())[mesh.get_local_rank()].clone() for z in (x, dy))
-        x.requires_grad_()
-        with record_collectives() as forward:
-            y = block(x, positions=Positions(BATCH, SEQ))
-        with record_collectives() as backward:
-            y.backward(dy)
-        found.append(({"y": y.detach(), "dx": x.grad} | gradients(block), list(forward), list(backward)))
-    return found
+def on_rank(mesh, kind: str, sequence_parallel: bool) -> tuple[Results, list, list]:
+    """Results, and the collectives of the forward and of the backward."""
+    block = make_block(kind, mesh, sequence_parallel)
+    x, dy = (own(z, 1 if sequence_parallel else None) for z in inputs())
+    x.requires_grad_()
+    with record_collectives() as forward:
+        y = block(x)
+    with record_collectives() as backward:
+        y.backward(dy)
+    return {"y": y.detach(), "dx": x.grad} | gradients(block), list(forward), list(backward)
 
 
 @pytest.mark.parametrize("t", [2, 3])
 def test_tensor_parallel_equals_plain_block(ranks, t):
     nbytes = BATCH * SEQ * HIDDEN * 8
-    for (kind, sequence_parallel), *by_rank in zip(CASES, *ranks(t).run(on_rank), strict=True):
+    for (kind, sequence_parallel), by_rank in each_case(ranks, t, on_rank, product(KINDS, (True, False))):
         what = f"{kind} on {t} {sequence_parallel=}"
         wanted = by_plain_block(kind, make_block(kind), *inputs())
-        wanted |= {name: wanted[name].flatten(0, 1) for name in ("y", "dx")}
-        results = [result for result, *_ in by_rank]
-        for found in joined(results, 0) if sequence_parallel else results:
-            assert_same(found, wanted, what)
+        assert_ranks_have([result for result, *_ in by_rank], wanted, 1 if sequence_parallel else None, what)
         call = ("all_gather", "reduce_scatter") if sequence_parallel else ("all_reduce",)
         # column inputs are gathered once more, for the weight gradients
         extra = [("all_gather", nbytes)] * 2 if sequence_parallel else []
         for _, forward, backward in by_rank:
             assert forward == [(name, nbytes) for name in call] * 2, what
             assert sorted(backward) == sorted([(name, nbytes) for name in call] * 2 + extra), what
-
-
-@pytest.mark.parametrize("ids", [[[1, 2, 3]], [[0, 2, 3]], [[0, 1, 1]]])
-def test_positions_that_do_not_count_up_are_refused(ids):
-    with pytest.raises(ValueError, match="start at 0 in every sample and count up by 1"):
-        Positions(1, 3, torch.tensor(ids))
 
 
 def test_dropout_is_by_its_key_and_in_training_only():
@@ -137,15 +120,3 @@ def test_dropout_is_by_its_key_and_in_training_only():
     assert torch.equal(one, again) and not torch.equal(one, without(x))
     assert not torch.equal(one, block(x, dropout_key=DropoutKey(0, 2, torch.arange(BATCH), block)))
     assert torch.equal(block.eval()(x), without(x))
-
-
-def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="norm='batchnorm': choose one of layernorm, rmsnorm"):
-        TransformerBlock(8, 2, norm="batchnorm")
-    with pytest.raises(ValueError, match="activation='relu': choose one of gelu, gelu_tanh, swiglu, geglu, relu2"):
-        TransformerBlock(8, 2, activation="relu")
-
-
-def test_x_must_show_batch_and_sequence():
-    with pytest.raises(ValueError, match=r"x of shape \(12, 24\).*pass positions=Positions\(batch, seq_length\)"):
-        make_block("gelu-layernorm")(torch.zeros(12, HIDDEN, dtype=torch.float64))

@@ -10,35 +10,30 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from pool import RankFailure
-from steps import Results, gradients, with_keys_in_one
+from steps import Results, gradients, tp_mesh, with_keys_in_one
 from testing import assert_kernel_close
 from torch import nn
 
 from tpformer import ops
-from tpformer.distributed import build_mesh
 from tpformer.kernels import cost
-from tpformer.layers import MLP, ColumnParallelLinear, RowParallelLinear, TensorParallel, explain, linear_plans
+from tpformer.layers import (
+    MLP,
+    ColumnParallelLinear,
+    LinearPlan,
+    RowParallelLinear,
+    TensorParallel,
+    explain,
+    linear_plans,
+)
 from tpformer.models import GPT, GPTConfig
 from tpformer.ops.transports.interface import Request
 
 ALL_LOGITS = "vocab_parallel_cross_entropy"
 CONFIG = {
-    "vocab_size": 50,
-    "vocab_multiple": 16,
-    "seq_length": 8,
-    "n_layers": 2,
-    "hidden_size": 24,
-    "n_heads": 6,
-    "n_kv_heads": 3,
-    "activation": "swiglu",
-    "dropout": 0.1,
-}
+    "vocab_size": 50, "vocab_multiple": 16, "seq_length": 8, "n_layers": 2, "hidden_size": 24, "n_heads": 6,
+    "n_kv_heads": 3, "activation": "swiglu", "dropout": 0.1,
+}  # fmt: skip
 IDS = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))
-
-
-def tp_mesh():
-    return build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
 
 
 def step(model: GPT) -> tuple[Results, list, list]:
@@ -48,6 +43,10 @@ def step(model: GPT) -> tuple[Results, list, list]:
     with ops.record_transports() as backward:
         loss.backward()
     return {"loss": loss.detach()} | gradients(model), forward, backward
+
+
+def ran_of(model: GPT) -> list[LinearPlan]:
+    return [plan for plan in linear_plans(model, 16) if plan.path != "lm_head (logits)"]
 
 
 def run_and_explain(name: str, sequence_parallel: bool) -> tuple[Results, str]:
@@ -64,7 +63,7 @@ def run_and_explain(name: str, sequence_parallel: bool) -> tuple[Results, str]:
     found, forward, backward = step(model)
     with ops.record_transports() as logits, torch.no_grad():
         model.eval()(IDS[:, :-1])
-    plans = [plan for plan in linear_plans(model, 16) if plan.path != "lm_head (logits)"]
+    plans = ran_of(model)
     # the forward records what communicates, in order; the backward the other half of each linear, in reverse
     assert forward == [(p.operation, p.decision.transport) for p in plans if p.operation != "matmul"]
     expected = []
@@ -110,8 +109,7 @@ def explain_experts(name: str, sequence_parallel: bool) -> list[list[str]]:
     """The cells of the lines of experts in explain()'s table, which is compared with what ran."""
     model = GPT(GPTConfig(**EXPERTS), seed=3, tp=TensorParallel(tp_mesh(), sequence_parallel, name))
     _, forward, _ = step(model)
-    plans = [plan for plan in linear_plans(model, 16) if plan.path != "lm_head (logits)"]
-    assert forward == [(p.operation, p.decision.transport) for p in plans if p.operation != "matmul"]
+    assert forward == [(p.operation, p.decision.transport) for p in ran_of(model) if p.operation != "matmul"]
     lines = model.explain(16).splitlines()
     assert not any("called as a module" in line or "shared_experts." in line for line in lines)
     hooked = model.layers["1"].mlp
@@ -124,18 +122,14 @@ def explain_experts(name: str, sequence_parallel: bool) -> list[list[str]]:
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_experts_have_a_line_for_each_side_and_one_for_their_router(ranks, interpreted, sequence_parallel):
     reduction = "matmul_reduce_scatter" if sequence_parallel else "matmul_all_reduce"
+    rows = 8 if sequence_parallel else 16
     for name, pool in {"sequential": ranks, "pipelined": ranks, "fused": interpreted}.items():
+        carrier = "sequential" if name == "fused" else name
         for router, gather, reduce in pool(2).run(explain_experts, name, sequence_parallel):
-            rows = 8 if sequence_parallel else 16
             assert router[:5] == ["layers.1.mlp.gate", "matmul", "16 x 4 x 24", f"{rows} x 4 x 24", "local"]
             assert ("16 bytes a token are gathered" in router[-1]) == sequence_parallel
-            assert gather[0] == "layers.1.mlp.experts (gather)" and gather[2:5] == [
-                "16 x 48 x 24",
-                "16 x 24 x 24",
-                name,
-            ]
+            assert [gather[0], *gather[2:5]] == ["layers.1.mlp.experts (gather)", "16 x 48 x 24", "16 x 24 x 24", name]
             assert gather[1] == "all_gather_matmul" if sequence_parallel else gather[1].startswith("matmul, backward")
-            carrier = "sequential" if name == "fused" else name
             shapes = ["16 x 24 x 24", "16 x 24 x 12"]
             assert reduce[:5] == ["layers.1.mlp.experts (reduce)", reduction, *shapes, carrier]
             assert reduce[-1].startswith("a token's rows lie in several experts' groups")
@@ -189,27 +183,20 @@ def test_the_loss_is_the_one_that_runs(edit, operation, reason):
     assert made.called == (operation == ALL_LOGITS)
 
 
-def unable() -> None:
-    explain(ColumnParallelLinear(4, 4, tp=TensorParallel(tp_mesh(), transport="fused")), 8)
-
-
-def test_a_transport_that_cannot_run(ranks):
-    with pytest.raises(ValueError, match="transport='magic': choose one of auto, sequential"):
-        MLP(8, tp=TensorParallel(transport="magic"))
-    with pytest.raises(RankFailure, match="ValueError: fused needs a CUDA device with NVLink"):
-        ranks(2).run(unable)
-
-
-def predictions():
-    """The table of LLaMA-70B's MLP at t = 2, if this CPU were an H100."""
+def predictions() -> tuple[str, str]:
+    """The table of LLaMA-70B's MLP at t = 2, if this CPU were an H100, and one of linears that keep nothing sharded."""
+    gathers = ColumnParallelLinear(8, 12, gather_output=True, tp=tp_mesh())
+    edges = nn.Sequential(gathers, RowParallelLinear(12, 8, input_is_parallel=False, tp=tp_mesh()))
     with mock.patch.object(cost, "MACHINES", (cost.Machine("cpu", 989e12, 700e12, 380e9, 3e12),)):
         options = {"tp": TensorParallel(tp_mesh(), True), "device": "meta", "dtype": torch.bfloat16, "bias": False}
         model = nn.ModuleList([MLP(8192, ffn_hidden_size=28672, activation="swiglu", **options)])
-        return explain(model, 8192)
+        return explain(model, 8192), explain(edges, 8)
 
 
 def test_predictions_are_those_of_the_cost_model(ranks):
-    header, gate, down, note = ranks(2).run(predictions)[0].splitlines()
+    text, edges = ranks(2).run(predictions)[0]
+    assert "; as a module it gathers its output" in edges and "; as a module it takes an unsharded input" in edges
+    header, gate, down, note = text.splitlines()
     assert header.split()[-3:] == ["break-even", "width", "reason"]
     # by hand: 2 * 8192 * 28672 * 8192 / 700e12 and 8192 * 8192 * 2 / 2 / 380e9; the reduction's GEMM is half as large
     assert gate.split("sequential")[1].split()[:5] == ["5498", "177", "5498", "921", "28672"]

@@ -1,90 +1,110 @@
-"""Layers made from torch's modules compute what these do, and are refused for modules that compute something else."""
+"""Layers made as torch's modules are made, or from these modules, compute what they do."""
+
+from itertools import product
 
 import pytest
 import torch
-from steps import step
-from testing import assert_same
+from steps import Results, each_case, step
+from testing import assert_identical, assert_kernel_close, assert_same
 from torch import nn
 
-from tpformer.distributed import build_mesh
-from tpformer.distributed.dtensor import full_tensor
 from tpformer.layers import ColumnParallelLinear, LayerNorm, RMSNorm, RowParallelLinear, VocabParallelEmbedding
 
 
-class Scaled(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-def plain():
+def plain() -> nn.ModuleDict:
     torch.manual_seed(0)
-    modules = {
-        "column": nn.Linear(6, 10),
-        "row": nn.Linear(10, 6, bias=False),
-        "layernorm": nn.LayerNorm(6, bias=False),
-        "rmsnorm": nn.RMSNorm(6),
-        "unscaled": nn.LayerNorm(6, elementwise_affine=False),
-        "embedding": nn.Embedding(11, 6, padding_idx=-1),
-    }
-    for module in modules.values():
-        module.double().eval()
-        for parameter in module.parameters():
-            nn.init.normal_(parameter)
+    modules = nn.ModuleDict(
+        {
+            "column": nn.Linear(6, 10),
+            "row": nn.Linear(10, 6, bias=False),
+            "layernorm": nn.LayerNorm(6, bias=False),
+            "rmsnorm": nn.RMSNorm(6),
+            "unscaled": nn.LayerNorm(6, elementwise_affine=False),
+            "embedding": nn.Embedding(11, 6, padding_idx=-1),
+        }
+    )
+    for parameter in modules.double().eval().parameters():
+        nn.init.normal_(parameter)
     modules["column"].bias.requires_grad_(False)
     return modules
 
 
-def results(modules):
+def results(modules: nn.ModuleDict) -> dict[str, Results]:
     ids = torch.arange(12).view(3, 4) % 11
-    found = {"ids": modules["embedding"](ids).detach()}
-    modules["embedding"](ids).square().sum().backward()
-    found["table"] = full_tensor(modules["embedding"].weight.grad)
-    for name in ("column", "row", "layernorm", "rmsnorm", "unscaled"):
-        x = torch.randn(
-            3, 4, 10 if name == "row" else 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-        )
-        dy = torch.ones(3, 4, 10 if name == "column" else 6, dtype=torch.float64)
-        found |= {f"{name}.{each}": value for each, value in step(modules[name], x, dy * x.sum()).items()}
-        assert not modules[name].training
+    table = modules.pop("embedding")
+    dy = torch.randn(3, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    found = {"embedding": step(table, ids, dy)}
+    for name, module in modules.items():
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(3, 4, 10 if name == "row" else 6, dtype=torch.float64, generator=generator)
+        found[name] = step(module, x, torch.ones(3, 4, 10 if name == "column" else 6, dtype=torch.float64) * x.sum())
+    assert not any(module.training for module in (table, *modules.values()))
     return found
 
 
-def on_rank(t):
-    tp = None if t == 1 else build_mesh("cpu", tensor_parallel=t)["tp"]
+def on_rank(tp) -> dict[str, Results]:
     own = plain()
-    kept = {name: [p.clone() for p in module.parameters()] for name, module in own.items()}
-    layers = {
-        "column": ColumnParallelLinear.from_linear(own["column"], tp=tp, gather_output=True),
-        "row": RowParallelLinear.from_linear(own["row"], tp=tp, input_is_parallel=False),
-        "layernorm": LayerNorm.from_norm(own["layernorm"], tp=tp),
-        "rmsnorm": RMSNorm.from_norm(own["rmsnorm"], tp=tp),
-        "unscaled": LayerNorm.from_norm(own["unscaled"], tp=tp),
-        "embedding": VocabParallelEmbedding.from_embedding(own["embedding"], tp=tp),
-    }
+    kept = {name: p.clone() for name, p in own.named_parameters()}
+    tp = None if tp.size() == 1 else tp
+    layers = nn.ModuleDict(
+        {
+            "column": ColumnParallelLinear.from_linear(own["column"], tp=tp, gather_output=True),
+            "row": RowParallelLinear.from_linear(own["row"], tp=tp, input_is_parallel=False),
+            "layernorm": LayerNorm.from_norm(own["layernorm"], tp=tp),
+            "rmsnorm": RMSNorm.from_norm(own["rmsnorm"], tp=tp),
+            "unscaled": LayerNorm.from_norm(own["unscaled"], tp=tp),
+            "embedding": VocabParallelEmbedding.from_embedding(own["embedding"], tp=tp),
+        }
+    )
     with torch.no_grad():
-        for layer in layers.values():
-            for parameter in layer.parameters():
-                parameter.add_(1).sub_(1)  # copies: what is written to a layer does not reach the plain module
-    assert all(torch.equal(a, b) for name in own for a, b in zip(kept[name], own[name].parameters(), strict=True))
+        for parameter in layers.parameters():
+            parameter.add_(1).sub_(1)  # copies: what is written to a layer does not reach the plain module
+    assert_identical(dict(own.named_parameters()), kept)
     return results(layers)
 
 
-@pytest.mark.parametrize("t", [1, 2, 4])
-def test_same_as_plain(ranks, t):
-    for found in ranks(t).run(on_rank, t):
-        assert_same(found, results(plain()))
+@pytest.mark.parametrize("t", [1, 2])
+def test_layers_made_from_modules_compute_what_these_do(ranks, t):
+    for _, by_rank in each_case(ranks, t, on_rank, [()]):
+        for found in by_rank:
+            assert_same(found, results(plain()))
 
 
-@pytest.mark.parametrize(
-    ("make", "module", "error", "words"),
-    [
-        (ColumnParallelLinear.from_linear, Scaled(2, 2), TypeError, "a Scaled does not compute"),
-        (RowParallelLinear.from_linear, nn.Bilinear(2, 2, 2), TypeError, "an unchanged nn.Linear"),
-        (LayerNorm.from_norm, nn.RMSNorm(2), TypeError, "an unchanged nn.LayerNorm"),
-        (LayerNorm.from_norm, nn.LayerNorm((2, 2)), ValueError, "over the last dim alone"),
-        (VocabParallelEmbedding.from_embedding, nn.Embedding(2, 2, max_norm=1.0), ValueError, "max_norm"),
-    ],
-)
-def test_refused(make, module, error, words):
-    with pytest.raises(error, match=words):
-        make(module)
+CONSTRUCTORS = [
+    ((7,), {"eps": 1e-3}),
+    ((7, 1e-3), {}),
+    (((7,),), {"bias": False}),
+    (([7], 1e-3, False), {}),
+    ((7, 1e-3, True, False), {}),
+    ((torch.Size([7]),), {"elementwise_affine": False, "dtype": torch.float64}),
+]
+
+
+@pytest.mark.parametrize("arguments", CONSTRUCTORS, ids=str)
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_norms_have_torchs_constructors_and_values(kind, arguments):
+    positional, options = arguments
+    if kind is RMSNorm:
+        positional, options = positional[:3], {name: value for name, value in options.items() if name != "bias"}
+    ours, theirs = (each(*positional, **options) for each in (kind, getattr(nn, kind.__name__)))
+    for name in ("normalized_shape", "eps", "elementwise_affine"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert_identical(ours.state_dict(), theirs.state_dict())
+    ours, theirs = ours.double(), theirs.double()
+    for p in ours.parameters():
+        nn.init.normal_(p)
+    theirs.load_state_dict(ours.state_dict())
+    for shape in ((7,), (4, 7), (2, 3, 7), (0, 7)):
+        x, dy = 1e-5 * torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+        ours.zero_grad(), theirs.zero_grad()
+        found, wanted = step(ours, x, dy), step(theirs, x, dy)
+        for part in wanted:  # dx is a hundred thousand times as large as the rest
+            assert_same(found[part], wanted[part], f"{part} {shape}")
+
+
+@pytest.mark.parametrize("dtype, kind", product([torch.bfloat16, torch.float16, torch.float32], [RMSNorm, nn.RMSNorm]))
+def test_default_eps_of_rmsnorm(dtype, kind):
+    x = 1e-4 * torch.arange(1, 8).to(dtype)[None]
+    eps = torch.finfo(torch.float32).eps
+    oracle, baseline = (z / (z.square().mean(-1, keepdim=True) + eps).sqrt() for z in (x.double(), x.float()))
+    assert_kernel_close(kind(7, dtype=dtype)(x), oracle, baseline.to(dtype), kind.__module__)

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from habits import AUTOCAST, EDITS, HABITS, LAYERS, SHARDINGS, WAYS, fsdp, linears, run, step
 from steps import Results
-from testing import assert_kernel_close, assert_same
+from testing import assert_identical, assert_kernel_close, assert_same
+from torch import nn
 
 from tpformer.distributed import build_mesh
 from tpformer.layers import TensorParallel
@@ -140,6 +141,20 @@ def test_every_habit_equals_torch_or_is_refused(ranks, name):
         by_rank = ranks(tp * dp).run(on_rank, name, tp, habits)
         for habit, *found in zip(habits, *by_rank, strict=True):
             assert_as_expected(name, habit, tp, found)
+
+
+def test_every_layer_works_without_a_process_group():
+    """Inside a module of somebody else; its parameters are plain, and load into another one."""
+    assert not dist.is_initialized()
+    for name, layer in LAYERS.items():
+        model, _ = layer.pair()
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+        found = step(model, layer.x())
+        assert_same(found, expected(name, ""), name)
+        again = nn.Sequential(layer.ours(dtype=torch.float64))
+        again.load_state_dict(model.state_dict())
+        assert_identical(step(again, layer.x()), found, name)
+    assert not dist.is_initialized()
 
 
 def page() -> str:

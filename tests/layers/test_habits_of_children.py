@@ -7,15 +7,13 @@ from functools import cache
 import pytest
 import theirs
 import torch
-import torch.distributed as dist
 from habits import ON_LINEARS, fill, lora
-from steps import Results, joined, step
+from steps import Results, assert_ranks_have, each_case, own, step, tp_mesh
 from testing import assert_same
 from theirs import ANYWHERE, FFN, HEADS, HIDDEN
 from torch import nn
 
 from tpformer.config import RECOMPUTE
-from tpformer.distributed import build_mesh
 from tpformer.layers import LayerNorm, Positions, RMSNorm, TensorParallel, TransformerBlock, explain
 
 BATCH, SEQ = 2, 6
@@ -26,6 +24,16 @@ LINEARS = {
     "layernorm": ("self_attn.q_proj", "self_attn.o_proj", "mlp.fc1", "mlp.fc2"),
     "rmsnorm": ("self_attn.k_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 }
+
+
+def places(habit: str, norm: str) -> tuple[str, ...]:
+    """The children that a habit is for."""
+    row = ("o_proj", "fc2", "down_proj")
+    some = dict.fromkeys(ON_LINEARS, LINEARS[norm]) | {
+        "norm without weight": CHILDREN[::2],
+        "output gathered": tuple(path for path in LINEARS[norm] if not path.endswith(row)),
+    }
+    return some.get(habit, (*CHILDREN, *OF_HEADS[norm], *LINEARS[norm]))
 
 
 def ours(norm: str, tp: TensorParallel | None = None, recompute: str = "none") -> TransformerBlock:
@@ -40,14 +48,12 @@ def ours(norm: str, tp: TensorParallel | None = None, recompute: str = "none") -
     return block
 
 
-def run(block: nn.Module, shard: slice | None = None, **options) -> Results:
-    """Return result and gradients; shard: of these rows alone."""
+def run(block: nn.Module, dim: int | None = None, **options) -> Results:
+    """Return result and gradients of the samples, or of this rank's slice along dim."""
     generator = torch.Generator().manual_seed(5)
     x, dy = (torch.randn(BATCH, SEQ, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
     torch.manual_seed(9)
-    if shard is not None:
-        x, dy = x.flatten(0, 1)[shard], dy.flatten(0, 1)[shard]
-    return step(block, x, dy, **options)
+    return step(block, own(x, dim), own(dy, dim), **options)
 
 
 @cache
@@ -62,9 +68,7 @@ def by_torch(habit: Callable[[nn.Module, str], None], norm: str, path: str) -> R
 def test_habits_on_one_rank_equal_torch(habit, norm):
     """The modes of recomputation take turns, so that each meets every child and every habit."""
     edit, turn = (ANYWHERE | ON_LINEARS)[habit], [*ANYWHERE, *ON_LINEARS].index(habit)
-    for place, path in enumerate(
-        LINEARS[norm] if habit in ON_LINEARS else (*CHILDREN, *OF_HEADS[norm], *LINEARS[norm])
-    ):
+    for place, path in enumerate(places(habit, norm)):
         recompute = RECOMPUTE[(turn + place + NORMS.index(norm)) % 3]
         block = ours(norm, recompute=recompute)
         edit(block, path)
@@ -116,51 +120,32 @@ SHARDED = {name: ANYWHERE[name] for name in ("forward pre-hook", "backward hook"
 }
 
 
-def places(habit: str, norm: str) -> tuple[str, ...]:
-    row = ("o_proj", "fc2", "down_proj")
-    some = {
-        "norm without weight": CHILDREN[::2],
-        "LoRA": LINEARS[norm],
-        "output gathered": tuple(path for path in LINEARS[norm] if not path.endswith(row)),
-    }
-    return some.get(habit, (*CHILDREN, *OF_HEADS[norm], *LINEARS[norm]))
-
-
-def cases(norm: str) -> Iterator[tuple[str, str, str, bool]]:
-    """(habit, child, recompute, sequence_parallel): the last two take turns, so that each value meets every child and
-    every habit, and the blocks of both norms together every combination of a child, a habit and sequence shards."""
+def cases(norm: str) -> Iterator[tuple[str, str, str, str, bool]]:
+    """(norm, habit, child, recompute, sequence_parallel): the last two take turns, so that each value meets every child
+    and every habit, and the blocks of both norms together every combination of a child, a habit and sequence shards."""
     for turn, habit in enumerate(SHARDED):
         for path in places(habit, norm):
             place = (LINEARS[norm] if path in LINEARS[norm] else (*CHILDREN, *OF_HEADS[norm])).index(path)
             turns = turn + place + NORMS.index(norm)
-            yield habit, path, RECOMPUTE[turns % 3], turns % 2 == 0
+            yield norm, habit, path, RECOMPUTE[turns % 3], turns % 2 == 0
 
 
-def on_rank(norm: str) -> list[Results]:
-    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
-    rows, rank, results = BATCH * SEQ // mesh.size(), mesh.get_local_rank(), []
-    for habit, path, recompute, sequence_parallel in cases(norm):
-        block = ours(norm, TensorParallel(mesh, sequence_parallel), recompute)
-        SHARDED[habit](block, path)
-        shard = slice(rows * rank, rows * (rank + 1)) if sequence_parallel else None
-        partial = ["*.a.weight", "*.b.weight"]  # adapters see sequence shards
-        results.append(run(block, shard, partial=partial, positions=Positions(BATCH, SEQ)))
-    return results
+def on_rank(mesh, norm: str, habit: str, path: str, recompute: str, sequence_parallel: bool) -> Results:
+    block = ours(norm, TensorParallel(mesh, sequence_parallel), recompute)
+    SHARDED[habit](block, path)
+    partial = ["*.a.weight", "*.b.weight"]  # adapters see sequence shards
+    return run(block, 0 if sequence_parallel else None, partial=partial, positions=Positions(BATCH, SEQ))
 
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_habits_on_two_ranks_equal_torch(ranks, norm):
-    for (habit, path, *options), *found in zip(cases(norm), *ranks(2).run(on_rank, norm), strict=True):
+    for (_, habit, path, *options), found in each_case(ranks, 2, on_rank, cases(norm)):
         expected = by_torch(SHARDED[habit], norm, path)
-        if options[1]:
-            expected = {name: x.flatten(0, 1) if name in ("y", "dx") else x for name, x in expected.items()}
-            found = joined(found, 0)
-        for each in found:
-            assert_same(each, expected, f"{habit} on {path}, {options}")
+        assert_ranks_have(found, expected, 0 if options[1] else None, f"{habit} on {path}, {options}")
 
 
 def foreign_children() -> None:
-    x, mesh = torch.zeros(BATCH, SEQ, HIDDEN, dtype=torch.float64), build_mesh("cpu", tensor_parallel=2)["tp"]
+    x, mesh = torch.zeros(BATCH, SEQ, HIDDEN, dtype=torch.float64), tp_mesh()
     drops = nn.Sequential(nn.Dropout(0.1), theirs.linear(HIDDEN, HIDDEN, 1))
     for child, words in (
         (drops, r"Sequential draws dropout \(p=0.1\) from this rank's generator, and other ranks would"),
@@ -177,10 +162,9 @@ def test_foreign_children_that_ranks_would_disagree_on(ranks):
 
 
 def child_on_other_ranks() -> None:
-    mesh = build_mesh("cpu", tensor_parallel=2)["tp"]
-    shards, wholes = (TensorParallel(mesh, sequence_parallel) for sequence_parallel in (True, False))
-    for own, tp in ((shards, None), (shards, wholes), (wholes, None), (wholes, shards)):
-        block, other = ours("layernorm", own), ours("layernorm", tp)
+    shards, wholes = (TensorParallel(tp_mesh(), sequence_parallel) for sequence_parallel in (True, False))
+    for outer, tp in ((shards, None), (shards, wholes), (wholes, None), (wholes, shards)):
+        block, other = ours("layernorm", outer), ours("layernorm", tp)
         for path in (*CHILDREN, *LINEARS["layernorm"]):
             made = other.get_submodule(path)
             for child in (made,) if tp is None else (made, nn.Sequential(made)):

@@ -8,10 +8,9 @@ from itertools import product
 import pytest
 import theirs
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from habits import ON_LINEARS, fill
-from steps import Results, gradients
+from steps import Results, each_case, gradients, tp_mesh
 from testing import assert_same
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -40,7 +39,6 @@ def replace(model: nn.Module, path: str) -> None:
 
 HABITS = {**theirs.ANYWHERE, **ON_LINEARS, "replaced": replace}
 SHARDED = ("forward pre-hook", "backward hook", "subclass", "forward replaced", "replaced", "LoRA")
-CASES = list(product(SHARDED, (True, False)))
 COMPUTED = ("weight_norm", "spectral_norm", "prune")  # torch's module has no padding rows to compare theirs with
 
 
@@ -73,27 +71,24 @@ def expected(habit: str, reduction: str) -> Results:
     return run(oracle, reduction=reduction, label_smoothing=0.1)
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("habit", sorted(HABITS.keys() - COMPUTED))
-def test_habits_on_one_rank_equal_torch(habit, reduction):
-    model = build()
-    HABITS[habit](model, "lm_head")
-    check(run(model, reduction=reduction), expected(habit, reduction), habit)
-
-
-def on_rank() -> list[Results]:
-    mesh, found = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], []
-    for habit, sequence_parallel in CASES:
-        model = build(TensorParallel(mesh, sequence_parallel))
+def test_habits_on_one_rank_equal_torch(habit):
+    for reduction in ("sum", "mean"):
+        model = build()
         HABITS[habit](model, "lm_head")
-        found.append(run(model, partial=["*.a.weight"]))
-    return found
+        check(run(model, reduction=reduction), expected(habit, reduction), f"{habit} {reduction=}")
+
+
+def on_rank(mesh, habit: str, sequence_parallel: bool) -> Results:
+    model = build(TensorParallel(mesh, sequence_parallel))
+    HABITS[habit](model, "lm_head")
+    return run(model, partial=["*.a.weight"])
 
 
 def test_habits_on_two_ranks_equal_torch(ranks):
-    for (habit, sequence_parallel), *results in zip(CASES, *ranks(2).run(on_rank), strict=True):
-        logits = torch.cat([each["logits"] for each in results], -1)
-        for each in results:
+    for (habit, sequence_parallel), by_rank in each_case(ranks, 2, on_rank, product(SHARDED, (True, False))):
+        logits = torch.cat([each["logits"] for each in by_rank], -1)
+        for each in by_rank:
             check(each | {"logits": logits}, expected(habit, "sum"), f"{habit} {sequence_parallel=}")
 
 
@@ -125,7 +120,7 @@ def test_norms_of_padding_rows_are_refused(normed, path):
 
 
 def plain_adapters() -> None:
-    tp, ffn = TensorParallel(build_mesh("cpu", tensor_parallel=2)["tp"], True), theirs.FFN
+    tp, ffn = TensorParallel(tp_mesh(), True), theirs.FFN
     for path, k, n in (("lm_head", 24, VOCAB), ("layers.0.mlp.fc1", 24, ffn), ("layers.0.mlp.fc2", ffn, 24)):
         model = build(tp)
         theirs.put(model, path, theirs.LoRA(model.get_submodule(path), theirs.linear(k, 4, 1), theirs.linear(4, n, 2)))
@@ -162,17 +157,11 @@ def test_a_tied_embedding_of_others_is_refused():
 
 # what recipes pass to fully_shard, one after the other, before the model itself
 ORDERS = {
-    "embedding, layers, norm and head": lambda model: [model.embed_tokens, *blocks(model), [model.norm, model.lm_head]],
-    "norm and head, layers, embedding": lambda model: [[model.norm, model.lm_head], *blocks(model), model.embed_tokens],
-    "layers, embedding and norm and head": lambda model: [
-        *blocks(model), [model.embed_tokens, model.norm, model.lm_head]
-    ],
-    "layers, embedding and norm": lambda model: [*blocks(model), [model.embed_tokens, model.norm]],
-}  # fmt: skip
-
-
-def blocks(model: GPT) -> list[nn.Module]:
-    return [*model.layers.values()]
+    "embedding, layers, norm and head": lambda m: [m.embed_tokens, *m.layers.values(), [m.norm, m.lm_head]],
+    "norm and head, layers, embedding": lambda m: [[m.norm, m.lm_head], *m.layers.values(), m.embed_tokens],
+    "layers, embedding and norm and head": lambda m: [*m.layers.values(), [m.embed_tokens, m.norm, m.lm_head]],
+    "layers, embedding and norm": lambda m: [*m.layers.values(), [m.embed_tokens, m.norm]],
+}
 
 
 @cache

@@ -45,9 +45,7 @@ def train(model: nn.Module, samples: slice) -> list[float]:
         ids = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(step))[samples]
         loss = model(ids[:, :-1], targets=ids[:, 1:], reduction="sum") / (BATCH * SEQ)
         loss.backward()
-        reduce_partial_gradients(
-            model, partial="*.a.weight"
-        )  # a rank's LoRA.a sees the rows of its sequence shard only
+        reduce_partial_gradients(model, partial="*.a.weight")  # a rank's LoRA.a sees its sequence shard only
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -79,7 +77,7 @@ def on_rank(t: int, data_parallel: int, pretrained: Results) -> tuple[list[float
     return train(model, slice(share * number, share * (number + 1))), values(model)
 
 
-@pytest.mark.parametrize(("t", "data_parallel"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("t", "data_parallel"), [(1, 1), (2, 2)])
 def test_lora_equals_torch(ranks, t, data_parallel):
     losses, expected, pretrained = trained_by_torch()
     assert all(float(value.abs().max()) > 0.01 for name, value in expected.items() if name.endswith(".b.weight"))

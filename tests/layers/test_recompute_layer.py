@@ -1,24 +1,25 @@
 """A TransformerBlock with dropout has the plain block's gradients, whatever it recomputes. What a mode costs is
-counted: the bytes that wait for the backward, and the collectives with their bytes."""
+counted: the elements that wait for the backward, which are those of docs/memory.md, and the collectives with their
+bytes."""
 
-from collections.abc import Sequence
 from functools import cache
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from steps import Results, gradients, joined, with_keys_in_one
-from test_block_layer import BATCH, HEADS, HIDDEN, SEQ, by_plain_block, inputs, make_block
+from steps import Results, each_case, gradients, own, step, with_keys_in_one
+from test_block_layer import BATCH, HIDDEN, SEQ, by_plain_block, inputs, make_block
 from testing import assert_identical, assert_kernel_close
 from torch import Tensor
 
 from tpformer import ops
 from tpformer.config import RECOMPUTE
-from tpformer.distributed import build_mesh, record_collectives
+from tpformer.distributed import record_collectives
 from tpformer.kernels.dropout.reference import dropout_apply
 from tpformer.kernels.philox.reference import philox_key
 from tpformer.layers import DropoutKey, Positions, TensorParallel, TransformerBlock
+from tpformer.ops import attention
 from tpformer.planner.storages import Saved
 
 P, SEED, STEP = 0.1, 3, 7
@@ -36,6 +37,10 @@ def masks(dtype: torch.dtype) -> list[Tensor]:
     return [site.view(BATCH, SEQ, HIDDEN).to(dtype) for site in sites]
 
 
+def of_seeds(results: list[Results]) -> Results:
+    return {name: torch.stack([each[name] for each in results]) for name in results[0]}
+
+
 @cache
 def by_plain(kind: str, dtype: torch.dtype) -> Results:
     """Outputs and gradients, one for each seed, of the plain block in one dtype, for values that float32 holds."""
@@ -43,86 +48,121 @@ def by_plain(kind: str, dtype: torch.dtype) -> Results:
     for seed in SEEDS:
         x, dy = (z.float().to(dtype) for z in inputs(seed))
         found.append(with_keys_in_one(by_plain_block(kind, block, x, dy, masks=masks(dtype))))
-    return {name: torch.stack([each[name] for each in found]) for name in found[0]}
+    return of_seeds(found)
 
 
-def ours(
-    kind: str, recompute: str, dtype: torch.dtype, seeds: Sequence[int] = (1,)
-) -> list[tuple[Results, list, list]]:
-    """The same of our block on this rank's sequence shard, then the collectives of the forward and of the backward."""
-    mesh, found = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], []
-    block = make_block(kind, mesh, dropout=P, recompute=recompute, dtype=torch.float32).to(dtype)
-    for seed in seeds:
+def key(block: TransformerBlock) -> DropoutKey:
+    return DropoutKey(SEED, STEP, SAMPLES, block)
+
+
+def made(mesh, kind: str, dtype: torch.dtype, recompute: str) -> TransformerBlock:
+    return make_block(kind, mesh, dropout=P, recompute=recompute, dtype=torch.float32).to(dtype)
+
+
+def on_seeds(mesh, kind: str, dtype: torch.dtype) -> Results:
+    """What the plain block gives, of ours without recomputation."""
+    block, found = made(mesh, kind, dtype, "none"), []
+    for seed in SEEDS:
         block.zero_grad()
-        x, dy = (z.float().to(dtype).flatten(0, 1).chunk(mesh.size())[mesh.get_local_rank()] for z in inputs(seed))
-        x = x.clone().requires_grad_()
-        with record_collectives() as forward:
-            y = block(x, positions=Positions(BATCH, SEQ), dropout_key=DropoutKey(SEED, STEP, SAMPLES, block))
-        with record_collectives() as backward:
-            y.backward(dy)
-        results = {"y": y.detach(), "dx": x.grad} | with_keys_in_one(gradients(block))
-        found.append((results, list(forward), list(backward)))
-    return found
-
-
-def without_recomputation() -> dict[tuple[str, torch.dtype], list[Results]]:
-    """One result for each seed."""
-    return {case: [each for each, *_ in ours(case[0], "none", case[1], SEEDS)] for case in product(DROPPED, DTYPES)}
+        x, dy = (own(z.float().to(dtype), 1) for z in inputs(seed))
+        found.append(with_keys_in_one(step(block, x, dy, dropout_key=key(block))))
+    return of_seeds(found)
 
 
 @pytest.mark.parametrize("t", [1, 2])
 def test_gradients_are_the_plain_blocks(ranks, t):
     """Without recomputation; test_bits_do_not_depend_on_the_mode says the same of the other modes."""
-    by_rank = ranks(t).run(without_recomputation)
-    for kind, dtype in product(DROPPED, DTYPES):
+    for (kind, dtype), found in each_case(ranks, t, on_seeds, product(DROPPED, DTYPES)):
         oracle, baseline = by_plain(kind, torch.float64), by_plain(kind, dtype)
-        found = [joined(list(each), 0)[0] for each in zip(*(rank[kind, dtype] for rank in by_rank), strict=True)]
+        whole = found[0] | {name: torch.cat([each[name] for each in found], 2) for name in ("y", "dx")}
         for name, x in oracle.items():
-            actual = torch.stack([each[name] for each in found]).view(x.shape)
+            actual = whole[name].view(x.shape)
             assert_kernel_close(actual, x, baseline[name], f"{kind} t={t} {dtype} {name}")
 
 
-def in_every_mode() -> dict[tuple[str, torch.dtype, str], tuple[Results, list, list]]:
-    cases = product(DROPPED, DTYPES, RECOMPUTE)
-    return {(kind, dtype, mode): ours(kind, mode, dtype)[0] for kind, dtype, mode in cases}
+def in_mode(mesh, kind: str, dtype: torch.dtype, recompute: str) -> tuple[Results, list, list]:
+    """Results of rows, then the collectives of the forward and of the backward."""
+    block = made(mesh, kind, dtype, recompute)
+    x, dy = (own(z.float().to(dtype).flatten(0, 1)) for z in inputs())
+    x.requires_grad_()
+    with record_collectives() as forward:
+        y = block(x, positions=Positions(BATCH, SEQ), dropout_key=key(block))
+    with record_collectives() as backward:
+        y.backward(dy)
+    return {"y": y.detach(), "dx": x.grad} | gradients(block), list(forward), list(backward)
 
 
 @pytest.mark.parametrize("t", [1, 2])
 def test_bits_do_not_depend_on_the_mode(ranks, t):
-    for found in ranks(t).run(in_every_mode):
-        for (kind, dtype, mode), (results, *_) in found.items():
-            assert_identical(results, found[kind, dtype, "none"][0], f"{kind} {dtype} {mode}")
+    """On 2 ranks the forward has 2 gathers and 2 reductions; so has the backward, and 2 gathers for the weight
+    gradients. A recomputation adds its gathers, and of the reductions the one whose result is read."""
+    assert RECOMPUTE[0] == "none"
+    expected: dict = {}
+    for case, by_rank in each_case(ranks, t, in_mode, product(DROPPED, DTYPES, RECOMPUTE)):
+        kind, dtype, recompute = case
+        expected.setdefault((kind, dtype), [results for results, *_ in by_rank])
+        assert_identical([results for results, *_ in by_rank], expected[kind, dtype], f"{case}")
+        nbytes = BATCH * SEQ * HIDDEN * dtype.itemsize
+        gathers, scatters = {"none": (4, 2), "mlp": (5, 2), "full": (6, 3)}[recompute]
+        for _, forward, backward in by_rank if t > 1 else ():
+            assert sorted(forward) == sorted([("all_gather", nbytes), ("reduce_scatter", nbytes)] * 2), case
+            wanted = [("all_gather", nbytes)] * gathers + [("reduce_scatter", nbytes)] * scatters
+            assert sorted(backward) == wanted, case
 
 
-def test_collectives(ranks):
-    """The forward has 2 gathers and 2 reductions; so has the backward, and 2 gathers for the weight gradients. A
-    recomputation adds its gathers, and of the reductions the one whose result is read."""
-    nbytes = BATCH * SEQ * HIDDEN * 4
-    for found in ranks(2).run(in_every_mode):
-        for recompute, (gathers, scatters) in {"none": (4, 2), "mlp": (5, 2), "full": (6, 3)}.items():
-            _, forward, backward = found[DROPPED[0], torch.float32, recompute]
-            assert sorted(forward) == sorted([("all_gather", nbytes), ("reduce_scatter", nbytes)] * 2)
-            assert sorted(backward) == [("all_gather", nbytes)] * gathers + [("reduce_scatter", nbytes)] * scatters
+TOKENS, WIDTH, OF_WIDTH = 16, 32, 4  # 2 samples of 8 tokens, hidden units, heads
+FAMILIES: dict[str, dict] = {
+    "gpt": {"dropout": P},
+    "llama": {"norm": "rmsnorm", "activation": "swiglu", "rope_base": 1e4, "n_kv_heads": 2, "ffn_hidden_size": 48},
+    "qwen3": {"norm": "rmsnorm", "qk_norm": True, "head_dim": 12, "rope_base": 1e4, "n_kv_heads": 2},
+}
+KEPT = [*product(FAMILIES, ["none"], (True, False)), ("gpt", "mlp", True), ("gpt", "full", True)]
 
 
-def kept(recompute: str) -> int:
-    """Return how many elements wait for the backward of a float32 GELU block."""
-    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
-    block = TransformerBlock(HIDDEN, HEADS, dropout=P, recompute=recompute, tp=TensorParallel(mesh, True))
-    x = torch.randn(BATCH * SEQ // mesh.size(), HIDDEN, requires_grad=True)
-    with Saved(*block.parameters()).recording() as saved:
-        y = block(x, positions=Positions(BATCH, SEQ), dropout_key=DropoutKey(SEED, STEP, SAMPLES, block))
+def kept(mesh, family: str, recompute: str, sequence_parallel: bool) -> tuple[list[int], bool]:
+    """Return the elements of each saved storage, largest first, and whether SDPA's own output is one of them."""
+    tp, options = TensorParallel(mesh, sequence_parallel), FAMILIES[family]
+    block = TransformerBlock(WIDTH, OF_WIDTH, tp=tp, recompute=recompute, **options)
+    x = torch.randn(TOKENS // (mesh.size() if sequence_parallel else 1), WIDTH, requires_grad=True)
+    attended: list[torch.UntypedStorage] = []
+
+    def recorded(*args):
+        attended.append((y := attention(*args)).untyped_storage())
+        return y
+
+    with mock.patch.object(ops, "attention", recorded), Saved(*block.parameters()).recording() as saved:
+        y = block(x, positions=Positions(2, TOKENS // 2), dropout_key=key(block))
     assert y.requires_grad
-    return saved.total() // 4
+    sizes = saved.sizes()
+    return sorted((nbytes // 4 for nbytes in sizes.values()), reverse=True), attended[0] in sizes
+
+
+def listed(t: int, family: str, recompute: str, sequence_parallel: bool) -> list[int]:
+    """What docs/memory.md lists."""
+    options = FAMILIES[family]
+    rows = TOKENS // t if sequence_parallel else TOKENS
+    if recompute == "full":
+        return [rows * WIDTH]
+    queries, keys = (TOKENS * heads // t for heads in (OF_WIDTH, options.get("n_kv_heads", OF_WIDTH)))
+    head_dim, kept_mlps = options.get("head_dim", WIDTH // OF_WIDTH), recompute == "none"
+    items = [rows * WIDTH] * 2  # the two residual inputs
+    items += [queries * head_dim] * 2 + [keys * head_dim] * 2  # q, k, v; attention output, once for SDPA and o_proj
+    items += [queries * head_dim, keys * head_dim, queries, keys] * ("qk_norm" in options)  # before norms, their rstd
+    pre_activations = 2 if options.get("activation") == "swiglu" else 1
+    items += [TOKENS * options.get("ffn_hidden_size", 4 * WIDTH) // t] * pre_activations * kept_mlps
+    items += [rows] * (1 + kept_mlps) * (1 if "norm" in options else 2)  # mean and rstd, or rstd, of each norm
+    items += [queries]  # log-sum-exp of the scores
+    return sorted(items, reverse=True)
 
 
 @pytest.mark.parametrize("t", [1, 2])
-@pytest.mark.parametrize("recompute, bytes_16_bit, statistics", [("mlp", 12, 2), ("full", 2, 0)])
-def test_bytes_that_wait_for_the_backward(ranks, t, recompute, bytes_16_bit, statistics):
-    unit, rows = BATCH * SEQ * HIDDEN // t, BATCH * SEQ // t
-    log_sum_exp = 0 if recompute == "full" else BATCH * SEQ * HEADS // t
-    for elements in ranks(t).run(kept, recompute):
-        assert elements == unit * bytes_16_bit // 2 + rows * statistics + log_sum_exp
+def test_a_block_keeps_exactly_the_list(ranks, t):
+    """In 16 bits a GPT block keeps 20 bytes for each token and hidden unit, which are 10 elements, and statistics."""
+    for case, by_rank in each_case(ranks, t, kept, KEPT):
+        for items, shared in by_rank:
+            assert items == listed(t, *case) and shared == (case[1] != "full"), case
+            if case == ("gpt", "none", True):
+                assert sum(items) * t == TOKENS * (10 * WIDTH + 4 + OF_WIDTH)
 
 
 def test_without_gradients_no_mode_keeps_anything():
@@ -159,9 +199,4 @@ def test_regions_inside_regions():
         rows = x.clone().requires_grad_()
         outer(lambda z, a=first, b=second, c=frozen: b(a(z)) * teach(c, z), rows).backward(dy)
         found.append([rows.grad, *(p.grad for block in (first, second) for p in block.parameters())])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match="recompute='some': choose one of none, mlp, full"):
-        TransformerBlock(8, 2, recompute="some")
+    assert_identical(*found)

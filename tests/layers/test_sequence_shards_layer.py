@@ -6,15 +6,12 @@ from itertools import product
 
 import theirs
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from steps import Results, joined, step
+from steps import Results, assert_ranks_have, each_case, own, step
 from test_block_layer import BATCH, HIDDEN, SEQ, inputs, make_block
-from testing import assert_same
 from torch import Tensor, nn
 
 from tpformer.config import RECOMPUTE
-from tpformer.distributed import build_mesh
 from tpformer.layers import (
     MLP,
     ColumnParallelLinear,
@@ -26,58 +23,55 @@ from tpformer.layers import (
     TensorParallel,
 )
 
-IDS = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 0, 1, 0, 1, 2]])
+# what positions say of x
+SAMPLES: dict[str, dict] = {
+    "not told": {},
+    "whole": {"positions": Positions(BATCH, SEQ)},
+    "documents": {"positions": Positions(BATCH, SEQ, torch.tensor([[0, 1, 0, 1, 2, 3], [0, 0, 1, 0, 1, 2]]))},
+}
 
 
-def run(module: nn.Module, dim: int, named: bool, ids: Tensor | None, **options) -> Results:
-    """Return this rank's result and all gradients for x sharded along dim. named: positions say what x is."""
-    x, dy = (z.chunk(dist.get_world_size(), dim)[dist.get_rank()] for z in inputs())
-    if named:
-        options["positions"] = Positions(BATCH, SEQ, ids)
-    return step(module, x, dy, **options)
+def run(module: nn.Module, dim: int, samples: str, **options) -> Results:
+    """Return this rank's result and all gradients for x sharded along dim."""
+    x, dy = (own(z, dim) for z in inputs())
+    return step(module, x, dy, **SAMPLES[samples], **options)
 
 
-def block(tp: TensorParallel, dim: int, kind: str, recompute: str, named: bool, ids: Tensor | None) -> Results:
-    made = make_block(kind, tp.mesh, dropout=0.5, recompute=recompute)
-    return run(made, dim, named, ids, dropout_key=DropoutKey(0, 1, torch.tensor([7, 2]), made))
-
-
-def on_rank(function: Callable[..., Results], dim: int, cases: list[tuple]) -> list[Results]:
-    tp = TensorParallel(build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], True)
-    return [function(tp, dim, *case) for case in cases]
+def block(mesh, dim: int, kind: str, recompute: str, samples: str) -> Results:
+    made = make_block(kind, mesh, dropout=0.5, recompute=recompute)
+    return run(made, dim, samples, dropout_key=DropoutKey(0, 1, torch.tensor([7, 2]), made))
 
 
 def assert_same_on_ranks(ranks, sizes: Sequence[int], dim: int, function: Callable[..., Results], cases: list) -> None:
-    (wanted,) = ranks(1).run(on_rank, function, dim, cases)
+    cases = [(dim, *case) for case in cases]
+    wanted = [expected for _, (expected,) in each_case(ranks, 1, function, cases)]
     for t in sizes:
-        for case, expected, *found in zip(cases, wanted, *ranks(t).run(on_rank, function, dim, cases), strict=True):
-            for result in joined(found, dim):
-                assert_same(result, expected, f"{case} on {t}")
+        for (case, found), expected in zip(each_case(ranks, t, function, cases), wanted, strict=True):
+            assert_ranks_have(found, expected, dim, f"{case} on {t}")
 
 
 def test_a_block_on_shards_equals_the_whole(ranks):
-    kinds, samples = ("gelu-layernorm", "qk-norm-head-dim-scaling"), ((False, None), (True, None), (True, IDS))
-    cases = [(*case, *named) for *case, named in product(kinds, RECOMPUTE, samples)]
-    assert_same_on_ranks(ranks, (2, 3), 1, block, cases)
+    kinds = ("gelu-layernorm", "qk-norm-head-dim-scaling")
+    assert_same_on_ranks(ranks, (2, 3), 1, block, list(product(kinds, RECOMPUTE, SAMPLES)))
 
 
 def test_a_slice_of_the_tokens(ranks):
-    cases = [("qk-norm-head-dim-scaling", "none", True, ids) for ids in (None, IDS)]
+    cases = [("qk-norm-head-dim-scaling", "none", samples) for samples in ("whole", "documents")]
     assert_same_on_ranks(ranks, (2,), 0, block, cases)
 
 
-def alone(tp: TensorParallel, dim: int, kind: str) -> Results:
+def alone(mesh, dim: int, kind: str) -> Results:
     torch.manual_seed(0)
-    options: dict = {"tp": tp, "dtype": torch.float64}
+    options: dict = {"tp": TensorParallel(mesh, True), "dtype": torch.float64}
     if kind == "attention":
-        return run(SelfAttention(HIDDEN, 6, rope_base=50.0, **options), dim, False, None)
+        return run(SelfAttention(HIDDEN, 6, rope_base=50.0, **options), dim, "not told")
     if kind == "mlp":
-        return run(MLP(HIDDEN, **options), dim, False, None)
-    return run(PositionEmbedding(SEQ, HIDDEN, **options), dim, True, IDS if kind == "documents" else None)
+        return run(MLP(HIDDEN, **options), dim, "not told")
+    return run(PositionEmbedding(SEQ, HIDDEN, **options), dim, kind)
 
 
 def test_each_layer_on_shards_equals_the_whole(ranks):
-    cases = [(kind,) for kind in ("attention", "mlp", "positions", "documents")]
+    cases = [(kind,) for kind in ("attention", "mlp", "whole", "documents")]
     assert_same_on_ranks(ranks, (2, 3), 1, alone, cases)
 
 
@@ -96,11 +90,11 @@ class ParallelAttention(nn.Module):
         return self.o_proj(y.flatten(2).flatten(0, 1))
 
 
-def foreign(tp: TensorParallel, dim: int, parallel: bool, recompute: str) -> Results:
-    module = make_block("gelu-layernorm", tp.mesh, recompute=recompute)
+def foreign(mesh, dim: int, parallel: bool, recompute: str) -> Results:
+    module = make_block("gelu-layernorm", mesh, recompute=recompute)
     torch.manual_seed(1)
-    module.self_attn = ParallelAttention(tp) if parallel else theirs.Attention().double()
-    return run(module, dim, True, None)
+    module.self_attn = ParallelAttention(module.tp) if parallel else theirs.Attention().double()
+    return run(module, dim, "whole")
 
 
 def test_an_attention_of_other_people(ranks):

@@ -1,31 +1,25 @@
-"""Layers take the shapes and strides that torch.nn takes, and empty batches; they compute no product that nobody
-needs."""
+"""Layers take the shapes and strides that torch.nn takes, and empty batches, and train after inference; they compute no
+product that nobody needs."""
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from testing import assert_same
+from steps import each_case
+from testing import assert_identical, assert_same
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tpformer import ops
 from tpformer.config import RECOMPUTE
-from tpformer.distributed import build_mesh, record_collectives
-from tpformer.layers import (
-    MLP,
-    LMHead,
-    PositionEmbedding,
-    Positions,
-    RopeScaling,
-    SelfAttention,
-    TensorParallel,
-    VocabParallelEmbedding,
-)
+from tpformer.distributed import record_collectives
+from tpformer.layers import DropoutKey, PositionEmbedding, Positions, TensorParallel, TransformerBlock
 from tpformer.models import GPT, GPTConfig
+from tpformer.ops import TRANSPORTS
 
+SMALL = {"vocab_size": 30, "seq_length": 4, "n_layers": 1, "hidden_size": 8, "n_heads": 2}
 K, N = 8, 6
 SIZES = {"x": K, "weight": K, "bias": N, "residual": N, "gate": K}
 
@@ -68,21 +62,22 @@ def run(function: Callable[..., Tensor], tensors: dict[str, Tensor], strided: bo
     return [y.detach(), *(x.grad for x in inputs.values())]
 
 
-@pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("lead", [(5,), (2, 3), (2, 1, 3), (0,), (2, 0), (0, 3), ()])
 @pytest.mark.parametrize("name", LINEARS)
-def test_linears_take_the_shapes_that_torch_takes(name, lead, strided):
+def test_linears_take_the_shapes_that_torch_takes(name, lead):
     ours, theirs, names = LINEARS[name]
     tensors = draw(lead, *names)
-    assert_same(run(ours, tensors, strided), run(theirs, tensors, strided))
+    for strided in (False, True):
+        assert_same(run(ours, tensors, strided), run(theirs, tensors, strided), f"{strided=}")
+
+
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "n_kv_heads": 1}
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("options", [{}, {"norm": "rmsnorm", "activation": "swiglu", "position": "rope"}])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied, options", [(False, {}), (True, LLAMA)])
 def test_a_model_without_samples_has_loss_zero(tied, options, recompute):
-    config = {"vocab_size": 30, "seq_length": 4, "n_layers": 1, "hidden_size": 8, "n_heads": 2, "n_kv_heads": 1}
-    model = GPT(GPTConfig(dropout=0.1, tie_embeddings=tied, **config, **options), recompute=recompute)
+    model = GPT(GPTConfig(dropout=0.1, tie_embeddings=tied, **SMALL, **options), recompute=recompute)
     ids = torch.zeros(0, 4, dtype=torch.long)
     dropout = {"sample_index": torch.arange(0), "step": 1}
     assert model(ids, **dropout).shape == (0, 4, 30)
@@ -92,10 +87,10 @@ def test_a_model_without_samples_has_loss_zero(tied, options, recompute):
         assert loss == 0 and all(not p.grad.any() for p in model.parameters())
 
 
-def on_rank(transport: str, sequence_parallel: bool, queued: bool) -> None:
+def wanted_alone(mesh, transport: str, sequence_parallel: bool, queued: bool) -> None:
     """A row linear whose input needs no gradient gathers once and makes no dx; nor does a linear after a frozen
     norm."""
-    tp = TensorParallel(build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"], sequence_parallel, transport)
+    tp = TensorParallel(mesh, sequence_parallel, transport)
     x, weight = torch.randn(4, K), torch.randn(N, K, requires_grad=True)
     gemm, queue = 2 * 4 * K * N, ops.WeightGradientQueue()
     results = []
@@ -122,36 +117,49 @@ def on_rank(transport: str, sequence_parallel: bool, queued: bool) -> None:
     assert flops.get_total_flops() == gemm
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("transport", ["sequential", "pipelined"])
-@pytest.mark.parametrize("queued", [False, True])
-def test_no_gradient_that_nobody_wants(ranks, transport, sequence_parallel, queued):
-    ranks(2).run(on_rank, transport, sequence_parallel, queued)
+ON_TRANSPORTS = list(product(("sequential", "pipelined"), (False, True)))  # with and without sequence shards
 
 
-def loss_in_chunks_of(tokens: int) -> Tensor:
-    head = LMHead(30, 8)
-    head.chunk_tokens = tokens
-    return head(torch.ones(3, 8), targets=torch.zeros(3, dtype=torch.long))
+def test_no_gradient_that_nobody_wants(ranks):
+    cases = [(*case, queued) for case in ON_TRANSPORTS for queued in (False, True)]
+    assert len(list(each_case(ranks, 2, wanted_alone, cases))) == len(cases)
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (
-            lambda: VocabParallelEmbedding(0, 8),
-            "vocab_size=0 must be at least",
-        ),
-        (lambda: LMHead(30, 8, vocab_multiple=0), "vocab_multiple=0 must be at least 1"),
-        (lambda: PositionEmbedding(-2, 8), "seq_length=-2 must be at least 1"),
-        (lambda: Positions(2, 3, offset=-1), "batch=2, seq_length=3, offset=-1: none may be negative"),
-        (lambda: MLP(8, ffn_hidden_size=0), "out_features=0 must be at least 1"),
-        (lambda: SelfAttention(8, 2, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 32)), "without rope_base would scale"),
-        (lambda: SelfAttention(8, 2, rope_scaling=RopeScaling(8.0, 4.0, 1.0, 32)), "rope_low_frequency=4.0 must be"),
-        (lambda: SelfAttention(8, 2, rope_base=0.0), "rope_base=0.0: .*give a number above 0"),
-        (lambda: loss_in_chunks_of(0), "chunk_tokens=0: at least 1"),
-    ],
-)
-def test_sizes_that_mean_nothing_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+def trained(mesh, transport: str, sequence_parallel: bool) -> None:
+    """What inference_mode leaves behind, such as views of shared memory, can be used in training."""
+    ids, results = torch.arange(12).view(3, 4), []
+    for infer_first in (False, True):
+        config = GPTConfig(**SMALL, vocab_multiple=4)
+        model = GPT(config, tp=TensorParallel(mesh, sequence_parallel, transport), seed=1)
+        with torch.inference_mode():
+            for targets in (None, ids) if infer_first else ():
+                model(ids, targets=targets)
+        model(ids, targets=ids).backward()
+        results.append([p.grad.to_local() for p in model.parameters()])
+    assert_identical(*results)
+
+
+def test_training_after_inference_has_the_same_gradients(ranks):
+    assert {*TRANSPORTS} - {"auto", "fused"} == {transport for transport, _ in ON_TRANSPORTS}
+    assert len(list(each_case(ranks, 2, trained, ON_TRANSPORTS))) == len(ON_TRANSPORTS)
+
+
+def test_objects_that_a_user_keeps():
+    """One Positions and one DropoutKey serve an evaluation and the training after it."""
+    block = TransformerBlock(8, 2, rope_base=1e4, dropout=0.1)
+    table = PositionEmbedding(6, 8)
+    ids = torch.tensor([[0, 1, 2, 0]] * 2)
+    for positions in (Positions(2, 4), Positions(2, 4, ids), Positions(2, 4, offset=2)):
+        key = DropoutKey(1, 2, torch.arange(2), block)
+        x = torch.randn(8, 8, requires_grad=True)
+        results = []
+        for inference in (True, False):
+            with torch.inference_mode(inference):
+                y = block(table(x, positions), positions=positions, dropout_key=key)
+            results.append(y)
+        results[1].sum().backward()
+        assert torch.equal(*results)
+        for cached in (positions.flat_ids(x.device), *positions.rope(4, 1e4, x.device, x.dtype)[0]):
+            assert not cached.is_inference()
+        assert positions.ids is None or not positions.documents(x.device)[0].is_inference()
+        assert not any(start.is_inference() for start in key._starts.values())
