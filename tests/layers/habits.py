@@ -40,10 +40,7 @@ CONFIG = GPTConfig(
     vocab_size=VOCAB, vocab_multiple=2, seq_length=SEQ, n_layers=2, hidden_size=HIDDEN, n_heads=HEADS,
     ffn_hidden_size=FFN, tie_embeddings=False,
 )  # fmt: skip
-LLAMA = replace(
-    CONFIG, n_kv_heads=HEADS // 2, norm="rmsnorm", qk_norm=True, activation="swiglu", position="rope", rope_base=1e4,
-    bias=False,
-)  # fmt: skip
+LLAMA = replace(CONFIG, position="rope", **theirs.LLAMA)
 
 
 class Layer(NamedTuple):
@@ -90,9 +87,11 @@ LAYERS = {
     "SelfAttention": Layer(
         partial(SelfAttention, HIDDEN, HEADS, qk_norm=True), partial(theirs.Attention, qk_norm=True)
     ),
-    "MLP": Layer(partial(MLP, HIDDEN, ffn_hidden_size=FFN, activation="swiglu"), partial(theirs.MLP, True)),
+    "MLP": Layer(
+        partial(MLP, HIDDEN, ffn_hidden_size=FFN, activation="swiglu"), partial(theirs.MLP, HIDDEN, FFN, "swiglu")
+    ),
     "TransformerBlock": Layer(
-        partial(TransformerBlock, HIDDEN, HEADS, ffn_hidden_size=FFN), partial(theirs.Block, "layernorm")
+        partial(TransformerBlock, HIDDEN, HEADS, ffn_hidden_size=FFN), partial(theirs.Block, ffn_hidden_size=FFN)
     ),
     "LMHead": Layer(
         partial(LMHead, VOCAB, HIDDEN, vocab_multiple=2), partial(nn.Linear, HIDDEN, VOCAB, bias=False), y_sharded=True

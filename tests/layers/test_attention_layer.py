@@ -1,9 +1,8 @@
 """SelfAttention shares key-value heads among ranks, sums their gradients, and rotates by each token's position."""
 
 import pytest
+import theirs
 import torch
-from plain import attention as plain_attention
-from plain import rotate
 from steps import Results, assert_ranks_have, each_case, own, step
 from testing import assert_same
 from torch import Tensor
@@ -27,12 +26,9 @@ def inputs(heads: int) -> tuple[Tensor, Tensor]:
 
 
 def by_plain(heads: int, kv_heads: int) -> Results:
-    p = {name: p.detach().clone().requires_grad_() for name, p in build(heads, kv_heads).named_parameters()}
-    x, dy = inputs(heads)
-    x.requires_grad_()
-    y = plain_attention(x, p, heads, kv_heads, None)
-    y.backward(dy)
-    return {"y": y.detach(), "dx": x.grad} | {name: tensor.grad for name, tensor in p.items()}
+    other = theirs.Attention(heads * D, heads, n_kv_heads=kv_heads).double()
+    other.load_state_dict(build(heads, kv_heads).state_dict())
+    return step(other, *inputs(heads))
 
 
 def on_rank(mesh, heads: int, kv_heads: int) -> tuple[Results, tuple, set[int]]:
@@ -77,8 +73,8 @@ def foreign_norms(mesh, heads: int, kv_heads: int, sequence_parallel: bool) -> R
     tp, dim = TensorParallel(mesh, sequence_parallel), 0 if sequence_parallel else None
     layer = normed(heads, kv_heads, tp)
     for name in ("q_norm", "k_norm"):
-        setattr(layer, name, theirs := torch.nn.RMSNorm(D, eps=1e-5, dtype=torch.float64))
-        torch.nn.init.constant_(theirs.weight, 1.5)
+        setattr(layer, name, norm := torch.nn.RMSNorm(D, eps=1e-5, dtype=torch.float64))
+        torch.nn.init.constant_(norm.weight, 1.5)
     x, dy = (own(z, dim) for z in inputs(heads))
     found = step(layer, x, dy, positions=Positions(BATCH, SEQ))
     layer.k_norm = RMSNorm(D, tp=tp, dtype=torch.float64)
@@ -110,7 +106,7 @@ def test_offset_is_the_position_of_the_first_token(monkeypatch, interleaved):
     assert_same(*results)
     for actual, project in zip(seen[1], (layer.q_proj, layer.k_proj), strict=True):
         heads = project(x[0]).view(1, 4, -1, D).transpose(1, 2)
-        assert_same(actual, rotate(heads, 50.0, interleaved, offset=3).transpose(1, 2))
+        assert_same(actual, theirs.rotate(heads, 50.0, interleaved, offset=3).transpose(1, 2))
 
 
 def key_gradients(mesh, gathered: bool) -> list[Tensor]:

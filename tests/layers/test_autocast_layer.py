@@ -105,8 +105,8 @@ def hooked(block: nn.Module, path: str, half: torch.dtype | None = None) -> Resu
 )
 def test_hooked_children(path):
     """A child with a hook is called as a module, outside of the fused path."""
-    oracle = hooked(theirs.Block("layernorm"), path)
-    baseline = hooked(theirs.Block("layernorm").float(), path, torch.bfloat16)
+    oracle = hooked(theirs.Block(ffn_hidden_size=theirs.FFN), path)
+    baseline = hooked(theirs.Block(ffn_hidden_size=theirs.FFN).float(), path, torch.bfloat16)
     assert_no_worse(hooked(ours("layernorm").float(), path, torch.bfloat16), oracle, baseline, path)
 
 

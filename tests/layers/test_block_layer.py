@@ -1,17 +1,36 @@
-"""TransformerBlock equals a plain PyTorch block in float64 with every gradient, on one rank and on several. It runs the
-collectives that are promised, and its dropout follows its key."""
+"""TransformerBlock equals a block of torch's modules in float64 with every gradient: on one rank and on several, on
+whole samples and on sequence shards, with any attention, padding, recomputation and dropout. It runs the collectives
+that are promised."""
 
+from functools import cache
 from itertools import product
+from typing import NamedTuple
 
 import pytest
+import theirs
 import torch
-from plain import block as plain_block
-from steps import Results, assert_ranks_have, each_case, gradients, own, step
+import torch.nn.functional as F
+from steps import Results, assert_ranks_have, each_case, gradients, joined, own, step
 from testing import assert_same
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tpformer.config import RECOMPUTE
 from tpformer.distributed import record_collectives
-from tpformer.layers import DropoutKey, RopeScaling, TensorParallel, TransformerBlock
+from tpformer.kernels.dropout.reference import dropout_apply
+from tpformer.kernels.philox.reference import philox_key
+from tpformer.layers import (
+    MLP,
+    ColumnParallelLinear,
+    DropoutKey,
+    PositionEmbedding,
+    Positions,
+    RopeScaling,
+    RowParallelLinear,
+    SelfAttention,
+    TensorParallel,
+    TransformerBlock,
+)
 
 BATCH, SEQ, HIDDEN, HEADS = 2, 6, 24, 6
 KINDS = {
@@ -62,61 +81,209 @@ def make_block(kind: str, mesh=None, sequence_parallel: bool = True, **options) 
     return block
 
 
-def inputs(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(seed: int = 1) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x, dy = (torch.randn(BATCH, SEQ, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
     return x, dy
 
 
-def by_plain_block(kind: str, block: TransformerBlock, x: torch.Tensor, dy: torch.Tensor, **options) -> Results:
+def by_plain_block(kind: str, block: TransformerBlock, x: Tensor, dy: Tensor, **options) -> Results:
     """Result and gradients of the plain block with the values of ours."""
-    p = {name: p.detach().clone().requires_grad_() for name, p in block.named_parameters()}
-    named = ("n_kv_heads", "activation", "rope_base", "rope_interleaved", "rope_scaling")
-    options |= {key: value for key, value in KINDS[kind].items() if key in named}
-    x = x.detach().clone().requires_grad_()
-    y = plain_block(x, p, HEADS, norm_kind=KINDS[kind].get("norm", "layernorm"), **options)
-    y.backward(dy)
-    return {"y": y.detach(), "dx": x.grad} | {name: tensor.grad for name, tensor in p.items()}
+    other = theirs.Block(HIDDEN, HEADS, **KINDS[kind]).to(x.dtype)
+    other.load_state_dict(block.state_dict())
+    return step(other, x, dy, **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_equals_plain_block(kind):
-    block = make_block(kind)
-    assert_same(step(block, *inputs()), by_plain_block(kind, block, *inputs()))
+SEED, STEP, INDEX = 3, 7, torch.tensor([11, 4])
 
 
-def on_rank(mesh, kind: str, sequence_parallel: bool) -> tuple[Results, list, list]:
+def key(block: TransformerBlock) -> DropoutKey:
+    return DropoutKey(SEED, STEP, INDEX, block)
+
+
+def masks(p: float, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """The dropout of both branches as factors, drawn here from the definition."""
+    start = (INDEX[:, None] * SEQ + torch.arange(SEQ)).flatten() * HIDDEN
+    ones = torch.ones(BATCH * SEQ, HIDDEN, dtype=torch.float64)
+    sites = [dropout_apply(ones, start, philox_key(SEED, STEP, SEQ, "", name), p) for name in ("attention", "mlp")]
+    return [site.view(BATCH, SEQ, HIDDEN).to(dtype) for site in sites]
+
+
+ROW, COLUMN = torch.arange(SEQ)[:, None], torch.arange(SEQ)
+# name -> (options of a block, whether a query sees a key)
+ATTENTION = {
+    "causal": ({}, COLUMN <= ROW),
+    "bidirectional": ({"is_causal": False}, COLUMN >= 0),
+    "window": ({"sliding_window": 2}, (COLUMN <= ROW) & (COLUMN > ROW - 2)),
+    "window of one": ({"sliding_window": 1}, COLUMN == ROW),
+    "window of all": ({"sliding_window": SEQ}, COLUMN <= ROW),
+}
+# the document that each token is in; padding is in document -1
+SAMPLES = {
+    "not told": [[0] * SEQ] * BATCH,
+    "whole": [[0] * SEQ] * BATCH,
+    "documents": [[0, 0, 1, 1, 1, 1], [0, 1, 1, 2, 2, 2]],
+    "left padding": [[-1, -1, 0, 0, 0, 0], [0] * SEQ],
+    "right padding": [[0, 0, 0, -1, -1, -1], [0, 0, 0, 0, 0, -1]],
+    "padding around": [[-1, 0, 0, 0, -1, -1], [-1] * SEQ],
+}
+IDS = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 0, 1, 0, 1, 2]])  # the positions in "documents"
+
+
+class Case(NamedTuple):
+    """A block, and what it gets. dim: along which x (batch, seq, hidden) is sharded; None if it is not."""
+
+    kind: str
+    dim: int | None = 1
+    attention: str = "causal"
+    samples: str = "not told"
+    recompute: str = "none"
+    dropout: float = 0.0
+
+    @property
+    def arguments(self) -> dict:
+        """What the block is told of its samples."""
+        if "padding" in self.samples:
+            return {"key_padding_mask": torch.tensor(SAMPLES[self.samples]) < 0}
+        return {"documents": {"ids": IDS}}.get(self.samples, {})
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x, the gradient of the result (zero at padding, which nobody reads) and the document of each token."""
+        x, dy = inputs()
+        document = torch.tensor(SAMPLES[self.samples])
+        return x, dy * (document >= 0)[..., None], document
+
+
+@cache
+def expected(case: Case) -> Results:
+    x, dy, document = case.inputs()
+    same = (document[:, :, None] == document[:, None]) & (document >= 0)[:, None] | torch.eye(SEQ).bool()
+    options = {"masks": masks(case.dropout)} if case.dropout else {}
+    visible = same & ATTENTION[case.attention][1]
+    return by_plain_block(case.kind, make_block(case.kind), x, dy, visible=visible, **options)
+
+
+def on_rank(mesh, *fields) -> tuple[Results, list, list]:
     """Results, and the collectives of the forward and of the backward."""
-    block = make_block(kind, mesh, sequence_parallel)
-    x, dy = (own(z, 1 if sequence_parallel else None) for z in inputs())
+    case = Case(*fields)
+    options = {"dropout": case.dropout, "recompute": case.recompute} | ATTENTION[case.attention][0]
+    block = make_block(case.kind, mesh, case.dim is not None, **options)
+    arguments, told = case.arguments, case.samples != "not told"
+    if told and (mesh.size() > 1 or "key_padding_mask" not in arguments):  # on one rank the block itself takes a mask
+        arguments = {"positions": Positions(BATCH, SEQ, **arguments)}
+    x, dy = (own(z, case.dim) for z in case.inputs()[:2])
     x.requires_grad_()
     with record_collectives() as forward:
-        y = block(x)
+        y = block(x, dropout_key=key(block), **arguments)
     with record_collectives() as backward:
         y.backward(dy)
     return {"y": y.detach(), "dx": x.grad} | gradients(block), list(forward), list(backward)
 
 
-@pytest.mark.parametrize("t", [2, 3])
-def test_tensor_parallel_equals_plain_block(ranks, t):
+TWO = ("gelu-erf", "qk-norm-head-dim-scaling")
+EVERY = [Case(kind, dim) for kind in KINDS for dim in (1, None)]
+SEEN = [
+    Case(TWO[(i + j) % 2], 1, attention, samples)
+    for i, attention in enumerate(ATTENTION)
+    for j, samples in enumerate(SAMPLES)
+]
+DROPPED = [
+    Case(kind, 1, "causal", samples, recompute, 0.5)
+    for kind in TWO
+    for samples in ("not told", "whole", "documents")
+    for recompute in RECOMPUTE
+]
+SLICES_OF_TOKENS = [Case(TWO[1], 0, samples=samples) for samples in ("whole", "documents")]
+CASES = {1: [*EVERY, *SEEN], 2: [*EVERY, *SEEN, *DROPPED, *SLICES_OF_TOKENS], 3: [*EVERY, *DROPPED]}
+
+
+@pytest.mark.parametrize("t", CASES)
+def test_equals_plain_block(ranks, t):
     nbytes = BATCH * SEQ * HIDDEN * 8
-    for (kind, sequence_parallel), by_rank in each_case(ranks, t, on_rank, product(KINDS, (True, False))):
-        what = f"{kind} on {t} {sequence_parallel=}"
-        wanted = by_plain_block(kind, make_block(kind), *inputs())
-        assert_ranks_have([result for result, *_ in by_rank], wanted, 1 if sequence_parallel else None, what)
-        call = ("all_gather", "reduce_scatter") if sequence_parallel else ("all_reduce",)
+    for case, by_rank in each_case(ranks, t, on_rank, CASES[t]):
+        real = torch.tensor(SAMPLES[case.samples]) >= 0
+        found = [result for result, *_ in by_rank]
+        for each in found if case.dim is None else joined(found, case.dim):
+            wanted = expected(case)
+            assert_same(each | {"y": each["y"][real]}, wanted | {"y": wanted["y"][real]}, f"{case} on {t}")
+        if t == 1 or case not in EVERY:
+            continue
+        call = ("all_reduce",) if case.dim is None else ("all_gather", "reduce_scatter")
         # column inputs are gathered once more, for the weight gradients
-        extra = [("all_gather", nbytes)] * 2 if sequence_parallel else []
+        extra = [] if case.dim is None else [("all_gather", nbytes)] * 2
         for _, forward, backward in by_rank:
-            assert forward == [(name, nbytes) for name in call] * 2, what
-            assert sorted(backward) == sorted([(name, nbytes) for name in call] * 2 + extra), what
+            assert forward == [(name, nbytes) for name in call] * 2, case
+            assert sorted(backward) == sorted([(name, nbytes) for name in call] * 2 + extra), case
+
+
+def alone(mesh, kind: str) -> Results:
+    torch.manual_seed(0)
+    options: dict = {"tp": TensorParallel(mesh, True), "dtype": torch.float64}
+    positions = Positions(BATCH, SEQ, IDS if kind == "documents" else None)
+    x, dy = (own(z, 1) for z in inputs())
+    if kind == "attention":
+        return step(SelfAttention(HIDDEN, HEADS, rope_base=50.0, **options), x, dy)
+    if kind == "mlp":
+        return step(MLP(HIDDEN, **options), x, dy)
+    return step(PositionEmbedding(SEQ, HIDDEN, **options), x, dy, positions=positions)
+
+
+class ParallelAttention(nn.Module):
+    """An attention that somebody else made of parallel linears."""
+
+    def __init__(self, tp: TensorParallel) -> None:
+        super().__init__()
+        options: dict = {"tp": tp, "dtype": torch.float64}
+        self.qkv = nn.ModuleList(ColumnParallelLinear(HIDDEN, HIDDEN, **options) for _ in range(3))
+        self.o_proj = RowParallelLinear(HIDDEN, HIDDEN, **options)
+
+    def forward(self, x: Tensor, *, positions: Positions) -> Tensor:
+        q, k, v = (each(x).view(positions.batch, positions.seq_length, -1, 4).transpose(1, 2) for each in self.qkv)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return self.o_proj(y.flatten(2).flatten(0, 1))
+
+
+def foreign(mesh, parallel: bool, recompute: str) -> Results:
+    module = make_block("gelu-layernorm", mesh, recompute=recompute)
+    torch.manual_seed(1)
+    module.self_attn = ParallelAttention(module.tp) if parallel else theirs.Attention(HIDDEN, 4).double()
+    return step(module, *(own(z, 1) for z in inputs()), positions=Positions(BATCH, SEQ))
+
+
+@pytest.mark.parametrize(
+    "function, cases",
+    [
+        (alone, [("attention",), ("mlp",), ("positions",), ("documents",)]),
+        (foreign, list(product((True, False), RECOMPUTE))),
+    ],
+)
+def test_a_layer_alone_and_an_attention_of_other_people_on_shards_equal_the_whole(ranks, function, cases):
+    wanted = [expected for _, (expected,) in each_case(ranks, 1, function, cases)]
+    for t in (2, 3) if function is alone else (2,):
+        for (case, found), expected in zip(each_case(ranks, t, function, cases), wanted, strict=True):
+            assert_ranks_have(found, expected, 1, f"{case} on {t}")
 
 
 def test_dropout_is_by_its_key_and_in_training_only():
     x, _ = inputs()
     block, without = make_block("gelu-layernorm", dropout=0.5), make_block("gelu-layernorm")
-    key = DropoutKey(0, 1, torch.arange(BATCH), block)
-    one, again = (block(x, dropout_key=key) for _ in range(2))
+    one, again = (block(x, dropout_key=key(block)) for _ in range(2))
     assert torch.equal(one, again) and not torch.equal(one, without(x))
-    assert not torch.equal(one, block(x, dropout_key=DropoutKey(0, 2, torch.arange(BATCH), block)))
+    assert not torch.equal(one, block(x, dropout_key=DropoutKey(SEED, STEP + 1, INDEX, block)))
     assert torch.equal(block.eval()(x), without(x))
+
+
+def test_learned_positions_begin_at_the_first_real_token():
+    embedding = PositionEmbedding(SEQ, HIDDEN)
+    mask = torch.tensor([[True, True, False, False, False, True]])
+    y = embedding(torch.zeros(1, SEQ, HIDDEN), Positions(1, SEQ, key_padding_mask=mask))
+    assert torch.equal(y[0, 2:5], embedding.weight[:3])
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_no_tokens_are_no_error(shape):
+    mask, block = torch.zeros(shape, dtype=torch.bool), make_block("mqa")
+    x = torch.zeros(*shape, HIDDEN, dtype=torch.float64, requires_grad=True)
+    for y in (block(x), block(x, key_padding_mask=mask)):
+        assert y.shape == x.shape
+        y.sum().backward()

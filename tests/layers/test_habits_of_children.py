@@ -18,6 +18,10 @@ from tpformer.layers import LayerNorm, Positions, RMSNorm, TensorParallel, Trans
 
 BATCH, SEQ = 2, 6
 NORMS = ("layernorm", "rmsnorm")
+OPTIONS: dict[str, dict] = {
+    "layernorm": {"ffn_hidden_size": FFN},
+    "rmsnorm": {"ffn_hidden_size": FFN, "norm": "rmsnorm", "activation": "swiglu", "qk_norm": True},
+}
 CHILDREN = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 OF_HEADS = {"layernorm": (), "rmsnorm": ("self_attn.q_norm", "self_attn.k_norm")}
 LINEARS = {
@@ -38,13 +42,8 @@ def places(habit: str, norm: str) -> tuple[str, ...]:
 
 def ours(norm: str, tp: TensorParallel | None = None, recompute: str = "none") -> TransformerBlock:
     """A block with the values of theirs.Block."""
-    activation = "gelu_tanh" if norm == "layernorm" else "swiglu"
-    options = {"norm": norm, "activation": activation, "recompute": recompute, "dtype": torch.float64}
-    options["qk_norm"] = norm == "rmsnorm"
-    block = TransformerBlock(HIDDEN, HEADS, ffn_hidden_size=FFN, tp=tp, **options)
-    if norm == "rmsnorm":
-        assert block.input_layernorm.eps == 1e-5
-    fill(block, theirs.Block(norm).state_dict())
+    block = TransformerBlock(HIDDEN, HEADS, tp=tp, recompute=recompute, dtype=torch.float64, **OPTIONS[norm])
+    fill(block, theirs.Block(**OPTIONS[norm]).state_dict())
     return block
 
 
@@ -58,7 +57,7 @@ def run(block: nn.Module, dim: int | None = None, **options) -> Results:
 
 @cache
 def by_torch(habit: Callable[[nn.Module, str], None], norm: str, path: str) -> Results:
-    block = theirs.Block(norm)
+    block = theirs.Block(**OPTIONS[norm])
     habit(block, path)
     return run(block)
 
@@ -93,8 +92,8 @@ def test_explain_names_what_is_called():
 
 def put_theirs(block: nn.Module, path: str) -> None:
     """Replace a child by that of torch.nn's block, which is whole on every rank."""
-    gated = hasattr(block.mlp, "gate_proj")
-    theirs.put(block, path, theirs.Block("rmsnorm" if gated else "layernorm").get_submodule(path))
+    norm = "rmsnorm" if hasattr(block.mlp, "gate_proj") else "layernorm"
+    theirs.put(block, path, theirs.Block(**OPTIONS[norm]).get_submodule(path))
 
 
 def bare_norm(block: nn.Module, path: str) -> None:

@@ -3,6 +3,7 @@
 import traceback
 from contextlib import nullcontext
 from itertools import product
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn.utils import parametrizations
 
 from tpformer import ops
-from tpformer.distributed.dtensor import full_tensor
 from tpformer.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
 
 BATCH, SEQ, K, N = 3, 4, 8, 12
@@ -37,47 +37,74 @@ def test_bit_identical_to_linear(kind, bias):
     assert_identical(step(ours, x, dy), step(theirs, x, dy))
 
 
-def pair_along(mesh, sequence_dim: int | None) -> tuple[torch.Size, Results, dict[str, Tensor]]:
-    """Run x through a column and a row linear, with one dim of (batch, seq, hidden) sharded as the sequence: the shape
-    between them, results and gradients, and the weights."""
-    t, dim = mesh.size(), sequence_dim or 0
-    torch.manual_seed(3)
-    options = {"sequence_dim": sequence_dim, "tp": TensorParallel(mesh, True), "dtype": torch.float64}
-    column, row = ColumnParallelLinear(K, N, **options), RowParallelLinear(N, K, activation="silu", **options)
-    assert column.weight.placements == (Shard(0),) and row.weight.placements == (Shard(1),)
-    assert column.bias.placements == (Shard(0),) and row.bias.placements == (Replicate(),)
-    x, residual, dy = (own(rand(BATCH * t, SEQ * t, K, seed=s), dim) for s in (0, 1, 2))
-    x.requires_grad_(), residual.requires_grad_()
-    hidden = column(x)
-    y = row(hidden, residual=residual)
-    y.backward(dy.reshape(y.shape))
+class Pair(NamedTuple):
+    """A column linear of (k, n), a row linear of (n, k), a residual; x (batch, seq, k) is sharded along sequence_dim,
+    or along its first dim (None). gathered: the one gathers its output, and the other takes all of it."""
+
+    sequence_parallel: bool
+    sequence_dim: int | None
+    gathered: bool
+    k: int = K
+    n: int = N
+
+    @property
+    def dim(self) -> int | None:
+        return (self.sequence_dim or 0) if self.sequence_parallel else None
+
+    def plain(self) -> nn.ModuleDict:
+        torch.manual_seed(3)
+        return nn.ModuleDict({"column": nn.Linear(self.k, self.n), "row": nn.Linear(self.n, self.k)}).double()
+
+    def run(self, model: nn.ModuleDict, x: Tensor, residual: Tensor, dy: Tensor) -> Results:
+        ours = isinstance(model["row"], RowParallelLinear)
+        hidden = model["column"](x.requires_grad_())
+        hidden.retain_grad()
+        residual.requires_grad_()
+        y = model["row"](hidden, residual=residual) if ours else model["row"](F.silu(hidden)) + residual
+        y.backward(dy.reshape(y.shape))
+        assert_same(residual.grad, dy)
+        found = {"y": y.detach().view(x.shape), "dx": x.grad, "hidden": hidden.detach(), "dhidden": hidden.grad}
+        return found | gradients(model)
+
+    def inputs(self, t: int) -> list[Tensor]:
+        return [own(rand(BATCH * t, SEQ * t, self.k, seed=seed), None) for seed in (0, 1, 2)]
+
+
+def paired(mesh, *fields) -> Results:
+    """All but the rows between both linears, where each rank has its own features of them."""
+    case, t = Pair(*fields), mesh.size()
+    tp = TensorParallel(mesh, case.sequence_parallel)
+    options = {"sequence_dim": case.sequence_dim, "tp": tp, "dtype": torch.float64}
+    column = ColumnParallelLinear(case.k, case.n, gather_output=case.gathered, **options)
+    row = RowParallelLinear(case.n, case.k, activation="silu", input_is_parallel=not case.gathered, **options)
+    assert column.weight.placements == column.bias.placements == (Shard(0),)
+    assert row.weight.placements == (Shard(1),) and row.bias.placements == (Replicate(),)
     model = nn.ModuleDict({"column": column, "row": row})
-    found = {"y": y.detach().view(x.shape), "dx": x.grad, "dresidual": residual.grad} | gradients(model)
-    return hidden.shape, found, {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
+    fill(model, case.plain().state_dict())
+    found = case.run(model, *(own(z, case.dim) for z in case.inputs(t)))
+    # without sequence_dim the leading dims are flattened, because the gathered rows no longer have x's
+    flat = case.dim is not None and case.sequence_dim is None and t > 1
+    rows, width = (BATCH * t * SEQ * t,) if flat else (BATCH * t, SEQ * t), case.n if case.gathered else case.n // t
+    assert found["hidden"].shape == found["dhidden"].shape == (*rows, width)
+    for name in ("hidden", "dhidden"):
+        between = found.pop(name)
+        if case.gathered:
+            found[name] = between.view(BATCH * t, SEQ * t, case.n)
+    return found
 
 
-def plain_pair(t: int, weights: dict[str, Tensor]) -> Results:
-    p = {name: value.clone().requires_grad_() for name, value in weights.items()}
-    x, residual, dy = (rand(BATCH * t, SEQ * t, K, seed=s) for s in (0, 1, 2))
-    x.requires_grad_(), residual.requires_grad_()
-    hidden = F.silu(F.linear(x, p["column.weight"], p["column.bias"]))
-    y = residual + F.linear(hidden, p["row.weight"], p["row.bias"])
-    y.backward(dy)
-    found = {"y": y.detach(), "dx": x.grad, "dresidual": residual.grad}
-    return found | {name: value.grad for name, value in p.items()}
+PAIRS = [
+    *(Pair(True, sequence_dim, False) for sequence_dim in (1, 0, None)),
+    # with 5 and 7 features the last rank has fewer than the others
+    *(Pair(*case, True, *sizes) for *case, sizes in product((False, True), (None, 1), ((8, 12), (5, 7)))),
+]
 
 
 @pytest.mark.parametrize("t", [1, 2, 3])
-def test_sequence_dim_equals_plain_linears(ranks, t):
-    for (sequence_dim,), by_rank in each_case(ranks, t, pair_along, [(1,), (0,), (None,)]):
-        dim, wanted = sequence_dim or 0, plain_pair(t, by_rank[0][2])
-        found = [each for _, each, _ in by_rank]
-        residual = torch.cat([each["dresidual"] for each in found], dim)
-        assert_ranks_have([each | {"dresidual": residual} for each in found], wanted, dim, f"{sequence_dim} on {t}")
-        for shape, *_ in by_rank:
-            tokens = BATCH * t * SEQ * t
-            # without sequence_dim the leading dims are flattened, because the gathered rows no longer have x's
-            assert shape == ((tokens, N // t) if sequence_dim is None and t > 1 else (BATCH * t, SEQ * t, N // t))
+def test_column_and_row_equal_plain_linears(ranks, t):
+    for case, by_rank in each_case(ranks, t, paired, PAIRS):
+        wanted = case.run(case.plain(), *case.inputs(t))
+        assert_ranks_have(by_rank, {name: wanted[name] for name in by_rank[0]}, case.dim, f"{case} on {t}")
 
 
 def some_rows(mesh, sequence_parallel: bool) -> tuple[Tensor, Results]:
@@ -104,44 +131,6 @@ def test_used_rows_sum_their_gradients_over_ranks(ranks, t):
         for weight, found in by_rank:
             assert_identical(weight, by_rank[0][0])
             assert_same(found, {"weight": uses[:, None] * rand(6, K).sum(0), "bias": 6 * uses}, f"{case}")
-
-
-def edges(mesh, sequence_parallel: bool, sequence_dim: int | None, k: int, hidden: int) -> tuple[Results, Results]:
-    """Return our results, and nn.Linear's: a column linear gathers its output, and a row linear takes all of it."""
-    t, dim = mesh.size(), sequence_dim or 0
-    torch.manual_seed(0)
-    plain = [nn.Linear(k, hidden, dtype=torch.float64), nn.Linear(hidden, k, dtype=torch.float64)]
-    options = {"tp": TensorParallel(mesh, sequence_parallel), "sequence_dim": sequence_dim, "dtype": torch.float64}
-    column = ColumnParallelLinear(k, hidden, gather_output=True, **options)
-    row = RowParallelLinear(hidden, k, input_is_parallel=False, **options)
-    x, dy = rand(2 * t, t, k, seed=1), rand(2 * t, t, k, seed=2)
-    results = []
-    for modules, shard in (((column, row), sequence_parallel), (plain, False)):
-        model = nn.Sequential(*modules)
-        if modules is not plain:
-            fill(model, nn.Sequential(*plain).state_dict())
-        mine, dmine = (own(each, dim if shard else None) for each in (x, dy))
-        made = modules[0](mine.requires_grad_())
-        made.retain_grad()
-        y = modules[1](made.view(-1, hidden) if sequence_dim is None else made)
-        y.backward(dmine.view(y.shape))
-        found = {"y": y.detach().view(mine.shape), "dx": mine.grad} | gradients(model)
-        results.append(found | {"hidden": made.detach(), "dhidden": made.grad})
-    return results[0], results[1]
-
-
-# with 5 and 7 features the last rank has fewer than the others
-EDGES = [(*case, *sizes) for *case, sizes in product((False, True), (None, 1), ((8, 12), (5, 7)))]
-
-
-@pytest.mark.parametrize("t", [1, 2, 3])
-def test_gathered_output_and_unsharded_input(ranks, t):
-    for case, by_rank in each_case(ranks, t, edges, EDGES):
-        wanted = by_rank[0][1]
-        found = [
-            each | {name: each[name].view(wanted[name].shape) for name in ("hidden", "dhidden")} for each, _ in by_rank
-        ]
-        assert_ranks_have(found, wanted, (case[1] or 0) if case[0] else None, f"{case} on {t}")
 
 
 def test_few_frames_lie_between_a_layer_and_its_product(monkeypatch):

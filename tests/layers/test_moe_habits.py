@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tpformer import ops
+from tpformer.distributed.dtensor import full_tensor
 from tpformer.layers import MoE, Positions, Router, TensorParallel, TransformerBlock, balance_losses
 from tpformer.ops.route import record_routing
 
+EAGER = {"backend": "eager"}
 PADDING = torch.tensor([[False] * 4 + [True] * 2, [False] * 6])
 
 
@@ -115,63 +117,52 @@ def test_experts_compute_in_at_least_float32_whatever_a_routings_weights_are(dty
     assert torch.equal(moe.experts(x, ops.Routing(experts, weights)), wide)
 
 
-def balanced(mesh, sequence_parallel: bool, hooked: bool) -> tuple[Results, list[int]]:
-    moe = make_moe("balance", mesh, sequence_parallel)
-    if hooked:
-        moe.gate.register_forward_hook(lambda *_: None)
-    x = own(inputs()[0], 1 if sequence_parallel else None).requires_grad_()
-    with balance_losses() as losses:
-        y = moe(x, Positions(BATCH, SEQ, key_padding_mask=PADDING))
-    losses[0].backward()
-    return {"y": y.detach(), "dx": x.grad, "gate.weight": gradients(moe)["gate.weight"]}, moe.gate.load.tolist()
-
-
-def test_positions_beside_slices_of_samples(ranks):
-    """Fails if rows (batch, seq / t) of all ranks are taken for samples one after another."""
-    ((_, ((wanted, load),)),) = each_case(ranks, 1, balanced, [(False, False)])
-    chosen = (inputs()[0][~PADDING] @ make_moe("balance").gate.weight.t()).topk(2).indices
-    assert load == chosen.flatten().bincount(minlength=EXPERTS).tolist()
-    for case, by_rank in each_case(ranks, 2, balanced, product((True, False), (True, False))):
-        assert all(each == load for _, each in by_rank), case
-        assert_ranks_have([found for found, _ in by_rank], wanted, 1 if case[0] else None, case)
-
-
 def test_positions_of_another_shape_are_refused():
     with balance_losses(), pytest.raises(ValueError, match="that are not those of Positions"):
         make_moe("balance")(inputs()[0], Positions(SEQ, BATCH))
 
 
-def wrapped(mesh, part: str, how: str) -> tuple[Results, list[int]]:
-    """A block with padding, as it is or with one part within a wrapper of torch."""
+def wrapped(mesh, sequence_parallel: bool, part: str, how: str) -> tuple[Results, list[int]]:
+    """A block with padding, as it is, or with one part hooked or within a wrapper of torch."""
     moe = {"n_experts": EXPERTS, "ffn_hidden_size": 12, "balance": 0.3}
     options: dict = {"bias": False, "activation": "swiglu", "dtype": torch.float64}
     torch.manual_seed(0)
-    block = TransformerBlock(16, 2, moe=moe, tp=TensorParallel(mesh, mesh.size() > 1), **options)
-    gate = block.mlp.gate
-    if part:
-        inner = block.get_submodule(part)
-        outer = checkpoint_wrapper(inner) if how == "checkpointed" else torch.compile(inner, backend="eager")
-        block.set_submodule(part, outer)
-    x, dy = (own(z, 1) for z in inputs())
+    block = TransformerBlock(16, 2, moe=moe, tp=TensorParallel(mesh, sequence_parallel), **options)
+    gate, inner = block.mlp.gate, block.get_submodule(part)
+    if how == "hooked":
+        inner.register_forward_hook(lambda *_: None)
+    elif how:
+        block.set_submodule(part, checkpoint_wrapper(inner) if how == "checkpointed" else torch.compile(inner, **EAGER))
+    x, dy = (own(z, 1 if sequence_parallel else None) for z in inputs())
     x.requires_grad_()
     with balance_losses() as losses:
         y = block(x, positions=Positions(BATCH, SEQ, key_padding_mask=PADDING))
     ((y * dy).sum() + losses[0]).backward()
-    grads = {name.split(".")[-1]: each for name, each in gradients(block).items() if name.endswith("up_proj")}
-    return {"y": y.detach(), "dx": x.grad, **grads}, gate.load.tolist()
+    experts = {name.split(".")[-1]: each for name, each in gradients(block).items() if name.endswith("up_proj")}
+    return {"y": y.detach(), "dx": x.grad, "gate": full_tensor(gate.weight.grad), **experts}, gate.load.tolist()
 
 
-@pytest.mark.parametrize("t", [1, 2])
+# Compiling the part that holds the others takes seconds: one rank does
+WRAPPED = {
+    1: [(False, "mlp", "compiled"), *((False, part, "checkpointed") for part in ("mlp", "mlp.gate", "mlp.experts"))],
+    2: [
+        (True, "", ""),
+        *product((True, False), ["mlp.gate"], ("hooked", "checkpointed", "compiled")),
+        *product([True], ["mlp", "mlp.experts"], ["checkpointed"]),
+        (True, "mlp.experts", "compiled"),
+    ],
+}
+
+
+@pytest.mark.parametrize("t", WRAPPED)
 def test_a_wrapped_part_knows_samples_and_padding(ranks, t):
-    """Fails if a wrapper keeps positions from a router: it would count padding, and refuse to balance. Compiling
-    the part that holds the others takes seconds: one rank does."""
-    parts = ("mlp", "mlp.gate", "mlp.experts")
-    cases = [("", ""), *product(parts, ["checkpointed"]), *product(parts[:1] if t == 1 else parts[1:], ["compiled"])]
-    ((_, ((wanted, load),)),) = each_case(ranks, 1, wrapped, cases[:1])
+    """Fails if a wrapper keeps positions from a router, which would count padding, and refuse to balance; or if rows
+    (batch, seq / t) of all ranks are taken for samples one after another."""
+    ((_, ((wanted, load),)),) = each_case(ranks, 1, wrapped, [(False, "", "")])
     assert sum(load) == 2 * int((~PADDING).sum())
-    for case, by_rank in each_case(ranks, t, wrapped, cases):
+    for case, by_rank in each_case(ranks, t, wrapped, WRAPPED[t]):
         assert all(each == load for _, each in by_rank), case
-        assert_ranks_have([found for found, _ in by_rank], wanted, 1, f"{case} on {t}")
+        assert_ranks_have([found for found, _ in by_rank], wanted, 1 if case[0] else None, f"{case} on {t}")
 
 
 def test_training_follows_inference_in_training_mode():

@@ -9,32 +9,21 @@ from unittest import mock
 import pytest
 import torch
 from steps import Results, each_case, gradients, own, step, with_keys_in_one
-from test_block_layer import BATCH, HIDDEN, SEQ, by_plain_block, inputs, make_block
+from test_block_layer import BATCH, HIDDEN, SEQ, by_plain_block, inputs, key, make_block, masks
 from testing import assert_identical, assert_kernel_close
 from torch import Tensor
 
 from tpformer import ops
 from tpformer.config import RECOMPUTE
 from tpformer.distributed import record_collectives
-from tpformer.kernels.dropout.reference import dropout_apply
-from tpformer.kernels.philox.reference import philox_key
-from tpformer.layers import DropoutKey, Positions, TensorParallel, TransformerBlock
+from tpformer.layers import Positions, TensorParallel, TransformerBlock
 from tpformer.ops import attention
 from tpformer.planner.storages import Saved
 
-P, SEED, STEP = 0.1, 3, 7
-SAMPLES = torch.tensor([11, 4])
+P = 0.1
 SEEDS = range(8)  # of inputs: the largest error in one block is luck, that in several far less so
 DTYPES = (torch.float32, torch.bfloat16)
 DROPPED = ["gelu-layernorm", "qk-norm-head-dim-scaling"]
-
-
-def masks(dtype: torch.dtype) -> list[Tensor]:
-    """The dropout of both branches as factors, drawn here from the definition."""
-    start = (SAMPLES[:, None] * SEQ + torch.arange(SEQ)).flatten() * HIDDEN
-    ones = torch.ones(BATCH * SEQ, HIDDEN, dtype=torch.float64)
-    sites = [dropout_apply(ones, start, philox_key(SEED, STEP, SEQ, "", name), P) for name in ("attention", "mlp")]
-    return [site.view(BATCH, SEQ, HIDDEN).to(dtype) for site in sites]
 
 
 def of_seeds(results: list[Results]) -> Results:
@@ -47,12 +36,8 @@ def by_plain(kind: str, dtype: torch.dtype) -> Results:
     block, found = make_block(kind, dtype=torch.float32).to(dtype), []
     for seed in SEEDS:
         x, dy = (z.float().to(dtype) for z in inputs(seed))
-        found.append(with_keys_in_one(by_plain_block(kind, block, x, dy, masks=masks(dtype))))
+        found.append(with_keys_in_one(by_plain_block(kind, block, x, dy, masks=masks(P, dtype))))
     return of_seeds(found)
-
-
-def key(block: TransformerBlock) -> DropoutKey:
-    return DropoutKey(SEED, STEP, SAMPLES, block)
 
 
 def made(mesh, kind: str, dtype: torch.dtype, recompute: str) -> TransformerBlock:

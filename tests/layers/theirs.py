@@ -1,90 +1,146 @@
-"""A transformer of torch.nn modules with our names, and edits of modules: the oracle of habits.
+"""A transformer of torch.nn modules with our names and options, and edits of modules: the oracle of layers.
 
 Belongs here: modules that know nothing of this library; edits in place that mean the same to theirs and to ours.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from plain import rotate
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from tpformer.layers import Positions
 
 HIDDEN, HEADS, FFN = 24, 4, 48
+# Llama's, with the norms of Qwen 3
+LLAMA: dict[str, Any] = {
+    "norm": "rmsnorm", "activation": "swiglu", "n_kv_heads": HEADS // 2, "qk_norm": True, "rope_base": 1e4,
+    "bias": False,
+}  # fmt: skip
+
+
+def slowed(frequency: float, factor: float, low: float, high: float, length: int) -> float:
+    """Llama 3.1's scaling of one frequency, as it is published: by wavelength, in three cases."""
+    wavelength = 2 * math.pi / frequency
+    if wavelength < length / high:
+        return frequency
+    if wavelength > length / low:
+        return frequency / factor
+    smooth = (length / wavelength - low) / (high - low)
+    return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def rotate(x: Tensor, base: float, interleaved: bool = False, offset: int = 0, scaling: tuple | None = None) -> Tensor:
+    """Rotate x (batch, heads, seq, d), whose first token is at `offset`. The pairs (i, i + d/2), or if interleaved (2i,
+    2i + 1), are turned as complex numbers."""
+    half = x.shape[-1] // 2
+    frequency = base ** -(torch.arange(half, dtype=torch.float64) / half)
+    if scaling is not None:
+        frequency = torch.tensor([slowed(each, *scaling) for each in frequency.tolist()], dtype=torch.float64)
+    angle = torch.arange(offset, offset + x.shape[2], dtype=torch.float64)[:, None] * frequency
+    wide = x.double()
+    first, second = (wide[..., ::2], wide[..., 1::2]) if interleaved else (wide[..., :half], wide[..., half:])
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
+    pairs = [turned.real, turned.imag]
+    return (torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """llama: half as many key-value heads as queries, and RoPE. qk_norm: the norms of Qwen 3."""
+    """Attention of modules; the options are those of our SelfAttention."""
 
-    def __init__(self, llama: bool = False, qk_norm: bool = False) -> None:
+    def __init__(
+        self, hidden: int = HIDDEN, heads: int = HEADS, *, n_kv_heads: int | None = None, head_dim: int | None = None,
+        bias: bool = True, qkv_bias: bool | None = None, qk_norm: bool = False, rope_base: float | None = None,
+        rope_interleaved: bool = False, rope_scaling: tuple | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        norms = (nn.RMSNorm(HIDDEN // HEADS, eps=1e-5) if qk_norm else None for _ in range(2))
-        self.q_norm, self.k_norm = norms
-        for norm in (self.q_norm, self.k_norm) if qk_norm else ():
-            nn.init.normal_(norm.weight, 1, 0.3)
-        self.llama = llama
-        keys = HIDDEN // 2 if llama else HIDDEN
-        self.q_proj, self.o_proj = (nn.Linear(HIDDEN, HIDDEN, not llama) for _ in range(2))
-        self.k_proj, self.v_proj = (nn.Linear(HIDDEN, keys, not llama) for _ in range(2))
+        self.d = head_dim or hidden // heads
+        width, keys, of_qkv = heads * self.d, (n_kv_heads or heads) * self.d, bias if qkv_bias is None else qkv_bias
+        self.q_norm, self.k_norm = (nn.RMSNorm(self.d, eps=1e-5) if qk_norm else None for _ in range(2))
+        self.q_proj, self.o_proj = nn.Linear(hidden, width, of_qkv), nn.Linear(width, hidden, bias)
+        self.k_proj, self.v_proj = (nn.Linear(hidden, keys, of_qkv) for _ in range(2))
+        self.rope = {"base": rope_base, "interleaved": rope_interleaved, "scaling": rope_scaling}
 
-    def forward(self, x: Tensor, *, positions: Positions | None = None) -> Tensor:
-        """x is (batch, seq, hidden), or rows together with their positions."""
+    def forward(self, x: Tensor, *, positions: Positions | None = None, visible: Tensor | None = None) -> Tensor:
+        """x is (batch, seq, hidden), or rows together with their positions. visible (batch, seq, seq): whether a query
+        sees a key; None is causal attention."""
         batch, seq = x.shape[:2] if positions is None else (positions.batch, positions.seq_length)
-        rows = x.reshape(-1, HIDDEN)  # as our block calls its linears
+        rows = x.reshape(-1, x.shape[-1])  # as our block calls its linears
         q, k, v = (
-            linear(rows).unflatten(1, (-1, HIDDEN // HEADS)).unflatten(0, (batch, seq))
+            linear(rows).unflatten(1, (-1, self.d)).unflatten(0, (batch, seq))
             for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-        if self.llama:
-            q, k = rotate(q, 1e4), rotate(k, 1e4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.llama).transpose(1, 2)
-        return self.o_proj(y.reshape(rows.shape)).view(x.shape)
+        if self.rope["base"] is not None:
+            q, k = rotate(q, **self.rope), rotate(k, **self.rope)
+        queries = q.shape[1] // k.shape[1]
+        k, v = (y.repeat_interleave(queries, 1) for y in (k, v))
+        if x.dtype == torch.float64:  # the oracle follows the formula
+            seen = torch.ones(1, seq, seq).tril().bool() if visible is None else visible
+            y = (q @ k.mT / self.d**0.5).masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ v
+        else:  # the baseline is what PyTorch attains in a lower precision
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).reshape(len(rows), -1)).view(x.shape)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+    "swiglu": F.silu,
+    "geglu": partial(F.gelu, approximate="tanh"),
+}
 
 
 class MLP(nn.Module):
-    def __init__(self, gated: bool, bias: bool = True) -> None:
+    """The options are those of our MLP."""
+
+    def __init__(
+        self, hidden: int = HIDDEN, ffn_hidden_size: int | None = None, activation: str = "gelu_tanh", bias: bool = True
+    ) -> None:
         super().__init__()
-        self.gated = gated
-        if gated:
-            self.gate_proj, self.up_proj = nn.Linear(HIDDEN, FFN, bias), nn.Linear(HIDDEN, FFN, bias)
-            self.down_proj = nn.Linear(FFN, HIDDEN, bias)
+        self.activation, ffn = activation, ffn_hidden_size or 4 * hidden
+        if activation.endswith("glu"):
+            self.gate_proj, self.up_proj = nn.Linear(hidden, ffn, bias), nn.Linear(hidden, ffn, bias)
+            self.down_proj = nn.Linear(ffn, hidden, bias)
         else:
-            self.fc1, self.fc2 = nn.Linear(HIDDEN, FFN), nn.Linear(FFN, HIDDEN)
+            self.fc1, self.fc2 = nn.Linear(hidden, ffn, bias), nn.Linear(ffn, hidden, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gated:
-            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        act = ACTIVATIONS[self.activation]
+        if hasattr(self, "gate_proj"):
+            return self.down_proj(act(self.gate_proj(x)) * self.up_proj(x))
+        return self.fc2(act(self.fc1(x)))
 
 
 class Block(nn.Module):
-    """A float64 block whose norms and biases are off 1 and 0.
+    """A float64 block whose norms and biases are off 1 and 0. The options are those of our TransformerBlock."""
 
-    norm: "layernorm" with a plain MLP, or "rmsnorm" with a gated one and norms of queries and keys. llama: Llama's
-    attention and no biases, besides.
-    """
-
-    def __init__(self, norm: str, llama: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self, hidden: int = HIDDEN, heads: int = HEADS, *, norm: str = "layernorm", activation: str = "gelu_tanh",
+        ffn_hidden_size: int | None = None, bias: bool = True, seed: int = 0, **attention: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
         torch.manual_seed(seed)
-        norms = [nn.LayerNorm(HIDDEN) if norm == "layernorm" else nn.RMSNorm(HIDDEN, eps=1e-5) for _ in range(2)]
-        self.input_layernorm, self.post_attention_layernorm = norms
-        self.self_attn, self.mlp = Attention(llama, norm == "rmsnorm"), MLP(norm == "rmsnorm", not llama)
+        kind = nn.LayerNorm if norm == "layernorm" else nn.RMSNorm
+        self.input_layernorm, self.post_attention_layernorm = (kind(hidden, eps=1e-5) for _ in range(2))
+        self.self_attn = Attention(hidden, heads, bias=bias, **attention)
+        self.mlp = MLP(hidden, ffn_hidden_size, activation, bias)
         self.double()
         for parameter in self.parameters():
             if parameter.ndim == 1:
                 nn.init.normal_(parameter, 1, 0.3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x))
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Tensor, *, masks: Sequence[Any] = (1, 1), **attention: Any) -> Tensor:
+        """masks: the dropout of both branches, as factors."""
+        x = x + masks[0] * self.self_attn(self.input_layernorm(x), **attention)
+        return x + masks[1] * self.mlp(self.post_attention_layernorm(x))
 
 
 class PositionEmbedding(nn.Module):
@@ -103,8 +159,9 @@ class GPT(nn.Module):
 
     def __init__(self, vocab: int, seq: int, layers: int, llama: bool = False) -> None:
         super().__init__()
-        norm = "rmsnorm" if llama else "layernorm"
-        self.layers = nn.ModuleDict({str(index): Block(norm, llama, index) for index in range(layers)})
+        options = LLAMA if llama else {}
+        blocks = {str(index): Block(ffn_hidden_size=FFN, seed=index, **options) for index in range(layers)}
+        self.layers = nn.ModuleDict(blocks)
         self.embed_tokens = nn.Embedding(vocab, HIDDEN)
         self.embed_positions = None if llama else PositionEmbedding(seq)
         self.norm = nn.RMSNorm(HIDDEN, eps=1e-5) if llama else nn.LayerNorm(HIDDEN)
