@@ -1,7 +1,5 @@
 """Layers made as torch's modules are made, or from these modules, compute what they do."""
 
-from itertools import product
-
 import pytest
 import torch
 from steps import Results, each_case, step
@@ -102,7 +100,8 @@ def test_norms_have_torchs_constructors_and_values(kind, arguments):
             assert_same(found[part], wanted[part], f"{part} {shape}")
 
 
-@pytest.mark.parametrize("dtype, kind", product([torch.bfloat16, torch.float16, torch.float32], [RMSNorm, nn.RMSNorm]))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", [RMSNorm, nn.RMSNorm])
 def test_default_eps_of_rmsnorm(dtype, kind):
     x = 1e-4 * torch.arange(1, 8).to(dtype)[None]
     eps = torch.finfo(torch.float32).eps

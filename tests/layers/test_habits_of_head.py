@@ -133,26 +133,19 @@ def test_adapters_of_whole_features_are_refused(ranks):
 
 
 @pytest.mark.parametrize(
-    "tied, head, words",
+    "tied, path, child, words",
     [
-        (False, lambda head: nn.Linear(24, 32), "Linear computes 32 features of 30: a module that is not built"),
-        (True, nn.Sequential, r"no table of its own \(weight=False\): give each call one, .* tie_embeddings=False"),
+        (False, "lm_head", nn.Linear(24, 32), "Linear computes 32 features of 30: a module that is not built"),
+        (True, "lm_head", None, r"no table of its own \(weight=False\): give each call one, .* tie_embeddings=False"),
+        (True, "embed_tokens", nn.Embedding(VOCAB, 24),
+         r"but embed_tokens \(Embedding\) contains no VocabParallelEmbedding: wrap the original one"),
     ],
-)
-def test_heads_that_cannot_be(tied, head, words):
+)  # fmt: skip
+def test_heads_and_tables_that_cannot_be(tied, path, child, words):
     model = build(tied=tied)
-    model.lm_head = head(model.lm_head).double()
+    theirs.put(model, path, nn.Sequential(model.lm_head) if child is None else child.double())
     with pytest.raises(ValueError, match=words):
         model(IDS[:, :-1], targets=IDS[:, 1:])
-
-
-def test_a_tied_embedding_of_others_is_refused():
-    model = build(tied=True)
-    model.embed_tokens = nn.Embedding(VOCAB, 24)
-    with pytest.raises(
-        ValueError, match=r"but embed_tokens \(Embedding\) contains no VocabParallelEmbedding: wrap the original one"
-    ):
-        model(IDS[:, :-1])
 
 
 # what recipes pass to fully_shard, one after the other, before the model itself

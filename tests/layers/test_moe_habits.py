@@ -147,9 +147,9 @@ WRAPPED = {
     1: [(False, "mlp", "compiled"), *((False, part, "checkpointed") for part in ("mlp", "mlp.gate", "mlp.experts"))],
     2: [
         (True, "", ""),
-        *product((True, False), ["mlp.gate"], ("hooked", "checkpointed", "compiled")),
+        *product((True, False), ["mlp.gate"], ("hooked", "checkpointed")),
         *product([True], ["mlp", "mlp.experts"], ["checkpointed"]),
-        (True, "mlp.experts", "compiled"),
+        (True, "mlp.gate", "compiled"),
     ],
 }
 

@@ -40,12 +40,12 @@ def model(name: str, **options: Any) -> GPT:
     return GPT(GPTConfig(**{**PLAIN, **MODELS[name]}), dtype=torch.bfloat16, seed=1, **options)
 
 
-def step(net: GPT, device: str = "cpu") -> list[Tensor]:
+def step(net: GPT, device: str = "cpu", backward: Callable[[Tensor], None] = Tensor.backward) -> list[Tensor]:
     """Loss and gradients; what dropout draws is the same each time."""
     ids = torch.randint(60, (2, 129), generator=torch.Generator().manual_seed(3)).to(device)
     index = torch.arange(2, device=device)
     loss = net(ids[:, :-1].contiguous(), targets=ids[:, 1:].contiguous(), sample_index=index, step=1)
-    loss.backward()
+    backward(loss)
     return [loss.detach(), *(parameter.grad for parameter in net.parameters())]
 
 
@@ -163,10 +163,12 @@ def test_a_tensor_that_overflows_stays_as_it_is_or_gradients_are_nan_and_the_rep
         assert report().values == 0
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("thread", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_around_and_inside_a_block(inside, reentrant) -> None:
-    """They keep their inputs alone, and pack nothing in either run, whatever is allowed when the second one comes."""
+@pytest.mark.parametrize("inside", [False, True])
+def test_checkpoints_around_and_inside_a_block(inside, reentrant, thread) -> None:
+    """They keep their inputs alone, and pack nothing in either run, whatever is allowed when the second one comes.
+    thread: as on a GPU, where the backward's thread has no context variables."""
     results = []
     for packs in (False, True):
         net = model("gpt", pack_activations=packs)
@@ -174,25 +176,18 @@ def test_checkpoints_around_and_inside_a_block(inside, reentrant) -> None:
             part = layer.mlp if inside else layer
             part.forward = partial(checkpointed, part.forward, reentrant)
         report()
-        with ops.unpacked_activations() if not inside else nullcontext():
-            results.append(step(net))
+        with ops.unpacked_activations() if not inside else nullcontext(), ThreadPoolExecutor(1) as pool:
+            results.append(step(net, backward=in_thread(pool) if thread else Tensor.backward))
         assert (report().values > 0) == (inside and packs)
     assert_identical(*results)
 
 
+def in_thread(pool: ThreadPoolExecutor) -> Callable[[Tensor], None]:
+    return lambda loss: pool.submit(loss.backward).result()
+
+
 def checkpointed(forward, reentrant: bool, x: Tensor, **options: Any) -> Tensor:
     return checkpoint(lambda x: forward(x, **options), x, use_reentrant=reentrant)
-
-
-def test_a_second_run_in_another_thread_saves_what_the_first_did() -> None:
-    """As on a GPU, where the backward's thread has no context variables."""
-    block = packing_block()
-    x = torch.randn(2, 128, 128).bfloat16().requires_grad_()
-    with ops.unpacked_activations():
-        y = checkpoint(block, x, use_reentrant=False)
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(y.sum().backward).result()
-    assert x.grad is not None and report().values == 0
 
 
 def test_offload_moves_packed_bytes() -> None:
@@ -216,17 +211,22 @@ def test_offload_moves_packed_bytes() -> None:
 
 
 def test_memory_that_is_written_again_is_packed_again() -> None:
-    x = torch.randn(64, 256).bfloat16()
-    weight = torch.ones(256, dtype=torch.bfloat16, requires_grad=True)
-    with packing.packed_activations():
-        first = (x * weight).sum()
+    """What is packed has the values of its saving. Memory that is not packed and was written to is torch's error."""
+    for dtype in (torch.bfloat16, torch.float32):
+        x, weight = torch.randn(64, 256).to(dtype), torch.ones(256, dtype=dtype, requires_grad=True)
         before = x.clone()
-        x.mul_(2)
-        second = (x * weight).sum()
-    gradient = torch.autograd.grad(first + second, weight)[0]
-    expected = torch.autograd.grad((before * weight).sum() + (x * weight).sum(), weight)[0]
-    assert torch.equal(gradient, expected)
-    assert report().values == 2 * x.numel()
+        with packing.packed_activations():
+            first = (x * weight).sum()
+            x.mul_(2)
+            second = (x * weight).sum()
+        if dtype == torch.float32:
+            with pytest.raises(RuntimeError, match="by an inplace operation: .* version 1, and was saved at 0"):
+                first.backward()
+            continue
+        gradient = torch.autograd.grad(first + second, weight)[0]
+        expected = torch.autograd.grad((before * weight).sum() + (x * weight).sum(), weight)[0]
+        assert torch.equal(gradient, expected)
+        assert report().values == 2 * x.numel()
 
 
 def test_what_is_left_as_it_is() -> None:
@@ -251,20 +251,6 @@ def test_what_is_left_as_it_is() -> None:
     block(torch.empty(2, 128, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)).sum().backward()
     block = packing_block()
     assert block(torch.empty(0, 128, 128).bfloat16()).shape == (0, 128, 128)
-
-
-def test_a_tensor_that_was_written_to_is_an_error_as_in_torch() -> None:
-    """What is packed has the values of its saving instead."""
-    for dtype, packs in ((torch.float32, False), (torch.bfloat16, True)):
-        x, weight = torch.ones(64, 256, dtype=dtype), torch.ones(256, dtype=dtype, requires_grad=True)
-        with packing.packed_activations():
-            y = (x * weight).sum()
-            x.mul_(2)
-        if packs:
-            assert torch.autograd.grad(y, weight)[0].eq(64).all()
-        else:
-            with pytest.raises(RuntimeError, match="by an inplace operation: .* version 1, and was saved at 0"):
-                y.backward()
 
 
 def test_a_graph_without_a_backward_is_freed() -> None:
@@ -300,17 +286,14 @@ def test_other_dtypes_are_refused(dtype) -> None:
         block(x)  # nothing is kept
 
 
-def test_layers_that_do_not_exist_are_refused() -> None:
+def test_layers_that_pack_are_named_and_exist() -> None:
+    text = model("gpt", pack_activations=True, pack_layers="0:2").explain()
+    assert "layers.0-1 keep activations packed until the backward: 12." in text
+    assert "packed" not in model("gpt").explain()
     with pytest.raises(ValueError, match="pack_layers='7': '7' selects none of the 3 layers"):
         model("gpt", pack_activations=True, pack_layers="7")
     with pytest.raises(ValueError, match="pack_activations is false"):
         model("gpt", pack_layers="0")
-
-
-def test_explain_names_the_layers_that_pack() -> None:
-    text = model("gpt", pack_activations=True, pack_layers="0:2").explain()
-    assert "layers.0-1 keep activations packed until the backward: 12." in text
-    assert "packed" not in model("gpt").explain()
 
 
 @pytest.mark.gpu
