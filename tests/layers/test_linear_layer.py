@@ -63,7 +63,7 @@ class Pair(NamedTuple):
         y = model["row"](hidden, residual=residual) if ours else model["row"](F.silu(hidden)) + residual
         y.backward(dy.reshape(y.shape))
         assert_same(residual.grad, dy)
-        found = {"y": y.detach().view(x.shape), "dx": x.grad, "hidden": hidden.detach(), "dhidden": hidden.grad}
+        found = {"y": y.detach().reshape(x.shape), "dx": x.grad, "hidden": hidden.detach(), "dhidden": hidden.grad}
         return found | gradients(model)
 
     def inputs(self, t: int) -> list[Tensor]:
@@ -89,7 +89,7 @@ def paired(mesh, *fields) -> Results:
     for name in ("hidden", "dhidden"):
         between = found.pop(name)
         if case.gathered:
-            found[name] = between.view(BATCH * t, SEQ * t, case.n)
+            found[name] = between.reshape(BATCH * t, SEQ * t, case.n)
     return found
 
 

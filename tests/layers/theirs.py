@@ -86,7 +86,7 @@ class Attention(nn.Module):
             y = (q @ k.mT / self.d**0.5).masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ v
         else:  # the baseline is what PyTorch attains in a lower precision
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(y.transpose(1, 2).reshape(len(rows), -1)).view(x.shape)
+        return self.o_proj(y.transpose(1, 2).flatten(2).flatten(0, 1)).view(x.shape)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
