@@ -4,6 +4,8 @@ Belongs here: the memory behind a Channel, filled so that a slot that is read to
 kernels.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,34 @@ def region_bytes(world: int, capacity: int, writer_flags: int) -> int:
     return 2 * _aligned(capacity) + FLAG_BYTES * world * writer_flags
 
 
+def channel_of(
+    data: Tensor, flags: Tensor, slots: tuple[Tensor, Tensor], rank: int, writer_flags: int, epoch: int, limit: int
+) -> Channel:
+    """A channel that serves the ranks from `rank` on, as many as `data` has rows. On CUDA the error words are in pinned
+    host memory."""
+    served, world = data.shape
+
+    def words(*size: int, **options: Any) -> Tensor:
+        return torch.zeros(*size, dtype=torch.int32, **options)
+
+    return Channel(
+        rank=rank,
+        served=served,
+        world=world,
+        data=data,
+        flags=flags,
+        epoch=words(served, device=data.device).fill_(epoch),
+        error=words(served, ERROR_WORDS.value, pin_memory=data.is_cuda),
+        slots=slots,
+        parity_stride=len(slots[0]),
+        capacity=len(slots[0]) // served,
+        writer_flags=writer_flags,
+        limit=limit,
+        stopped=words(served, 2, device=data.device),
+        counters=words(served, world * writer_flags, device=data.device),
+    )
+
+
 def real_channel(memory: SharedMemory, capacity: int, writer_flags: int, epoch: int = 0, limit: int = LIMIT) -> Channel:
     """Make this process's channel over `region_bytes` of shared memory, its slots poisoned; collective (one barrier).
 
@@ -31,28 +61,11 @@ def real_channel(memory: SharedMemory, capacity: int, writer_flags: int, epoch: 
     """
     capacity = _aligned(capacity)
     rank, world = memory.rank, memory.size
-    memory.peer(rank, (2 * capacity,), torch.uint8).fill_(POISON)
+    slots = memory.peer(rank, (2, capacity), torch.uint8).fill_(POISON)
     memory.peer(rank, (world * writer_flags,), torch.int32, 2 * capacity).fill_(epoch)
     memory.barrier()
-    return Channel(
-        rank=rank,
-        served=1,
-        world=world,
-        data=memory.pointers.view(1, world).clone(),
-        flags=memory.pointers.view(1, world) + 2 * capacity,
-        epoch=torch.full((1,), epoch, dtype=torch.int32),
-        error=torch.zeros(1, ERROR_WORDS.value, dtype=torch.int32),
-        slots=(
-            memory.peer(rank, (capacity,), torch.uint8),
-            memory.peer(rank, (capacity,), torch.uint8, capacity),
-        ),
-        parity_stride=capacity,
-        capacity=capacity,
-        writer_flags=writer_flags,
-        limit=limit,
-        stopped=torch.zeros(1, 2, dtype=torch.int32),
-        counters=torch.zeros(1, world * writer_flags, dtype=torch.int32),
-    )
+    addresses = memory.pointers.view(1, world).clone()
+    return channel_of(addresses, addresses + 2 * capacity, (slots[0], slots[1]), rank, writer_flags, epoch, limit)
 
 
 def virtual_channel(
@@ -60,35 +73,21 @@ def virtual_channel(
 ) -> Channel:
     """Make the channel of a whole group in one launch: poisoned slots (2, world, capacity), then flags, in one tensor.
 
-    epoch: as in real_channel. On CUDA the error words are in pinned host memory.
+    epoch: as in real_channel.
     """
     capacity = _aligned(capacity)
-    nbytes = 2 * world * capacity
-    memory = torch.full((nbytes + FLAG_BYTES * world * world * writer_flags,), POISON, dtype=torch.uint8, device=device)
+    nbytes, own_flags = 2 * world * capacity, FLAG_BYTES * world * writer_flags
+    memory = torch.full((nbytes + world * own_flags,), POISON, dtype=torch.uint8, device=device)
     slots = memory[:nbytes].view(2, world * capacity)
-    flags = memory[nbytes:].view(torch.int32)
-    flags.fill_(epoch)
+    flags = memory[nbytes:].view(torch.int32).fill_(epoch)
 
     def addresses(first: Tensor, stride: int) -> Tensor:
         row = [first.data_ptr() + stride * rank for rank in range(world)]
         return torch.tensor([row] * world, dtype=torch.int64, device=device)
 
-    error = torch.zeros(world, ERROR_WORDS.value, dtype=torch.int32, pin_memory=torch.device(device).type == "cuda")
-    return Channel(
-        rank=0,
-        served=world,
-        world=world,
-        data=addresses(slots, capacity),
-        flags=addresses(flags, FLAG_BYTES * world * writer_flags),
-        epoch=torch.full((world,), epoch, dtype=torch.int32, device=device),
-        error=error,
-        slots=(slots[0], slots[1]),  # views of `memory`: they keep the flags alive, too
-        parity_stride=world * capacity,
-        capacity=capacity,
-        writer_flags=writer_flags,
-        limit=limit,
-        stopped=torch.zeros(world, 2, dtype=torch.int32, device=device),
-        counters=torch.zeros(world, world * writer_flags, dtype=torch.int32, device=device),
+    # the slots are views of `memory`: they keep the flags alive, too
+    return channel_of(
+        addresses(slots, capacity), addresses(flags, own_flags), (slots[0], slots[1]), 0, writer_flags, epoch, limit
     )
 
 

@@ -13,9 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from channels import poison, real_channel, region_bytes, virtual_channel
-from testing import assert_kernel_close
+from pool import WorkerPool
+from testing import assert_kernel_close, poisoned_memory
 from torch import Tensor
 
+from tpformer.distributed.kernel_workspace import wrap
 from tpformer.distributed.shared_memory import SharedMemory
 from tpformer.kernels.all_gather_matmul import plan
 from tpformer.kernels.all_gather_matmul.kernel import gathered_copy
@@ -38,7 +40,7 @@ GPU_SHAPES = ((128, 256, 512), (200, 264, 136), (1, 8, 8), (300, 1000, 1024), (8
 FINISH = ("bias", "start", "residual")  # what finishes a sum; "start" is dropout's
 KEY = 0xF234567887654321  # of dropout: both halves are negative as int32
 
-WORLDS = [1, 2, pytest.param(4, marks=pytest.mark.proof)]  # ranks
+WORLDS = (1, 2, pytest.param(4, marks=pytest.mark.proof))  # ranks
 
 Tensors = dict[str, Tensor]
 
@@ -59,28 +61,37 @@ def shapes(**sizes: tuple[int, ...]) -> Tensors:
     return {name: torch.empty(size, device="meta") for name, size in sizes.items()}
 
 
-def names_of_factors(inputs: int) -> list[tuple[str, str]]:
-    """The names (of x, of its weight) for every product of a sum."""
-    return [(f"a{i}" if i else "a", f"w{i}") for i in range(inputs)]
-
-
-def shapes_of_factors(names: list[tuple[str, str]], rows: int, n: int, k: int, transposed: bool) -> dict:
-    """Each product's K is 4 more than that of the one before."""
-    made: dict[str, tuple[int, ...]] = {}
-    for i, (a, w) in enumerate(names):
-        width = k + 4 * i
-        made |= {a: (rows, width), w: (width, n) if transposed else (n, width)}
-    return made
-
-
-def shapes_of_finish(parts: Sequence[str], rows: int, n: int) -> dict:
-    sizes = {"bias": (n,), "residual": (rows, n), "start": (rows,)}
-    return {name: sizes[name] for name in parts}
-
-
 def finish_of(x: Tensors) -> Finish:
     """The finish made of those tensors that x has."""
     return Finish(x.get("bias"), Dropout(x["start"], KEY, 0.25) if "start" in x else None, x.get("residual"))
+
+
+def sum_of_products(
+    launch: Callable[..., Tensor], reference: Callable[..., Sequence[Tensor]], inputs: int, parts: Sequence[str],
+    transposed: bool, rows_of_all: bool, **fields,
+) -> Gemm:  # fmt: skip
+    """A GEMM whose result is the sum of so many products, and of those parts of FINISH. Each product's K is 4 more than
+    that of the one before. rows_of_all: inputs have the rows of all ranks, and results those of one."""
+    names = [(f"a{i}" if i else "a", f"w{i}") for i in range(inputs)]
+
+    def make(rank: int, world: int, rows: int, n: int, k: int) -> Tensors:
+        made: dict[str, tuple[int, ...]] = {}
+        for i, (a, w) in enumerate(names):
+            width = k + 4 * i
+            made |= {a: (world * rows if rows_of_all else rows, width), w: (width, n) if transposed else (n, width)}
+        sizes = {"bias": (n,), "residual": (rows, n), "start": (rows,)}
+        return shapes(**made, **{name: sizes[name] for name in parts})
+
+    def run(x: Tensors, channel: Channel, tile: Tile) -> list[Tensor]:
+        factors = [x[a] for a, _ in names], [x[w] for _, w in names]
+        with poisoned_memory():
+            return [launch(*factors, channel, finish_of(x), b_transposed=transposed, tile=tile)]
+
+    def refer(xs: list[Tensors]) -> list[list[Tensor]]:
+        factors = [[[x[name[part]] for name in names] for x in xs] for part in (0, 1)]
+        return [[y] for y in reference(*factors, [finish_of(x) for x in xs], b_transposed=transposed)]
+
+    return Gemm(make, run, refer, exact=not parts, **fields)
 
 
 def make_inputs(gemm: Gemm, index: int, world: int, shape: tuple[int, int, int], binary: bool) -> list[Tensors]:
@@ -116,18 +127,35 @@ def compare(actual: Sequence[Tensor | None], gemm: Gemm, inputs: list[Tensors], 
             assert_kernel_close(x, wide, same, f"{where} output {number}")
 
 
+def in_interpreter(check: Callable[[], None], *worlds) -> Callable[..., None]:
+    """The tests of a check that every rank of each of these worlds calls, with kernels in Triton's interpreter."""
+
+    @pytest.mark.parametrize("world", worlds)
+    def test(interpreted: WorkerPool, world: int) -> None:
+        interpreted(world).run(check)
+
+    return test
+
+
+def on_gpu(*gemms: Gemm) -> Callable[..., None]:
+    """The tests of GEMMs on virtual ranks of one GPU: GPU_SHAPES in bfloat16, eight operations each, three tiles."""
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("world", [2, 4, 8])
+    @pytest.mark.parametrize("name", ["large", "medium", "small"])
+    def test(world: int, name: str) -> None:
+        sizes = {"capacity": 1 << 26, "flags": 1024, "repeat": 8}
+        for gemm in gemms:
+            run_on_virtual_ranks(gemm, world, TILES[name], torch.bfloat16, GPU_SHAPES, "cuda", **sizes)
+
+    return test
+
+
 def own_channel(epoch: int = 0) -> Channel:
     """This process's channel to all others; collective."""
     nbytes = region_bytes(dist.get_world_size(), CAPACITY, WRITER_FLAGS)
     memory = SharedMemory(nbytes, dist.group.WORLD, timeout=PATIENCE)
     return real_channel(memory, CAPACITY, WRITER_FLAGS, epoch=epoch)
-
-
-def run_on_gpu(gemm: Gemm, world: int, tile: str) -> None:
-    """Run GPU_SHAPES in bfloat16 on virtual ranks of one GPU, eight operations each, with the tile of this name."""
-    run_on_virtual_ranks(
-        gemm, world, TILES[tile], torch.bfloat16, GPU_SHAPES, "cuda", capacity=1 << 26, flags=1024, repeat=8
-    )
 
 
 def run_on_processes(
@@ -153,25 +181,63 @@ def run_on_processes(
     assert not channel.error.any() and not channel.counters.any()
 
 
+def channel_for(
+    world: int, k: int, dtype: torch.dtype, device: str, capacity: int, flags: int, **options: int
+) -> Channel:
+    """A virtual channel, for rows of k elements: a TMA descriptor covers all ranks' slots as one matrix, so a slot is a
+    whole number of rows."""
+    row = -(-k * dtype.itemsize // 16) * 16
+    return virtual_channel(world, capacity // row * row, flags, epoch=BEFORE_WRAP, device=device, **options)
+
+
+def stacked(inputs: list[Tensors]) -> Tensors:
+    """The ranks' tensors as those of one launch for all."""
+    return {name: torch.cat([x[name] for x in inputs]) for name in inputs[0]}
+
+
 def run_on_virtual_ranks(
     gemm: Gemm, world: int, tile: Tile, dtype: torch.dtype, sizes: Sequence, device: str = "cpu",
-    capacity: int = CAPACITY, flags: int = WRITER_FLAGS, repeat: int = 1,
+    capacity: int = CAPACITY, flags: int = WRITER_FLAGS, repeat: int = 1, graph: bool = False,
 ) -> None:  # fmt: skip
-    """Run all ranks in one launch; each tensor is the stack of the ranks' own."""
+    """Run all ranks in one launch. graph: a CUDA graph of one operation, so that parities alternate between replays."""
     for number, shape in enumerate(sizes):
-        # a TMA descriptor covers all ranks' slots as one matrix: a slot is a whole number of rows
-        row = -(-shape[2] * dtype.itemsize // 16) * 16
-        channel = virtual_channel(world, capacity // row * row, flags, epoch=BEFORE_WRAP, device=device)
+        channel = channel_for(world, shape[2], dtype, device, capacity, flags)
+        given: Tensors = {}
+
+        def operate(channel: Channel = channel, given: Tensors = given) -> Sequence[Tensor | None]:
+            bump(channel)
+            return gemm.launch(given, channel, tile)
+
         for index in range(repeat):
             inputs = cast(make_inputs(gemm, 100 * number + index, world, shape, False), dtype, device)
-            bump(channel)
-            stacked = {name: torch.cat([x[name] for x in inputs]) for name in inputs[0]}
-            outputs = gemm.launch(stacked, channel, tile)
+            if graph and index > 0:
+                for name, x in stacked(inputs).items():
+                    given[name].copy_(x)
+            else:
+                given |= stacked(inputs)
+            if graph and index == 1:  # the first operation has compiled the kernels
+                operate = captured(operate)
+            outputs = operate()
             for rank in range(world) if index in (0, repeat - 1) else (index % world,):
                 parts = [None if x is None else x.chunk(world)[rank] for x in outputs]
                 compare(parts, gemm, inputs, rank, False, (world, shape, dtype, index))
             poison(channel, BEFORE_WRAP + 1 + index)
         assert not channel.error.any() and not channel.counters.any()
+        assert bool((channel.epoch == wrap(BEFORE_WRAP + repeat)).all())
+
+
+def captured(operate: Callable[[], Sequence[Tensor | None]]) -> Callable[[], Sequence[Tensor | None]]:
+    """The replays of a CUDA graph of an operation."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = operate()
+
+    def replay() -> Sequence[Tensor | None]:
+        graph.replay()
+        return outputs
+
+    return replay
 
 
 def check_kept_rows(launch: Callable[[Tensor, Channel], object]) -> None:

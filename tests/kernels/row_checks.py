@@ -9,6 +9,7 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F
+from places import draw, with_gradients
 from testing import assert_kernel_close, poisoned_memory
 from torch import Tensor
 
@@ -18,11 +19,6 @@ from tpformer.kernels.philox.reference import random_words
 EPS = 1e-5
 BEYOND_32_BITS = 5 * 2**33
 HIGH_KEY = 2**63 + 12345
-
-
-def draw(seed: int, dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
 
 
 def draw_norm(seed: int, n: int, kind: str, dtype: torch.dtype, device: str = "cpu", with_bias: bool = True) -> Norm:
@@ -53,12 +49,15 @@ def by_autograd(
     function, x: Tensor, norm: Norm, dy: Tensor, dresidual: Tensor | None, compute: torch.dtype, store: torch.dtype
 ) -> list[Tensor]:
     """y, dx (+ dresidual), dweight and any dbias of a norm, computed in one dtype and rounded once to another."""
-    inputs = [t.detach().to(compute).requires_grad_() for t in (x, norm.weight, norm.bias) if t is not None]
-    y = function(inputs[0], norm._replace(weight=inputs[1], bias=inputs[2] if norm.bias is not None else None))
-    dx, *parameters = torch.autograd.grad(y, inputs, dy.to(compute))
+
+    def normalise(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return function(x, norm._replace(weight=weight, bias=bias))
+
+    inputs = [t.to(compute) for t in (x, norm.weight, norm.bias) if t is not None]
+    y, dx, *parameters = with_gradients(normalise, inputs, dy.to(compute))
     if dresidual is not None:
         dx = dx + dresidual.to(compute)
-    return [t.detach().to(store) for t in (y, dx, *parameters)]
+    return [t.to(store) for t in (y, dx, *parameters)]
 
 
 def check_norm(
@@ -92,14 +91,18 @@ def check_normalised(
         assert_kernel_close(a, o, b, f"{norm.kind} {name} {tuple(x.shape)} {x.dtype} {options}")
 
 
+def dropped(x: Tensor, start: Tensor, key: int, p: float) -> Tensor:
+    """dropout(x) by its definition: Philox words, compared as integers, and one multiplication."""
+    keep = random_words(key, start, x.shape[1]) >= round(p * 2**32)
+    return torch.where(keep, x * (1 / (1 - p)), 0)
+
+
 def finished(x: Tensor, finish: Finish) -> Tensor:
-    """residual + dropout(x + bias) in x's dtype, by its definition: Philox words, compared as integers."""
+    """residual + dropout(x + bias) in x's dtype."""
     if finish.bias is not None:
         x = x + finish.bias.to(x.dtype)
     if finish.dropout is not None:
-        start, key, p = finish.dropout
-        keep = random_words(key, start, x.shape[1]) >= round(p * 2**32)
-        x = torch.where(keep, x * (1 / (1 - p)), 0)
+        x = dropped(x, *finish.dropout)
     return x if finish.residual is None else x + finish.residual.to(x.dtype)
 
 
@@ -108,5 +111,5 @@ def check_finished(z: Tensor, x: Tensor, finish: Finish, name: str) -> None:
     oracle, baseline = finished(x.double(), finish), finished(x.to(torch.promote_types(x.dtype, torch.float32)), finish)
     assert_kernel_close(z, oracle, baseline.to(x.dtype), name)
     if finish.dropout is not None and finish.residual is not None:
-        dropped = (oracle - finish.residual.double()) == 0
-        assert torch.equal(z[dropped], finish.residual[dropped]), name
+        nothing = (oracle - finish.residual.double()) == 0
+        assert torch.equal(z[nothing], finish.residual[nothing]), name

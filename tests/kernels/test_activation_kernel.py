@@ -1,18 +1,20 @@
 """Activations, gated or not, equal float64 autograd of their published formulas: the reference and the kernel."""
 
+import itertools
 import math
+from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
-from pool import WorkerPool
+from places import FLOATS, OF_KERNEL, ONCE, at, check_layouts, everywhere, with_gradients
 from testing import assert_kernel_close, poisoned_memory
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tpformer.kernels.activation import kernel, reference
-from tpformer.kernels.activation.reference import ACTIVATIONS, activation_backward, activation_forward
+from tpformer.kernels.activation import kernel
+from tpformer.kernels.activation.reference import ACTIVATIONS
 
 
 def formula(x: Tensor, name: str) -> Tensor:
@@ -31,12 +33,6 @@ def torch_activation(x: Tensor, name: str) -> Tensor:
     return F.silu(x) if name == "silu" else F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
-def by_autograd(activation, x: Tensor, gate: Tensor | None, da: Tensor, name: str) -> list[Tensor]:
-    inputs = [t.detach().requires_grad_() for t in (x, gate) if t is not None]
-    y = activation(inputs[0], name) if gate is None else activation(inputs[1], name) * inputs[0]
-    return [y.detach(), *torch.autograd.grad(y, inputs, da)]
-
-
 def draw(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
     """x, gate, da, with special values: at 0 slopes are 1/2 or 0, at 40 and -40 float32's tanh and erf are
     saturated."""
@@ -49,7 +45,7 @@ def draw(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> lis
     return [x.to(device, dtype) for x in tensors]
 
 
-def check(module, name: str, gated: bool, x: Tensor, gate: Tensor, da: Tensor) -> None:
+def check(module: ModuleType, name: str, gated: bool, x: Tensor, gate: Tensor, da: Tensor) -> None:
     """Compare a module's functions with float64, where torch stays finite in the same dtype."""
     given_gate = gate if gated else None
     with poisoned_memory():
@@ -58,107 +54,87 @@ def check(module, name: str, gated: bool, x: Tensor, gate: Tensor, da: Tensor) -
         dx, dgate, a = module.activation_backward(da.clone(), x, name, given_gate)
     assert (dgate is not None) == gated
     actual = [forward, dx, *([dgate] if gated else []), a]
-    oracle = by_autograd(formula, x.double(), None if given_gate is None else given_gate.double(), da.double(), name)
-    baseline = by_autograd(torch_activation, x, given_gate, da, name)
-    # the backward also gives the forward's result again
-    for index, (y, o, b) in enumerate(zip(actual, [*oracle, oracle[0]], [*baseline, baseline[0]], strict=True)):
+
+    def expected(activation, dtype: torch.dtype) -> list[Tensor]:
+        def function(x: Tensor, gate: Tensor | None = None) -> Tensor:
+            return activation(x, name) if gate is None else activation(gate, name) * x
+
+        results = with_gradients(function, [t.to(dtype) for t in ((x, gate) if gated else (x,))], da.to(dtype))
+        return [*results, results[0]]  # the backward also gives the forward's result again
+
+    oracle, baseline = expected(formula, torch.float64), expected(torch_activation, x.dtype)
+    for index, (y, o, b) in enumerate(zip(actual, oracle, baseline, strict=True)):
         finite = b.isfinite()
         assert y.shape == x.shape
         assert_kernel_close(y[finite], o[finite], b[finite], f"{name} gated={gated} result {index} {x.dtype}")
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_reference_equals_float64_autograd(name, gated, dtype):
-    check(reference, name, gated, *draw((7, 13), dtype))
-
-
 # one element, a part of a block, a whole block of the float32 backward, several blocks and a rest
 SHAPES = ((1, 1), (7, 13), (8, 128), (3, 1031))
+# one element alone is left out: its rounding may allow less than a GPU's approximate exponential needs
+GPU_SHAPES = (*SHAPES[1:], (1, 4097), (2048, 5504))
 
 
-def equals_float64_autograd() -> None:
-    for dtype in (torch.float32, torch.float16):
-        for shape in SHAPES:
-            for name in ACTIVATIONS:
-                for gated in (False, True):
-                    check(kernel, name, gated, *draw(shape, dtype))
-
-
-def slopes_do_not_cancel() -> None:
-    """Here gelu_tanh's slope is 1 + x * (a difference of numbers near 1) * (a factor of up to 40)."""
-    x = torch.linspace(0, 12, 1031)
+def equals_float64_autograd(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+    cases = itertools.product(GPU_SHAPES if device == "cuda" else SHAPES, ACTIVATIONS, (False, True))
+    for shape, name, gated in cases:
+        check(module, name, gated, *draw(shape, dtype, device))
     for name in ACTIVATIONS:
-        check(kernel, name, False, x, x, torch.ones_like(x))
+        unaligned = [x.view(-1)[1:] for x in draw((3, 2731), dtype, device)]  # off a 16-byte boundary by one element
+        check(module, name, True, *unaligned)
 
 
-def extreme(dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
-    """x, gate, da of the largest magnitudes: their squares, cubes and exponentials leave every format."""
+def extreme_values_stay_finite(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+    """Values are of the largest magnitudes: their squares, cubes and exponentials leave every format."""
     largest = 6e4 if dtype == torch.float16 else 1e18
     x = torch.tensor([largest, -largest, 1e4, -1e4, 200.0, -200.0, 88.0, -88.0, 0.0, -0.0], dtype=torch.float64)
     x = x.repeat(2, 1).to(device, dtype)
-    return [torch.ones_like(x), x, torch.full_like(x, 0.25)]
-
-
-def extreme_values_stay_finite() -> None:
-    for dtype in (torch.float32, torch.float16):
-        one, x, da = extreme(dtype)
-        for name in ACTIVATIONS:
-            check(kernel, name, False, x, one, da)
-            check(kernel, name, True, one, x, da)
-
-
-def takes_any_layout() -> None:
-    """dx takes da's memory; NaNs stay NaNs; rows of wider matrices and empty inputs are taken."""
-    x, gate, da = draw((5, 6), torch.float32)
-    given = da.clone()
-    dx, _, _ = kernel.activation_backward(given, x, "silu")
-    assert dx.data_ptr() == given.data_ptr()
-    wide = torch.full((5, 11), float("nan"))
-    wide[:, 2:8] = x
     for name in ACTIVATIONS:
-        assert torch.equal(kernel.activation_forward(wide[:, 2:8], name), kernel.activation_forward(x, name))
-        transposed = [y.t().contiguous().t() for y in (da, x, gate)]
-        strided = kernel.activation_backward(*transposed[:2], name, transposed[2])
-        packed = kernel.activation_backward(da.clone(), x, name, gate)
-        assert all(torch.equal(one, other) for one, other in zip(strided, packed, strict=True))
-        assert kernel.activation_forward(wide[:, :2].contiguous(), name).isnan().all()
-        assert all(y.isnan().all() for y in kernel.activation_backward(wide[:, :2] * 1, wide[:, :2], name)[::2])
-        empty = [y.numel() for y in kernel.activation_backward(x[:0], x[:0], name, x[:0])]
-        assert empty == [0, 0, 0] and kernel.activation_forward(x[:0], name).shape == (0, 6)
-    assert kernel.activation_forward(x, None) is x
-    assert kernel.activation_backward(da, x, None) == (da, None, x)
+        check(module, name, False, x, torch.ones_like(x), torch.full_like(x, 0.25))
+        check(module, name, True, torch.ones_like(x), x, torch.full_like(x, 0.25))
 
 
-@pytest.mark.parametrize(
-    "check",
-    [equals_float64_autograd, slopes_do_not_cancel, extreme_values_stay_finite, takes_any_layout],
-    ids=lambda check: check.__name__,
-)
-def test_kernel(interpreted: WorkerPool, check) -> None:
-    interpreted(1).run(check)
+def slopes_do_not_cancel(module: ModuleType, device: str) -> None:
+    """Here gelu_tanh's slope is 1 + x * (a difference of numbers near 1) * (a factor of up to 40)."""
+    x = torch.linspace(0, 12, 1031)
+    for name in ACTIVATIONS:
+        check(module, name, False, x, x, torch.ones_like(x))
 
 
-def test_no_activation_is_the_identity():
-    x, da = torch.randn(2, 3), torch.randn(2, 3)
-    assert activation_forward(x, None) is x
-    assert activation_backward(da, x, None) == (da, None, x)
+def no_activation_is_the_identity(module: ModuleType, device: str) -> None:
+    x, _, da = draw((2, 3), torch.float32, device)
+    assert module.activation_forward(x, None) is x
+    assert module.activation_backward(da, x, None) == (da, None, x)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_on_gpu(name: str, dtype: torch.dtype) -> None:
-    # one element alone is left out: its rounding may allow less than a GPU's approximate exponential needs
-    for shape in (*SHAPES[1:], (1, 4097), (2048, 5504)):
-        for gated in (False, True):
-            check(kernel, name, gated, *draw(shape, dtype, "cuda"))
-    one, x, da = extreme(dtype, "cuda")
-    check(kernel, name, False, x, one, da)
-    check(kernel, name, True, one, x, da)
-    unaligned = [y.view(-1)[1:] for y in draw((3, 2731), dtype, "cuda")]  # 2 or 4 bytes off a 16-byte boundary
-    check(kernel, name, True, *unaligned)
+def takes_any_layout(module: ModuleType, device: str) -> None:
+    x, gate, da = draw((5, 6), torch.float32, device)
+    for name in ACTIVATIONS:
+        check_layouts(lambda x, name=name: module.activation_forward(x, name), x)
+        check_layouts(
+            lambda da, x, gate, name=name: module.activation_backward(da.clone(), x, name, gate), da, x, gate
+        )  # fmt: skip
+
+
+def nans_stay(module: ModuleType, device: str) -> None:
+    x = torch.full((5, 2), float("nan"), device=device)
+    for name in ACTIVATIONS:
+        results = (module.activation_forward(x, name), *module.activation_backward(x.clone(), x, name)[::2])
+        assert all(y.isnan().all() for y in results)
+
+
+def dx_takes_the_memory_of_da(module: ModuleType, device: str) -> None:
+    x, _, da = draw((5, 6), torch.float32, device)
+    assert module.activation_backward(da, x, "silu")[0].data_ptr() == da.data_ptr()
+
+
+test_equals_float64_autograd = everywhere("activation", equals_float64_autograd, FLOATS)
+test_extreme_values_stay_finite = everywhere("activation", extreme_values_stay_finite, at(FLOATS, "interpreter", "gpu"))
+test_slopes_do_not_cancel = everywhere("activation", slopes_do_not_cancel, at(ONCE, "reference", "interpreter"))
+test_no_activation_is_the_identity = everywhere("activation", no_activation_is_the_identity)
+test_takes_any_layout = everywhere("activation", takes_any_layout, OF_KERNEL)
+test_nans_stay = everywhere("activation", nans_stay)
+test_dx_takes_the_memory_of_da = everywhere("activation", dx_takes_the_memory_of_da, OF_KERNEL)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from pool import WorkerPool
 
 pytest.importorskip("triton")
 
@@ -77,18 +76,9 @@ def processes() -> None:
     gemms.run_on_processes(grouped(kind="own"), sizes=gemms.SHAPES[:3])
 
 
-@pytest.mark.parametrize("world", gemms.WORLDS)
-def test_on_processes(interpreted: WorkerPool, world: int) -> None:
-    interpreted(world).run(processes)
-
-
 def virtual_ranks() -> None:
     gemms.run_on_virtual_ranks(grouped(), 3, gemms.TILE, torch.float32, gemms.SHAPES[1:2], repeat=3)
     gemms.run_on_virtual_ranks(grouped(True, "one"), 2, gemms.TMA_TILE, torch.float32, [(17, 36, 16)], repeat=2)
-
-
-def test_on_virtual_ranks(interpreted: WorkerPool) -> None:
-    interpreted(1).run(virtual_ranks)
 
 
 def keep(shard, channel) -> None:
@@ -100,16 +90,19 @@ def keep(shard, channel) -> None:
     assert torch.equal(y, every if rank == world - 1 else y.new_empty(0, 2))
 
 
-def test_gathered_rows_are_kept_on_request(interpreted: WorkerPool) -> None:
-    interpreted(3).run(gemms.check_kept_rows, keep)
-
-
-def test_pushers_join(interpreted: WorkerPool) -> None:
-    interpreted(2).run(pushers_join)
-
-
 def pushers_join() -> None:
     gemms.pushers_that_join(grouped())
+
+
+def kept_rows() -> None:
+    gemms.check_kept_rows(keep)
+
+
+test_on_processes = gemms.in_interpreter(processes, *gemms.WORLDS)
+test_on_virtual_ranks = gemms.in_interpreter(virtual_ranks, 1)
+test_gathered_rows_are_kept_on_request = gemms.in_interpreter(kept_rows, 3)
+test_pushers_join = gemms.in_interpreter(pushers_join, 2)
+test_virtual_ranks_on_gpu = gemms.on_gpu(grouped(), grouped(True, "own"))
 
 
 def turns(programs: int, pushers: int, joins: int, counts: list[int]) -> list[list[range]]:
@@ -139,11 +132,3 @@ def test_where_rows_begin() -> None:
     assert starts_of(counts[:2]).tolist() == [[[0, 3], [2, 3], [3, 7]]]
     assert starts_of(counts, 2).tolist() == [[[0, 3], [2, 3], [3, 7]], [[7, 10], [7, 10], [10, 11]]]
     assert starts_of(counts).dtype == torch.int32
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("world", [2, 4, 8])
-@pytest.mark.parametrize("name", ["large", "medium", "small"])
-def test_virtual_ranks_on_gpu(world: int, name: str) -> None:
-    for gemm in (grouped(), grouped(True, "own")):
-        gemms.run_on_gpu(gemm, world, name)

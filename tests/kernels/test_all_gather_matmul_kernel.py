@@ -3,7 +3,6 @@ epilogue."""
 
 import pytest
 import torch
-from pool import WorkerPool
 
 pytest.importorskip("triton")
 
@@ -16,7 +15,7 @@ from tpformer.kernels.all_gather_matmul.reference import (
 )
 
 
-def linear(weights: int, activation: str | None = None, transposed: bool = False) -> gemms.Gemm:
+def linear(weights: int, activation: str | None = None, transposed: bool = False, **options) -> gemms.Gemm:
     names = [(f"w{i}", f"bias{i}") for i in range(weights)]
 
     def make(rank, world, rows, n, k):
@@ -28,7 +27,7 @@ def linear(weights: int, activation: str | None = None, transposed: bool = False
     def launch(x, channel, tile):
         return all_gather_matmul(
             x["a"], [x[w] for w, _ in names], channel, [x[bias] for _, bias in names],
-            activation=activation, b_transposed=transposed, tile=tile,
+            activation=activation, b_transposed=transposed, tile=tile, **options,
         )  # fmt: skip
 
     def reference(xs):
@@ -63,35 +62,29 @@ def processes() -> None:
     gemms.run_on_processes(derivative("silu", gated=True), sizes=gemms.SHAPES[2:3] * 2)
 
 
-@pytest.mark.parametrize("world", gemms.WORLDS)
-def test_on_processes(interpreted: WorkerPool, world: int) -> None:
-    interpreted(world).run(processes)
-
-
 def virtual_ranks() -> None:
     gemms.run_on_virtual_ranks(linear(2, "silu"), 3, gemms.TILE, torch.float32, gemms.SHAPES[2:3], repeat=3)
     gemms.run_on_virtual_ranks(linear(1), 2, gemms.TMA_TILE, torch.float32, [(17, 36, 16)], repeat=2)
     gemms.run_on_virtual_ranks(derivative("gelu", gated=False), 2, gemms.TILE, torch.float32, gemms.SHAPES[1:2])
 
 
-def test_on_virtual_ranks(interpreted: WorkerPool) -> None:
-    interpreted(1).run(virtual_ranks)
-
-
 def keep(shard, channel) -> None:
     all_gather_matmul(shard, [torch.ones(2, 5)], channel, keep=True, tile=gemms.TILE)
 
 
-def test_gathered_rows_are_kept_on_request(interpreted: WorkerPool) -> None:
-    interpreted(3).run(gemms.check_kept_rows, keep)
-
-
-def test_pushers_join(interpreted: WorkerPool) -> None:
-    interpreted(2).run(pushers_join)
-
-
 def pushers_join() -> None:
     gemms.pushers_that_join(linear(2))
+
+
+def kept_rows() -> None:
+    gemms.check_kept_rows(keep)
+
+
+test_on_processes = gemms.in_interpreter(processes, *gemms.WORLDS)
+test_on_virtual_ranks = gemms.in_interpreter(virtual_ranks, 1)
+test_gathered_rows_are_kept_on_request = gemms.in_interpreter(kept_rows, 3)
+test_pushers_join = gemms.in_interpreter(pushers_join, 2)
+test_virtual_ranks_on_gpu = gemms.on_gpu(linear(3), linear(1, "gelu", transposed=True), derivative("silu", gated=True))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -103,11 +96,3 @@ def test_every_tile_is_walked_once(world: int) -> None:
                         for step in range(world)]  # fmt: skip
                 shares = [[range(first, tiles, distance) for first, distance in each] for each in ways]
                 gemms.check_shares(shares, pushers, joins, [tiles] * world)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("world", [2, 4, 8])
-@pytest.mark.parametrize("name", ["large", "medium", "small"])
-def test_virtual_ranks_on_gpu(world: int, name: str) -> None:
-    for gemm in (linear(3), linear(1, "gelu", transposed=True), derivative("silu", gated=True)):
-        gemms.run_on_gpu(gemm, world, name)

@@ -4,13 +4,13 @@ from types import ModuleType
 
 import pytest
 import torch
-from pool import WorkerPool
+from places import FLOATS, between_nans, columnwise, everywhere
 from testing import assert_kernel_close, poisoned_memory
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tpformer.kernels.combine import kernel, reference
+from tpformer.kernels.combine import kernel  # noqa: F401 - tests/execute takes it from here
 
 
 def draw(
@@ -49,45 +49,33 @@ def check(module: ModuleType, rows: Tensor, tokens: Tensor, positions: Tensor) -
 
 # one element, odd sizes, whole vectors, two blocks of columns with a rest, more experts of a token than this rank has
 SHAPES = ((1, 1, 1), (7, 3, 13), (9, 2, 64), (3, 4, 1040), (5, 8, 33))
+GPU_SHAPES = ((500, 2, 4096), (300, 8, 2048), (70, 8, 1001))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_reference_equals_a_loop(dtype: torch.dtype) -> None:
+def equals_a_loop(module: ModuleType, dtype: torch.dtype, device: str) -> None:
     for shape in SHAPES:
-        check(reference, *draw(*shape, dtype))
+        check(module, *draw(*shape, dtype, device))
+    for shape in GPU_SHAPES if device == "cuda" else ():
+        check(module, *draw(*shape, dtype, device, own=min(shape[1] + 3, 16), experts=16))
+    check(module, *draw(2, 16, 5, dtype, device, own=16, experts=16))
 
 
-def equals_a_loop() -> None:
-    for dtype in (torch.float32, torch.float16):
-        for shape in SHAPES:
-            check(kernel, *draw(*shape, dtype))
-    check(kernel, *draw(2, 16, 5, torch.float32, own=16, experts=16))
-
-
-def edges(module: ModuleType, device: str = "cpu") -> None:
-    """No rows, no tokens, tokens without rows, rows that lie apart and positions that do not lie side by side."""
-    rows, tokens, positions = draw(6, 3, 5, torch.float32, device)
-    nowhere = torch.full_like(positions, -1)
+def takes_any_layout(module: ModuleType, device: str) -> None:
+    """Rows may lie apart, and positions too. There may be no rows, and tokens without rows, which are 0."""
+    rows, tokens, positions = draw(6, 3, 5, torch.float32, device, own=2)
+    for layout in (between_nans, columnwise):
+        y = module.combine(layout(rows), tokens, columnwise(positions))
+        assert torch.equal(y, by_loop(rows, positions))
+    nowhere = (positions < 0).all(1)
+    assert nowhere.any() and not y[nowhere].any()
     for dtype in (torch.float32, torch.float16):
         with poisoned_memory():
-            alone = module.combine(rows[:0].to(dtype), tokens[:0], nowhere)
+            alone = module.combine(rows[:0].to(dtype), tokens[:0], torch.full_like(positions, -1))
         assert alone.dtype == dtype and torch.equal(alone, torch.zeros(6, 5, dtype=dtype, device=device))
     assert module.combine(rows[:0], tokens[:0], positions[:0]).shape == (0, 5)
-    positions[2] = -1
-    kept = torch.tensor([row for row in positions.reshape(-1).tolist() if row >= 0], device=device).sort().values
-    rows, tokens = rows[kept], tokens[kept]
-    rank = torch.full((int(kept.max()) + 1,), -1, dtype=torch.int32, device=device)
-    rank[kept] = torch.arange(len(kept), dtype=torch.int32, device=device)
-    positions = torch.where(positions >= 0, rank[positions.clamp(min=0).long()], -1)
-    expected = module.combine(rows, tokens, positions)
-    assert not expected[2].any() and torch.equal(expected, by_loop(rows, positions))
-    apart = torch.full((len(rows), 11), float("nan"), device=device)
-    apart[:, 2:7] = rows
-    for given in (apart[:, 2:7], rows.t().contiguous().t()):
-        assert torch.equal(module.combine(given, tokens, positions.t().contiguous().t()), expected)
 
 
-def order_of_sums(module: ModuleType, device: str = "cpu") -> None:
+def sums_are_from_left_to_right(module: ModuleType, device: str) -> None:
     """2**24 + 1 - 2**24 is 0 in float32 from left to right, and 1 in another order; nothing is rounded in between."""
     values = torch.tensor([[2.0**24], [1.0], [-(2.0**24)], [2048.0], [1.0], [-2048.0]], device=device)
     tokens = torch.tensor([0, 0, 0, 1, 1, 1], dtype=torch.int32, device=device)
@@ -96,25 +84,6 @@ def order_of_sums(module: ModuleType, device: str = "cpu") -> None:
     assert module.combine(values[3:].half(), tokens[:3], positions[:1]).tolist() == [[1.0]]  # in float16 it would be 0
 
 
-def at_the_edges() -> None:
-    edges(kernel)
-    order_of_sums(kernel)
-
-
-def test_edges_of_the_reference() -> None:
-    edges(reference)
-    order_of_sums(reference)
-
-
-@pytest.mark.parametrize("check", [equals_a_loop, at_the_edges], ids=lambda check: check.__name__)
-def test_kernel(interpreted: WorkerPool, check) -> None:
-    interpreted(1).run(check)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_on_gpu(dtype: torch.dtype) -> None:
-    for shape in (*SHAPES, (500, 2, 4096), (300, 8, 2048), (70, 8, 1001)):
-        check(kernel, *draw(*shape, dtype, "cuda", own=min(shape[1] + 3, 16), experts=16))
-    edges(kernel, "cuda")
-    order_of_sums(kernel, "cuda")
+test_equals_a_loop = everywhere("combine", equals_a_loop, FLOATS)
+test_takes_any_layout = everywhere("combine", takes_any_layout)
+test_sums_are_from_left_to_right = everywhere("combine", sums_are_from_left_to_right)

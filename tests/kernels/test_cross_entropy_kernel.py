@@ -1,6 +1,7 @@
 """Cross entropy from slices of the vocabulary, however uneven, equals F.cross_entropy of the whole in float64. The
 reference and the kernels take the same tests; NaNs stand beside the logits, and must not reach in."""
 
+import itertools
 from importlib import import_module
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool import WorkerPool
+from places import FLOATS, OF_KERNEL, between_nans, columnwise, everywhere
 from testing import assert_kernel_close, assert_same, poisoned_memory
 from torch import Tensor
 
@@ -25,35 +26,30 @@ def slices(columns: int, per_slice: int, vocab: int) -> list[VocabSlice]:
     return [VocabSlice(first, per_slice, vocab) for first in range(0, columns, per_slice)]
 
 
-def strided(x: Tensor) -> Tensor:
-    """x between NaNs. Its rows start at multiples of 16 elements if its width is such a multiple."""
-    wide = x.new_full((x.shape[0], x.shape[1] + 32), NAN)
-    wide[:, 16:-16] = x
-    return wide[:, 16:-16]
-
-
 def in_slices(
     kernels: Any, logits: Tensor, targets: Tensor, scale: Tensor | None, per_slice: int, vocab: int,
     terms: LossTerms = PLAIN, rebuild: bool = False, in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (losses, dlogits) from slices of per_slice columns; the columns from `vocab` on are padding."""
     pieces = slices(logits.shape[1], per_slice, vocab)
-    inputs = [strided(logits[:, piece.first : piece.first + per_slice]) for piece in pieces]
+    # between the NaNs rows start at multiples of 16 elements if the width is such a multiple
+    inputs = [between_nans(logits[:, piece.first : piece.first + per_slice], margin=16) for piece in pieces]
     for x, piece in zip(inputs, pieces, strict=True):
         x[:, piece.valid :] = NAN
     before = [x.clone() for x in inputs]
-    steps = [kernels.slice_statistics(x, targets, piece, terms) for x, piece in zip(inputs, pieces, strict=True)]
-    parts = torch.stack([statistics for statistics, _ in steps])
-    assert parts.shape == (len(pieces), terms.rows, len(targets))
-    normalisers, losses = kernels.combine_statistics(parts, targets, pieces[0], terms)
-    assert all(torch.equal(x, y) for x, y in zip(map(bits, inputs), map(bits, before), strict=True))
-    scale = None if scale is None else scale.to(losses.dtype)
-    gradients = [
-        kernels.slice_gradient(
-            x, normalisers, targets, scale, piece, terms, work=None if rebuild else work, in_place=in_place
-        )
-        for x, piece, (_, work) in zip(inputs, pieces, steps, strict=True)
-    ]
+    with poisoned_memory():
+        steps = [kernels.slice_statistics(x, targets, piece, terms) for x, piece in zip(inputs, pieces, strict=True)]
+        parts = torch.stack([statistics for statistics, _ in steps])
+        normalisers, losses = kernels.combine_statistics(parts, targets, pieces[0], terms)
+        assert parts.shape == (len(pieces), terms.rows, len(targets))
+        assert all(torch.equal(x, y) for x, y in zip(map(bits, inputs), map(bits, before), strict=True))
+        scale = None if scale is None else scale.to(losses.dtype)
+        gradients = [
+            kernels.slice_gradient(
+                x, normalisers, targets, scale, piece, terms, work=None if rebuild else work, in_place=in_place
+            )
+            for x, piece, (_, work) in zip(inputs, pieces, steps, strict=True)
+        ]
     for x, gradient, own in zip(inputs, gradients, before, strict=True):
         assert gradient.dtype == x.dtype and gradient.shape == x.shape
         if not in_place:
@@ -125,7 +121,7 @@ def test_slices_equal_the_whole(tokens, vocab, padding, per_slice, seed, terms, 
     assert torch.equal(gradient[:, vocab:], torch.zeros(tokens, padding, dtype=torch.float64))
 
 
-def huge_logits(kernels: Any, dtype: torch.dtype, device: str = "cpu") -> None:
+def huge_logits(kernels: Any, dtype: torch.dtype, device: str) -> None:
     logits, _, scale = draw(0, 5, 9, 0, dtype, device)
     largest = 6e4 if dtype == torch.float16 else 3e38
     logits[0] *= 1e3
@@ -135,7 +131,7 @@ def huge_logits(kernels: Any, dtype: torch.dtype, device: str = "cpu") -> None:
         check(kernels, (logits, targets, scale), per_slice, 9, PLAIN)
 
 
-def equal_logits(kernels: Any, dtype: torch.dtype, device: str = "cpu") -> None:
+def equal_logits(kernels: Any, dtype: torch.dtype, device: str) -> None:
     """Nine equal logits have the loss log 9 and the gradient 1/9, whatever they are: only differences count. The slices
     have 4, 4, 1 and none of them."""
     for offset in (1e4, 6e4) if dtype == torch.float16 else (1e4, 3e38):
@@ -154,7 +150,8 @@ def infinite_logits(kernels: Any, device: str = "cpu") -> None:
     targets[:4] = torch.tensor([6, 1, -100, 1], device=device)
     for per_slice in (4, 8):
         check(kernels, (logits, targets, scale), per_slice, 8, PLAIN)
-    statistics, _ = kernels.slice_statistics(logits[:, :4], targets, VocabSlice(0, 4, 8), PLAIN)
+    with poisoned_memory():
+        statistics, _ = kernels.slice_statistics(logits[:, :4], targets, VocabSlice(0, 4, 8), PLAIN)
     assert statistics[:, 0].tolist() == [-torch.inf, 0, 0]
     # the mean of the logits is -inf, as in torch, so the loss is infinite; the gradient is finite nonetheless
     smooth = LossTerms(label_smoothing=0.1)
@@ -168,7 +165,8 @@ def infinite_logits(kernels: Any, device: str = "cpu") -> None:
     assert losses.tolist() == [0] and not bool(gradient.any())
 
 
-def empty(kernels: Any, device: str = "cpu") -> None:
+@poisoned_memory()
+def empty(kernels: Any, device: str) -> None:
     """A slice without entries takes no part, whether it has columns of padding or none. No tokens are no error."""
     targets = torch.tensor([0, 1, 2], device=device)
     for terms in TERMS[:2]:
@@ -201,95 +199,62 @@ def outside(kernels: Any, device: str = "cpu") -> None:
             assert_kernel_close(x, oracle, baseline, f"kept rows, {terms}")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_reference_in_low_precision(dtype):
-    huge_logits(reference, dtype)
-    equal_logits(reference, dtype)
-    for terms in TERMS:
-        check(reference, draw(2, 7, 40, 3, dtype, ignore=terms.ignore_index), 16, 40, terms)
-
-
-def test_reference_at_the_edges():
-    infinite_logits(reference)
-    empty(reference)
-    outside(reference)
-
-
 def kernel() -> Any:
     return import_module("tpformer.kernels.cross_entropy.kernel")
 
 
-def widths_and_terms(dtype: torch.dtype, device: str = "cpu", turn: int | None = None) -> None:
-    """All terms at every width; with `turn`, one of them at each width. Widths are one entry, odd ones, whole 16-byte
-    vectors and several blocks; slices have some padding, much, or nothing else."""
-    for seed, (vocab, padding, per_slice) in enumerate(
-        [(1, 0, 1), (3, 2, 2), (17, 0, 17), (64, 0, 64), (60, 4, 64), (33, 31, 16), (1000, 24, 1024), (1001, 0, 501)]
-    ):
+# (vocabulary, padding, columns of a slice): one entry, odd ones, whole 16-byte vectors and several blocks; slices have
+# some padding, much, or nothing else
+WIDTHS = ((1, 0, 1), (3, 2, 2), (17, 0, 17), (64, 0, 64), (60, 4, 64), (33, 31, 16), (1000, 24, 1024), (1001, 0, 501))
+GPU_WIDTHS = ((50257, 47, 25152), (50257, 0, 50257), (128256, 0, 128256), (128256, 0, 16032))
+
+
+def widths_and_terms(kernels: Any, dtype: torch.dtype, device: str) -> None:
+    """All terms at every width; in the interpreter, which is slow, one of them at each."""
+    turn = None if kernels is reference or device == "cuda" else int(dtype == torch.float16)
+    for seed, (vocab, padding, per_slice) in enumerate(WIDTHS):
         for terms in TERMS if turn is None else [TERMS[(seed + turn) % len(TERMS)]]:
             if vocab == 1:  # with the other terms a gradient is what rounding leaves of 1 - 1
                 terms = terms._replace(label_smoothing=0.0, z_loss=0.0)
             ignore = min(terms.ignore_index, vocab - 1)
             case = draw(seed, 3, vocab, padding, dtype, device, ignore)
-            check(kernel(), case, per_slice, vocab, terms._replace(ignore_index=ignore), in_place=seed % 2 == 0)
+            check(kernels, case, per_slice, vocab, terms._replace(ignore_index=ignore), in_place=seed % 2 == 0)
+    for (vocab, padding, per_slice), terms in itertools.product(GPU_WIDTHS if device == "cuda" else (), TERMS):
+        case = draw(9, 131, vocab, padding, dtype, device, terms.ignore_index)
+        check(kernels, case, per_slice, vocab, terms, in_place=terms is PLAIN)
 
 
-def memory_and_repeats(device: str = "cpu") -> None:
+@poisoned_memory()
+def memory_and_repeats(kernels: Any, device: str) -> None:
     """Strides and repeats change no bit; an ignored row is not read; in place, the gradient takes the logits'
     memory."""
     vocab, terms = VocabSlice(0, 600, 600), TERMS[3]
     logits, targets, scale = draw(3, 3, 600, 0, torch.float32, device, terms.ignore_index)
     results = []
-    for x in (logits, logits.t().contiguous().t(), logits):
-        statistics, _ = kernel().slice_statistics(x, targets, vocab, terms)
-        normalisers, losses = kernel().combine_statistics(statistics[None], targets, vocab, terms)
+    for x in (logits, columnwise(logits), logits):
+        statistics, _ = kernels.slice_statistics(x, targets, vocab, terms)
+        normalisers, losses = kernels.combine_statistics(statistics[None], targets, vocab, terms)
         given = (normalisers, targets, scale.float(), vocab, terms)
-        results.append((statistics, losses, kernel().slice_gradient(x, *given)))
+        results.append((statistics, losses, kernels.slice_gradient(x, *given)))
     for other in results[1:]:
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
     # an upstream gradient of ones may be one number without strides, or None
     ones = (torch.ones((), device=device).expand(3), None)
-    one, other = (kernel().slice_gradient(logits, normalisers, targets, scale, vocab, terms) for scale in ones)
+    one, other = (kernels.slice_gradient(logits, normalisers, targets, scale, vocab, terms) for scale in ones)
     assert torch.equal(one, other)
     logits[2] = NAN  # ignored, so the gradient does not read it
-    gradient = kernel().slice_gradient(logits, *given, in_place=True)
+    gradient = kernels.slice_gradient(logits, *given, in_place=True)
     assert gradient.data_ptr() == logits.data_ptr() and torch.equal(gradient, results[0][2])
 
 
-def in_the_interpreter() -> None:
-    with poisoned_memory():
-        for turn, dtype in enumerate((torch.float32, torch.float16)):
-            widths_and_terms(dtype, turn=turn)
-            huge_logits(kernel(), dtype)
-            equal_logits(kernel(), dtype)
-        infinite_logits(kernel())
-        empty(kernel())
-        outside(kernel())
-        memory_and_repeats()
-
-
-def test_kernels_in_the_interpreter(interpreted: WorkerPool) -> None:
-    pytest.importorskip("triton")
-    interpreted(1).run(in_the_interpreter)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_on_gpu(dtype: torch.dtype) -> None:
-    widths_and_terms(dtype, "cuda")
-    huge_logits(kernel(), dtype, "cuda")
-    equal_logits(kernel(), dtype, "cuda")
-    for vocab, padding, per_slice in ((50257, 47, 25152), (50257, 0, 50257), (128256, 0, 128256), (128256, 0, 16032)):
-        for terms in TERMS:
-            case = draw(9, 131, vocab, padding, dtype, "cuda", terms.ignore_index)
-            check(kernel(), case, per_slice, vocab, terms, in_place=terms is PLAIN)
-
-
-@pytest.mark.gpu
-def test_edges_on_gpu() -> None:
-    infinite_logits(kernel(), "cuda")
-    empty(kernel(), "cuda")
-    outside(kernel(), "cuda")
-    memory_and_repeats("cuda")
+NARROW = FLOATS | {"reference": (torch.float32, torch.bfloat16, torch.float16)}
+test_widths_and_terms = everywhere("cross_entropy", widths_and_terms, NARROW)
+test_huge_logits = everywhere("cross_entropy", huge_logits, NARROW)
+test_equal_logits = everywhere("cross_entropy", equal_logits, NARROW)
+test_infinite_logits = everywhere("cross_entropy", infinite_logits)
+test_slices_without_entries = everywhere("cross_entropy", empty)
+test_targets_outside = everywhere("cross_entropy", outside)
+test_memory_and_repeats = everywhere("cross_entropy", memory_and_repeats, OF_KERNEL)
 
 
 @pytest.mark.gpu

@@ -7,17 +7,20 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
-from pool import WorkerPool
-from testing import assert_kernel_close, assert_same, poisoned_memory
+from gemms import in_interpreter
+from places import draw, with_gradients
+from testing import assert_same, poisoned_memory
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tpformer.kernels.configurations import TILES, select_grouped_tile, tile_names
+from test_matmul_kernel import TILE
+from test_matmul_kernel import close as close_to
+
+from tpformer.kernels.configurations import TILES, tile_names
 from tpformer.kernels.grouped_matmul import reference
 from tpformer.kernels.launch import Tile
 
-TILE = Tile(16, 16, 16, 1, 1, False)
 # rows of each group: few, none, a tile and a remainder, a whole one, one, none; all in one; one each; none; one group
 COUNTS = ((5, 0, 17, 16, 1, 0), (0, 37, 0), (1,) * 5, (0, 0), (19,))
 SHAPES = ((21, 19), (16, 32), (1, 1))  # (n, k)
@@ -34,11 +37,6 @@ def offsets_of(counts: tuple[int, ...], device: str = "cpu") -> Tensor:
     return torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
 
 
-def draw(seed: int, dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
-
-
 def draw_index(rows: int, device: str = "cpu") -> Tensor:
     index = torch.randint(TOKENS, (rows,), generator=torch.Generator().manual_seed(rows))
     return index.to(device, torch.int32)
@@ -48,9 +46,7 @@ def close(module: ModuleType, name: str, *arguments, tile: Tile | None, **option
     """Compare a function of the kernel with the reference in float64 and in the kernel's dtype."""
     with poisoned_memory():
         actual = getattr(module, name)(*arguments, tile=tile, **options)
-    wide = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments]
-    oracle, baseline = (getattr(reference, name)(*given, **options) for given in (wide, arguments))
-    assert_kernel_close(actual, oracle, baseline, f"{name} {[tuple(x.shape) for x in arguments if x is not None]}")
+    close_to(actual, getattr(reference, name), *arguments, **options)
 
 
 def products(
@@ -92,8 +88,7 @@ def all_cases() -> None:
     gradients(kernel(), *cases[0], torch.float16, "cpu", TILE)
 
 
-def test_kernels_match_the_reference(interpreted: WorkerPool) -> None:
-    interpreted(1).run(all_cases)
+test_kernels_match_the_reference = in_interpreter(all_cases, 1)
 
 
 def infinities_of_another_group() -> None:
@@ -111,8 +106,7 @@ def infinities_of_another_group() -> None:
         assert gradient[0].isfinite().all() and gradient[2].isfinite().all()
 
 
-def test_groups_do_not_leak(interpreted: WorkerPool) -> None:
-    interpreted(1).run(infinities_of_another_group)
+test_groups_do_not_leak = in_interpreter(infinities_of_another_group, 1)
 
 
 def strided() -> None:
@@ -129,33 +123,20 @@ def strided() -> None:
             assert torch.equal(gradient, reference.grouped_weight_gradient(dy, a, offsets, None, index))
 
 
-def test_zeros_and_ones_are_exact_in_strided_operands(interpreted: WorkerPool) -> None:
-    interpreted(1).run(strided)
+test_zeros_and_ones_are_exact_in_strided_operands = in_interpreter(strided, 1)
 
 
 @pytest.mark.parametrize("counts", COUNTS)
 def test_autograd_agrees_with_the_reference(counts: tuple[int, ...]) -> None:
-    """The gradients of a loop over masks: dgrad is the transposed product, and of an index the sum over its rows."""
+    """Row by row: dgrad is the transposed product, and of an index the sum over its rows."""
     n, k, offsets, index = 5, 7, offsets_of(counts), draw_index(sum(counts))
-    tokens, w = (x.requires_grad_() for x in draw(1, torch.float64, "cpu", (TOKENS, k), (len(counts), n, k)))
+    tokens, w, dy = draw(1, torch.float64, "cpu", (TOKENS, k), (len(counts), n, k), (len(index), n))
     group = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    taken = tokens[index]
-    y = torch.stack([w[e] @ row for e, row in zip(group.tolist(), taken, strict=True)] or [torch.zeros(n)])[
-        : len(index)
-    ]
-    with torch.no_grad():
-        found = reference.grouped_matmul(tokens, w, offsets, index)
-    assert_same(found, y.to(found.dtype))
-    if len(index) == 0:
-        return
-    (dy,) = draw(2, torch.float64, "cpu", tuple(y.shape))
-    dtaken, dw = torch.autograd.grad(y, (taken, w), dy)
-    with torch.no_grad():
-        assert_same(reference.grouped_matmul(dy, w, offsets, transposed=True), dtaken)
-        gradient = reference.grouped_weight_gradient(dy, tokens, offsets, None, index)
-        assert_same(gradient, dw)
-        flipped = reference.grouped_weight_gradient(tokens, dy, offsets, index)
-        assert_same(flipped, dw.transpose(1, 2))
+    y, dtaken, dw = with_gradients(lambda taken, w: torch.einsum("rnk,rk->rn", w[group], taken), (tokens[index], w), dy)
+    assert_same(reference.grouped_matmul(tokens, w, offsets, index), y)
+    assert_same(reference.grouped_matmul(dy, w, offsets, transposed=True), dtaken)
+    assert_same(reference.grouped_weight_gradient(dy, tokens, offsets, None, index), dw)
+    assert_same(reference.grouped_weight_gradient(tokens, dy, offsets, index), dw.transpose(1, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -176,20 +157,6 @@ def test_the_reference_has_shapes_without_values() -> None:
     a, w, offsets = (torch.empty(size, device="meta") for size in ((12, 3), (4, 5, 3), (5,)))
     assert reference.grouped_matmul(a, w, offsets).shape == (12, 5)
     assert reference.grouped_weight_gradient(a.new_empty(12, 5), a, offsets).shape == (4, 5, 3)
-
-
-@pytest.mark.parametrize(
-    ("rows", "groups", "columns", "expected"),
-    [
-        (16384, 8, 28672, "large"),  # Mixtral 8x7B on one GPU: 2048 rows a group
-        (8192, 16, 1536, "large"),  # Qwen3 30B on 8 GPUs: 512 rows a group
-        (4096, 128, 2048, "small"),  # 32 rows a group
-        (64, 8, 28672, "small"),
-    ],
-)
-def test_the_tile_follows_the_rows_of_a_group(h100, rows, groups, columns, expected) -> None:
-    assert select_grouped_tile(h100, torch.bfloat16, rows, groups, columns) == TILES[expected]
-    assert select_grouped_tile(h100, torch.float32, rows, groups, columns) == TILES["exact"]
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ import test_virtual_ranks_gpu as virtual
 import triton
 import triton.language as tl
 from channels import virtual_channel
+from gemms import cast, stacked
 
 from tpformer.kernels.protocol import bump
 
@@ -65,7 +66,7 @@ def run_sanitized(name: str, world: int, planted: bool) -> None:
         for epoch in (0, 1):
             channel = virtual_channel(world, 1 << 20, 256, epoch=epoch, limit=LIMIT, device="cuda")
             exact = virtual.whole_numbers(gemm, world, SHAPE, epoch, "cuda")
-            inputs = {key: torch.cat([x[key] for x in exact]).bfloat16() for key in exact[0]}
+            inputs = stacked(cast(exact, torch.bfloat16, "cuda"))
             bump(channel)
             outputs = gemm.launch(inputs, channel, virtual.smallest_tile("cuda", torch.bfloat16, SHAPE[1]))
             torch.cuda.synchronize()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool import WorkerPool
+from places import FLOATS, OF_KERNEL, ONCE, at, between_nans, columnwise, everywhere
 from row_checks import (
     BEYOND_32_BITS,
     EPS,
@@ -22,7 +22,7 @@ from row_checks import (
     draw_norm,
     formula,
 )
-from testing import assert_same, poisoned_memory
+from testing import assert_identical, assert_same, poisoned_memory
 from torch import Tensor
 
 from tpformer.kernels.finish import Dropout, Finish, Norm
@@ -32,7 +32,7 @@ from tpformer.kernels.norm.reference import norm_backward, norm_forward
 KINDS = ("layernorm", "rmsnorm")
 # (scale, offset). The variance cancels; eps dominates; squares come near float32's largest; rows are constant, twice.
 EXTREMES = [(1.0, 300.0), (1e-6, 0.0), (1e15, 0.0), (0.0, 5.0), (0.0, 0.0)]
-TILE = 16  # columns; with widest=TILE the kernel loops over wider rows
+LOOPED = {"widest": 16}  # columns of a tile, with which the kernel loops over wider rows
 
 
 def kernel() -> ModuleType:
@@ -92,29 +92,50 @@ def check_finish_norm(module, x: Tensor, finish: Finish, dy: Tensor, dz: Tensor,
     check_normalised(module, z, y, statistics, finish.norm, dy, dz, **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_finish_norm(kind, dtype):
-    x, dy, dz = draw(2, dtype, "cpu", *[(5, 12)] * 3)
-    for finish in finishes(5, 12, dtype, draw_norm(2, 12, kind, dtype)):
-        check_finish_norm(reference, x, finish, dy, dz)
+def ways(module: ModuleType, device: str) -> tuple[dict[str, int], ...]:
+    """Options with which the kernel has rows in one tile, and with which it loops over the tiles of a row."""
+    return ({},) if module is reference or device == "cuda" else ({}, LOOPED)
 
 
-def equals_float64_autograd() -> None:
-    shapes = [((1, 3), (5, 7), (1, 33), (5, 33), (3, 64)), ((1, 33), (5, 33), (3, 64))]
-    cases = [(*shape, {}) for shape in shapes[0]] + [(*shape, {"widest": TILE}) for shape in shapes[1]]
-    for number, ((rows, n, options), kind) in enumerate(itertools.product(cases, KINDS)):
-        dtype = (torch.float32, torch.float16)[number % 4 in (1, 2)]  # each kind takes turns
-        x, dy, dresidual = draw(n, dtype, "cpu", *[(rows, n)] * 3)
-        norm = draw_norm(n, n, kind, dtype, with_bias=rows > 1)
-        check_norm(kernel(), x, norm, dy, dresidual if rows > 1 else None, **options)
+SHAPES = [(1, 3), (5, 7), (1, 33), (5, 33), (3, 64)]
+# Tiles have many rows, or one or two. Some widths are no power of two; one is the widest that stays in registers, some
+# are wider; 5001 has no vector loads.
+GPU_SHAPES = [(3, 5), (10000, 64), (8192, 4096), (1000, 5120), (300, 8192), (200, 12288), (50, 16384), (17, 32768),
+              (100, 5001)]  # fmt: skip
 
 
-def check_without_weight(module, **options) -> None:
+def equals_float64_autograd(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+    """Of one row without a bias and a residual's gradient, of several with them. On a GPU repeats change no bit."""
+    for (rows, n), kind in itertools.product(GPU_SHAPES if device == "cuda" else SHAPES, KINDS):
+        x, dy, dresidual = draw(n, dtype, device, *[(rows, n)] * 3)
+        norm = draw_norm(n, n, kind, dtype, device, with_bias=rows > 1)
+        given = dresidual if rows > 1 else None
+        for options in ways(module, device)[: 1 + (n > 16)]:
+            check_norm(module, x, norm, dy, given, **options)
+        if device == "cuda":
+            _, statistics = module.norm_forward(x, norm)
+            first, second = (module.norm_backward(dy, x, statistics, norm, given) for _ in range(2))
+            assert_identical(first, second)
+
+
+def finishes_and_normalises(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+    """Every choice of what comes before the norm; on a GPU, whose rows are many, all of it together."""
+    for kind, shape in (("layernorm", (3, 33)), ("rmsnorm", (3, 20))):
+        options = ways(module, device)[-1] if (kind, dtype) == ("layernorm", torch.float16) else {}
+        for rows, n in GPU_SHAPES if device == "cuda" else [shape]:
+            x, dy, dz = draw(n, dtype, device, *[(rows, n)] * 3)
+            choices = list(finishes(rows, n, dtype, draw_norm(n, n, kind, dtype, device), device))
+            for finish in choices[-1:] if device == "cuda" else choices:
+                check_finish_norm(module, x, finish, dy, dz, **options)
+
+
+def without_weight(module: ModuleType, device: str) -> None:
     """Without weight and eps the bits are those with a weight of ones and float32's epsilon, without a dweight."""
-    for (rows, n), kind in itertools.product(((3, 7), (3, 33), (0, 7)), KINDS):
-        x, dy = draw(n, torch.float32, "cpu", *[(rows, n)] * 2)
-        bare, given = Norm(kind, None, None, None), Norm(kind, torch.ones(n), None, torch.finfo(torch.float32).eps)
+    cases = itertools.product(((3, 7), (3, 33), (0, 7)), KINDS, ways(module, device))
+    for (rows, n), kind, options in cases:
+        x, dy = draw(n, torch.float32, device, *[(rows, n)] * 2)
+        ones = torch.ones(n, device=device)
+        bare, given = Norm(kind, None, None, None), Norm(kind, ones, None, torch.finfo(torch.float32).eps)
         bare = bare if kind == "rmsnorm" else bare._replace(eps=given.eps)
         with poisoned_memory():
             (y, statistics), (expected, _) = (module.norm_forward(x, norm, **options) for norm in (bare, given))
@@ -123,42 +144,23 @@ def check_without_weight(module, **options) -> None:
         assert torch.equal(y, expected) and torch.equal(dx, expected_dx) and parameters == [None, None]
 
 
-def test_without_weight() -> None:
-    check_without_weight(reference)
+def takes_extreme_values(module: ModuleType, device: str) -> None:
+    rows, widths = (200, (33, 4096, 32768)) if device == "cuda" else (4, (33,))
+    for kind, n, options in itertools.product(KINDS, widths, ways(module, device)):
+        x, dy = draw(0, torch.float32, device, *[(rows, n)] * 2)
+        for scale, offset in EXTREMES:
+            check_norm(module, x * scale + offset, draw_norm(0, n, kind, torch.float32, device), dy, **options)
+        x, dy = draw(0, torch.float16, device, *[(rows, n)] * 2)  # up to 4e4, whose squares are beyond float16
+        check_norm(module, x * 1e4, draw_norm(0, n, kind, torch.float16, device), dy, **options)
 
 
-def without_weight() -> None:
-    check_without_weight(kernel())
-    check_without_weight(kernel(), widest=TILE)
-
-
-def finishes_and_normalises() -> None:
-    wide, half = torch.float32, torch.float16
-    looped = {"widest": TILE}
-    for n, kind, dtype, options in (
-        (33, "layernorm", wide, {}),
-        (20, "rmsnorm", half, {}),
-        (32, "layernorm", half, looped),
-    ):
-        x, dy, dz = draw(n, dtype, "cpu", *[(3, n)] * 3)
-        for finish in finishes(3, n, dtype, draw_norm(n, n, kind, dtype)):
-            check_finish_norm(kernel(), x, finish, dy, dz, **options)
-
-
-def edges(module: ModuleType, looped: dict[str, int]) -> None:
-    """Values are extreme; rows have NaNs between them, or elements that lie apart, or there are no rows."""
-    for kind, (number, (scale, offset)) in itertools.product(KINDS, enumerate(EXTREMES)):
-        for options in ({}, looped) if number in (0, 2, 3) else ({},):
-            x, dy = draw(0, torch.float32, "cpu", *[(4, 33)] * 2)
-            check_norm(module, x * scale + offset, draw_norm(0, 33, kind, torch.float32), dy, **options)
-    for kind, options in (("layernorm", {}), ("rmsnorm", looped)):
-        x, dy = draw(0, torch.float16, "cpu", *[(5, 33)] * 2)
-        norm = draw_norm(0, 33, kind, torch.float16)
-        check_norm(module, x * 1e4, norm, dy, **options)  # up to 4e4, whose squares are beyond float16
-        apart = torch.full((3, 5, 40), float("nan"), dtype=torch.float16)[:, :, 2:35]
-        apart[0], apart[1], apart[2] = x, dy, x
-        check_norm(module, *apart[:1], norm, *apart[1:], **options)
-        check_norm(module, x.t().contiguous().t(), norm, dy.t().contiguous().t(), x.t().contiguous().t(), **options)
+def takes_any_layout(module: ModuleType, device: str) -> None:
+    """Of the reference within rounding, as torch's sums depend on strides."""
+    for kind, options in (("layernorm", {}), ("rmsnorm", ways(module, device)[-1])):
+        x, dy = draw(0, torch.float16, device, *[(5, 33)] * 2)
+        norm = draw_norm(0, 33, kind, torch.float16, device)
+        for layout in (between_nans, columnwise):
+            check_norm(module, layout(x), norm, layout(dy), layout(x), **options)
         with poisoned_memory():
             y, statistics = module.norm_forward(x[:0], norm, **options)
             dx, *parameters = module.norm_backward(dy[:0], x[:0], statistics, norm, **options)
@@ -166,86 +168,42 @@ def edges(module: ModuleType, looped: dict[str, int]) -> None:
         assert all(torch.equal(p, torch.zeros_like(p)) for p in parameters if p is not None)
 
 
-def test_edges_of_the_reference() -> None:
-    edges(reference, {})
-
-
-def takes_extreme_values_and_any_strides() -> None:
-    edges(kernel(), {"widest": TILE})
-    # layernorm of one column gives the bias, and passes on the residual's gradient, exactly
-    x, dy, dresidual = draw(3, torch.float32, "cpu", *[(4, 1)] * 3)
+def one_column_is_the_bias(module: ModuleType, device: str) -> None:
+    """layernorm of one column gives the bias, and passes on the residual's gradient, exactly."""
+    x, dy, dresidual = draw(3, torch.float32, device, *[(4, 1)] * 3)
     dy = (8 * dy).round()  # integers sum exactly
-    norm = draw_norm(3, 1, "layernorm", torch.float32)
-    y, statistics = kernel().norm_forward(x, norm)
-    dx, dweight, dbias = kernel().norm_backward(dy, x, statistics, norm, dresidual)
+    norm = draw_norm(3, 1, "layernorm", torch.float32, device)
+    y, statistics = module.norm_forward(x, norm)
+    dx, dweight, dbias = module.norm_backward(dy, x, statistics, norm, dresidual)
     assert torch.equal(y, norm.bias.expand(4, 1)) and torch.equal(dx, dresidual)
-    assert torch.equal(dweight, torch.zeros(1)) and torch.equal(dbias, dy.sum(0))
+    assert torch.equal(dweight, torch.zeros_like(dweight)) and torch.equal(dbias, dy.sum(0))
 
 
-def sums_over_all_programs() -> None:
+def sums_over_all_programs(module: ModuleType, device: str) -> None:
     """Small integers sum exactly, however programs share the rows."""
     from tpformer.kernels.rows import sum_partials
 
-    partials, outputs = torch.randint(-9, 9, (2, 130, 37)).float(), [torch.empty(37), torch.empty(37)]
-    sum_partials(partials, outputs)
-    assert torch.equal(torch.stack(outputs), partials.sum(1))
-    for n, options in ((8, {}), (40, {"widest": TILE})):
+    partials, outputs = torch.randint(-9, 9, (2, 130, 37), device=device).float(), torch.empty(2, 37, device=device)
+    sum_partials(partials, list(outputs))
+    assert torch.equal(outputs, partials.sum(1))
+    for n, options in ((8, {}), (40, LOOPED)):
         rows = 300 if n == 8 else 20  # more than a tile has: 128 rows of 8 columns, or 8 rows that are looped over
-        x, dy = torch.randint(-2, 3, (2, rows, n)).float().unbind()
-        statistics = (torch.ones(rows, 1), torch.full((rows, 1), 2.0))
-        norm = Norm("layernorm", torch.ones(n), torch.ones(n), EPS)
+        x, dy = torch.randint(-2, 3, (2, rows, n), device=device).float()
+        statistics = (torch.ones(rows, 1, device=device), torch.full((rows, 1), 2.0, device=device))
+        norm = Norm("layernorm", *torch.ones(2, n, device=device), EPS)
         for programs in (1, 2, 100):
             with poisoned_memory():
-                _, dweight, dbias = kernel().norm_backward(dy, x, statistics, norm, programs=programs, **options)
+                _, dweight, dbias = module.norm_backward(dy, x, statistics, norm, programs=programs, **options)
             assert torch.equal(dweight, (dy * (x - 1) * 2).sum(0)) and torch.equal(dbias, dy.sum(0)), (n, programs)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        equals_float64_autograd,
-        without_weight,
-        finishes_and_normalises,
-        takes_extreme_values_and_any_strides,
-        sums_over_all_programs,
-    ],
-    ids=lambda check: check.__name__,
-)
-def test_kernel(interpreted: WorkerPool, check) -> None:
-    interpreted(1).run(check)
-
-
-# Tiles have many rows, or one or two. Some widths are no power of two; one is the widest that stays in registers, some
-# are wider; 5001 has no vector loads.
-GPU_SHAPES = [(3, 5), (10000, 64), (8192, 4096), (1000, 5120), (300, 8192), (200, 12288), (50, 16384), (17, 32768),
-              (100, 5001)]  # fmt: skip
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", GPU_SHAPES)
-def test_on_gpu(shape, kind, dtype) -> None:
-    n = shape[1]
-    x, dy, dz, residual, bias = draw(n, dtype, "cuda", shape, shape, shape, shape, (n,))
-    norm = draw_norm(n, n, kind, dtype, "cuda")
-    check_norm(kernel(), x, norm, dy)
-    check_finish_norm(kernel(), x, Finish(bias, draw_dropout(*shape, 0.1, "cuda"), residual, norm), dy, dz)
-    y, statistics = kernel().norm_forward(x, norm)
-    first, second = (kernel().norm_backward(dy, x, statistics, norm, dz) for _ in range(2))
-    for a, b in zip(first, second, strict=True):
-        assert (a is None and b is None) or torch.equal(a, b)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [33, 4096, 32768])
-def test_extreme_values_on_gpu(n, kind) -> None:
-    for scale, offset in EXTREMES:
-        x, dy = draw(0, torch.float32, "cuda", *[(200, n)] * 2)
-        check_norm(kernel(), x * scale + offset, draw_norm(0, n, kind, torch.float32, "cuda"), dy)
-    x, dy = draw(0, torch.float16, "cuda", *[(200, n)] * 2)
-    check_norm(kernel(), x * 1e4, draw_norm(0, n, kind, torch.float16, "cuda"), dy)
+test_kernel_equals_float64_autograd = everywhere("norm", equals_float64_autograd, at(FLOATS, "interpreter", "gpu"))
+test_finishes_and_normalises = everywhere("norm", finishes_and_normalises, FLOATS)
+test_without_weight = everywhere("norm", without_weight)
+test_takes_extreme_values = everywhere("norm", takes_extreme_values)
+test_takes_any_layout = everywhere("norm", takes_any_layout)
+test_one_column_is_the_bias = everywhere("norm", one_column_is_the_bias, at(ONCE, "interpreter"))
+test_sums_over_all_programs = everywhere("norm", sums_over_all_programs, OF_KERNEL)
 
 
 @pytest.mark.gpu

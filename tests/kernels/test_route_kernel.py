@@ -5,13 +5,14 @@ from types import ModuleType
 
 import pytest
 import torch
-from pool import WorkerPool
+from places import columnwise, everywhere
+from places import draw as draw_normal
 from testing import assert_kernel_close, poisoned_memory
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tpformer.kernels.route import kernel, reference
+from tpformer.kernels.route import kernel, reference  # noqa: F401 - tests/execute takes the kernel from here
 from tpformer.kernels.route.reference import SCORES, Policy
 
 LEAST = 1e-20  # what reference.py adds to a sum that divides
@@ -88,11 +89,7 @@ def check(module: ModuleType, m: int, e: int, policy: Policy, dtype: torch.dtype
     """The choice to the index, for the scores that are returned and for those of float64; weights, scores, shares and
     gradients by the accuracy rule."""
     logits, bias = draw(m, e, dtype, device)
-    generator = torch.Generator().manual_seed(1)
-    dweights, dshares = (
-        torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
-        for shape in ((m, policy.k), (m, e))
-    )
+    dweights, dshares = draw_normal(1, dtype, device, (m, policy.k), (m, e))
     for given in (None, bias):
         with poisoned_memory():
             experts, weights, scores = module.route_forward(logits, policy, given)
@@ -117,15 +114,10 @@ def check(module: ModuleType, m: int, e: int, policy: Policy, dtype: torch.dtype
             assert_kernel_close(dlogits, *wanted, f"dlogits, shares {gradient is not None}, {name}")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_reference_equals_brute_force_and_autograd(dtype: torch.dtype) -> None:
-    for case in (*CASES, *LARGE):
-        check(reference, *case, dtype)
-
-
-def equals_brute_force_and_autograd() -> None:
-    for case in (*CASES, *LARGE):
-        check(kernel, *case, torch.float32)
+def equals_brute_force_and_autograd(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+    for m, e, policy in (*CASES, *LARGE):
+        for tokens in (1, 1000) if device == "cuda" else (m,):
+            check(module, tokens, e, policy, dtype, device)
 
 
 def ties(module: ModuleType, device: str = "cpu") -> None:
@@ -180,7 +172,7 @@ def strange_logits(module: ModuleType, device: str = "cpu") -> None:
             assert_kernel_close(*(each.nan_to_num(0) for each in (scores, oracle, baseline)), f"{policy}")
 
 
-def layouts(module: ModuleType, device: str = "cpu") -> None:
+def takes_any_layout(module: ModuleType, device: str = "cpu") -> None:
     """No tokens, and operands that do not lie without gaps."""
     logits, bias = draw(5, 12, torch.float32, device)
     dweights, dshares = torch.ones(5, 3, device=device), logits.abs()
@@ -189,9 +181,9 @@ def layouts(module: ModuleType, device: str = "cpu") -> None:
         assert [tuple(x.shape) for x in empty] == [(0, 3), (0, 3), (0, 12)] and empty[0].dtype == torch.int32
         assert module.route_backward(dweights[:0], empty[0], empty[2], policy, dshares[:0]).shape == (0, 12)
         apart = bias[:, None].expand(12, 2).contiguous()[:, 1]
-        experts, *found = module.route_forward(logits.t().contiguous().t(), policy, apart)
-        given = [x.t().contiguous().t() for x in (dweights, experts, found[1])]
-        found.append(module.route_backward(*given, policy, dshares.t().contiguous().t()))
+        experts, *found = module.route_forward(columnwise(logits), policy, apart)
+        given = [columnwise(x) for x in (dweights, experts, found[1])]
+        found.append(module.route_backward(*given, policy, columnwise(dshares)))
         wanted = []
         for dtype in (torch.float64, torch.float32):  # where nothing is strided: torch's sums depend on strides
             chosen, *results = reference.route_forward(logits.to(dtype), policy, bias.to(dtype))
@@ -202,23 +194,11 @@ def layouts(module: ModuleType, device: str = "cpu") -> None:
             assert_kernel_close(x, oracle, baseline, f"{policy}")
 
 
-def at_the_edges(module: ModuleType = kernel, device: str = "cpu") -> None:
-    for edge in (ties, bias_is_for_the_choice_alone, strange_logits, layouts):
-        edge(module, device)
-
-
-def test_edges_of_the_reference() -> None:
-    at_the_edges(reference)
-
-
-@pytest.mark.parametrize("check", [equals_brute_force_and_autograd, at_the_edges], ids=lambda check: check.__name__)
-def test_kernel(interpreted: WorkerPool, check) -> None:
-    interpreted(1).run(check)
-
-
-@pytest.mark.gpu
-def test_on_gpu() -> None:
-    for _, e, policy in (*CASES, *LARGE):
-        for m in (1, 1000):
-            check(kernel, m, e, policy, torch.float32, "cuda")
-    at_the_edges(kernel, "cuda")
+test_equals_brute_force_and_autograd = everywhere(
+    "route", equals_brute_force_and_autograd,
+    {"reference": (torch.float64, torch.float32), "interpreter": (torch.float32,), "gpu": (torch.float32,)},
+)  # fmt: skip
+test_ties = everywhere("route", ties)
+test_bias_is_for_the_choice_alone = everywhere("route", bias_is_for_the_choice_alone)
+test_strange_logits = everywhere("route", strange_logits)
+test_takes_any_layout = everywhere("route", takes_any_layout)

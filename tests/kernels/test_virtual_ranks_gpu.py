@@ -8,9 +8,8 @@ all ranks in one launch, one rank in its own launch, replays without a graph.
 import contextlib
 import importlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -19,21 +18,16 @@ from pool import WorkerPool
 
 pytest.importorskip("triton")
 
+import gemms
 import test_all_gather_matmul_kernel as gather
 import test_matmul_all_reduce_kernel as reduce
 import test_matmul_reduce_scatter_kernel as scatter
-from channels import poison, virtual_channel
-from gemms import BEFORE_WRAP, FINISH, Gemm, Tensors, cast, compare, make_inputs, shapes
+from channels import poison
+from gemms import BEFORE_WRAP, FINISH, Gemm, Tensors, cast, channel_for, run_on_virtual_ranks, stacked
 
 from tpformer.distributed.kernel_workspace import wrap
-from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul
-from tpformer.kernels.all_gather_matmul.reference import all_gather_matmul_reference
 from tpformer.kernels.configurations import select_tile
 from tpformer.kernels.launch import Tile, launch_options
-from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce
-from tpformer.kernels.matmul_all_reduce.reference import matmul_all_reduce_reference
-from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
-from tpformer.kernels.matmul_reduce_scatter.reference import matmul_reduce_scatter_reference
 from tpformer.kernels.protocol import Channel, bump
 
 EPOCHS, REPLAYS = 1000, 100
@@ -49,36 +43,11 @@ HEAD_START = 20_000_000  # cycles that ranks wait at a batch's start, so that th
 KERNELS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
-def linear(launch: Callable, reference: Callable, gathers: bool, rows_of_all: bool) -> Gemm:
-    """A GEMM of one input and one weight, run by a few programs."""
-
-    def make(rank, world, rows, n, k):
-        return shapes(a=(world * rows if rows_of_all else rows, k), w=(n, k))
-
-    def run(x: Tensors, channel: Channel, tile: Tile):
-        a = x["a"] if gathers else [x["a"]]
-        results = launch(a, [x["w"]], channel, tile=tile, programs=PROGRAMS)
-        return results if gathers else [results]
-
-    def refer(xs):
-        inputs = [x["a"] if gathers else [x["a"]] for x in xs]
-        results = reference(inputs, [[x["w"]] for x in xs])
-        if isinstance(results, torch.Tensor):  # the same on all ranks
-            return [[results]] * len(xs)
-        return results if gathers else [[y] for y in results]
-
-    return Gemm(make, run, refer)
-
-
 LATE = {
-    "all_gather_matmul": linear(all_gather_matmul, all_gather_matmul_reference, True, False),
-    "matmul_reduce_scatter": linear(matmul_reduce_scatter, matmul_reduce_scatter_reference, False, True),
-    "matmul_all_reduce_one_shot": linear(
-        partial(matmul_all_reduce, one_shot=True), matmul_all_reduce_reference, False, False
-    ),
-    "matmul_all_reduce_two_shot": linear(
-        partial(matmul_all_reduce, one_shot=False), matmul_all_reduce_reference, False, False
-    ),
+    "all_gather_matmul": gather.linear(1, programs=PROGRAMS),
+    "matmul_reduce_scatter": scatter.gemm(1, loads=scatter.LOADS, programs=PROGRAMS),
+    "matmul_all_reduce_one_shot": reduce.gemm(1, False, True, programs=PROGRAMS),
+    "matmul_all_reduce_two_shot": reduce.gemm(1, False, False, programs=PROGRAMS),
 }
 GRAPHS = {
     "all_gather_matmul": gather.linear(2, "silu"),
@@ -91,12 +60,6 @@ GRAPHS = {
 
 def smallest_tile(device: str, dtype: torch.dtype, columns: int) -> Tile:
     return select_tile(torch.device(device), dtype, 1, columns)
-
-
-def channel_for(world: int, k: int, dtype: torch.dtype, device: str, capacity: int) -> Channel:
-    """A TMA descriptor covers all ranks' slots as one matrix, so a slot is a whole number of rows."""
-    row = -(-k * dtype.itemsize // 16) * 16
-    return virtual_channel(world, capacity // row * row, 256, epoch=BEFORE_WRAP, limit=LIMIT, device=device)
 
 
 def whole_numbers(gemm: Gemm, world: int, shape: tuple[int, int, int], seed: int, device: str) -> list[Tensors]:
@@ -198,7 +161,7 @@ def run_late(
 ) -> None:
     """together: all ranks are in one launch, which a CPU can run."""
     gemm, chance = LATE[name], random.Random(world)
-    channel = channel_for(world, shape[2], dtype, device, 1 << 20)
+    channel = channel_for(world, shape[2], dtype, device, 1 << 20, 256, limit=LIMIT)
     tile = smallest_tile(device, dtype, shape[1])
     parts = [Late(gemm, part, tile) for part in ([channel] if together else apart(channel))]
     if not together:
@@ -211,7 +174,7 @@ def run_late(
         exact = [whole_numbers(gemm, world, shape, first + index, device) for index in range(count)]
         given = [cast(inputs, dtype, device) for inputs in exact]
         if together:
-            given = [[{n: torch.cat([x[n] for x in inputs]) for n in inputs[0]}] for inputs in given]
+            given = [[stacked(inputs)] for inputs in given]
         wait_for_all(channel)
         for part in parts:
             part.sleep(HEAD_START)
@@ -256,78 +219,21 @@ def test_a_thousand_epochs_with_late_ranks(queues, name: str, world: int) -> Non
     queues(1).run(run_late_at_once, name, world, timeout=PATIENCE)
 
 
-def late_in_the_interpreter() -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_hundred_graph_replays(name: str, world: int) -> None:
+    tile = smallest_tile("cuda", torch.bfloat16, GRAPH_SHAPE[1])
+    run_on_virtual_ranks(
+        GRAPHS[name], world, tile, torch.bfloat16, [GRAPH_SHAPE], "cuda", 1 << 24, 256, repeat=1 + REPLAYS, graph=True
+    )
+
+
+def the_same_operations() -> None:
     for name in LATE:
         run_late(name, 2, (1, 4, 4), torch.float32, "cpu", 1, together=True)
     with mock.patch(f"{__name__}.BATCH", 2):
         run_late("matmul_reduce_scatter", 1, SMALL_SHAPE, torch.float32, "cpu", 3, together=False)
 
 
-def test_late_ranks_in_the_interpreter(interpreted) -> None:
-    interpreted(1).run(late_in_the_interpreter)
-
-
-def run_graph(name: str, world: int, shape: tuple[int, int, int], dtype: torch.dtype, device: str, count: int) -> None:
-    """Replay three operations, each with inputs of its own: parities and slots alternate between replays."""
-    gemm = GRAPHS[name]
-    tile = smallest_tile(device, dtype, shape[1])
-    channel = channel_for(world, shape[2], dtype, device, 1 << 24 if device == "cuda" else 1 << 17)
-
-    def draw(seed: int) -> list[list[Tensors]]:
-        return [cast(make_inputs(gemm, 3 * seed + i, world, shape, False), dtype, device) for i in range(3)]
-
-    def stack(inputs: list[Tensors]) -> Tensors:
-        return {name: torch.cat([x[name] for x in inputs]) for name in inputs[0]}
-
-    static = [stack(inputs) for inputs in draw(count)]
-
-    def operate() -> list:
-        outputs = []
-        for inputs in static:
-            bump(channel)
-            outputs.append(gemm.launch(inputs, channel, tile))
-        return outputs
-
-    operate()  # compiles
-    replay = capture(operate) if device == "cuda" else operate
-    for index in range(count):
-        drawn = draw(index)
-        for parity in (0, 1):
-            poison(channel, parity)
-        for tensors, inputs in zip(static, drawn, strict=True):
-            for key, x in stack(inputs).items():
-                tensors[key].copy_(x)
-        for number, (outputs, inputs) in enumerate(zip(replay(), drawn, strict=True)):
-            for rank in range(world):
-                parts = [None if y is None else y.chunk(world)[rank] for y in outputs]
-                compare(parts, gemm, inputs, rank, False, (name, world, index, number))
-    assert not channel.error.any() and not channel.counters.any()
-    assert bool((channel.epoch == wrap(BEFORE_WRAP + 3 * (count + 1))).all())
-
-
-def capture(operate: Callable[[], list]) -> Callable[[], list]:
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = operate()
-
-    def replay() -> list:
-        graph.replay()
-        return outputs
-
-    return replay
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("world", [2, 4, 8])
-@pytest.mark.parametrize("name", GRAPHS)
-def test_a_hundred_graph_replays(name: str, world: int) -> None:
-    run_graph(name, world, GRAPH_SHAPE, torch.bfloat16, "cuda", REPLAYS)
-
-
-def graphs_in_the_interpreter() -> None:
-    run_graph("matmul_reduce_scatter", 2, (1, 4, 4), torch.float32, "cpu", 1)
-
-
-def test_the_same_operations_in_the_interpreter(interpreted) -> None:
-    interpreted(1).run(graphs_in_the_interpreter)
+test_the_same_operations_in_the_interpreter = gemms.in_interpreter(the_same_operations, 1)
