@@ -48,7 +48,6 @@ WORTH = (
     "kernels/test_all_gather_matmul_kernel.py",
     "kernels/test_matmul_reduce_scatter_kernel.py",
     "kernels/test_matmul_all_reduce_kernel.py",
-    "kernels/test_gsan_gpu.py",
     "kernels/test_matmul_kernel.py",
     "training/test_run_gpu.py",
 )

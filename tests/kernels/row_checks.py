@@ -26,9 +26,9 @@ def draw_norm(seed: int, n: int, kind: str, dtype: torch.dtype, device: str = "c
     return Norm(kind, weight, bias if with_bias and kind == "layernorm" else None, EPS)
 
 
-def draw_dropout(rows: int, n: int, p: float, device: str = "cpu", key: int = HIGH_KEY) -> Dropout:
+def draw_dropout(rows: int, n: int, p: float, device: str = "cpu") -> Dropout:
     """The rows are whole rows of a large tensor, so that their starts are multiples of 4 if n is one."""
-    return Dropout((BEYOND_32_BITS // 4 + torch.arange(rows, device=device)) * n, key, p)
+    return Dropout((BEYOND_32_BITS // 4 + torch.arange(rows, device=device)) * n, HIGH_KEY, p)
 
 
 def formula(x: Tensor, norm: Norm) -> Tensor:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_matmul_kernel import TILE
+from test_matmul_kernel import TILE, shipped_tile
 from test_matmul_kernel import close as close_to
 
-from tpformer.kernels.configurations import TILES, tile_names
+from tpformer.kernels.configurations import TILES
 from tpformer.kernels.grouped_matmul import reference
 from tpformer.kernels.launch import Tile
 
@@ -164,10 +164,7 @@ def test_the_reference_has_shapes_without_values() -> None:
 @pytest.mark.parametrize("name", [*TILES, None])
 def test_on_gpu(name: str | None, dtype: torch.dtype) -> None:
     """Every tile, and the one that the launcher picks."""
-    capability = 10 * torch.cuda.get_device_capability()[0]
-    if name is not None and name not in tile_names(capability, dtype.itemsize):
-        pytest.skip(f"{name} is not for sm_{capability} and {dtype}")
+    tile = None if name is None else shipped_tile(name, dtype)
     for counts, (n, k) in [*((COUNTS[0], shape) for shape in SHAPES), *product(GPU_COUNTS, GPU_SHAPES)]:
-        tile = None if name is None else TILES[name]
-        products(kernel(), counts, n, k, dtype, "cuda", tile)
-        gradients(kernel(), counts, n, k, dtype, "cuda", tile)
+        for check in (products, gradients):
+            check(kernel(), counts, n, k, dtype, "cuda", tile)

@@ -85,13 +85,19 @@ def exact_and_strided() -> None:
 test_zeros_and_ones_are_exact_in_strided_operands = in_interpreter(exact_and_strided, 1)
 
 
+def shipped_tile(name: str, dtype: torch.dtype) -> Tile:
+    """The tile of this name, where it ships for this GPU; else the test is skipped."""
+    capability = 10 * torch.cuda.get_device_capability()[0]
+    if name not in tile_names(capability, dtype.itemsize):
+        pytest.skip(f"{name} is not for sm_{capability} and {dtype}")
+    return TILES[name]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", TILES)
 def test_on_gpu(name: str, dtype: torch.dtype) -> None:
-    capability = 10 * torch.cuda.get_device_capability()[0]
-    if name not in tile_names(capability, dtype.itemsize):
-        pytest.skip(f"{name} is not for sm_{capability} and {dtype}")
+    tile = shipped_tile(name, dtype)
     for shape in (*SHAPES, (300, 520, 136), (1024, 768, 2048)):
-        layouts(*shape, dtype, "cuda", TILES[name])
-        epilogues(*shape, dtype, "cuda", TILES[name])
+        layouts(*shape, dtype, "cuda", tile)
+        epilogues(*shape, dtype, "cuda", tile)

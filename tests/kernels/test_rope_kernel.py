@@ -30,12 +30,10 @@ def by_complex_numbers(x: Tensor, positions: Tensor, base: float, interleaved: b
     return torch.cat([turned.real, turned.imag], -1)
 
 
-def make(
-    tokens: int, heads: int, head_dim: int, seed: int, length: int = LENGTH, device: str = "cpu"
-) -> tuple[Tensor, Tensor, Tensor]:
+def make(tokens: int, heads: int, head_dim: int, seed: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
     """q, k with one head less, and positions."""
     q, k = draw(seed, torch.float64, device, *[(tokens, n, head_dim) for n in (heads, max(1, heads - 1))])
-    return q, k, torch.randint(length, (tokens,), generator=torch.Generator().manual_seed(seed)).to(device)
+    return q, k, torch.randint(LENGTH, (tokens,), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def close(
