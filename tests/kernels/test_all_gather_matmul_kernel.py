@@ -56,9 +56,9 @@ def derivative(activation: str, gated: bool) -> gemms.Gemm:
 
 def processes() -> None:
     gemms.run_on_processes(linear(3, "gelu"))
-    gemms.run_on_processes(linear(2), gemms.TMA_TILE, torch.float16, gemms.SHAPES[1:])
-    gemms.run_on_processes(linear(1, transposed=True), sizes=gemms.SHAPES[2:])
-    gemms.run_on_processes(derivative("gelu_tanh", gated=False), sizes=gemms.SHAPES[:3])
+    gemms.run_on_processes(linear(2), gemms.TMA_TILE, torch.float16, gemms.SHAPES[1:3])
+    gemms.run_on_processes(linear(1, transposed=True), sizes=gemms.SHAPES[2:3])
+    gemms.run_on_processes(derivative("gelu_tanh", gated=False), sizes=gemms.SHAPES[1:3])
     gemms.run_on_processes(derivative("silu", gated=True), sizes=gemms.SHAPES[2:3] * 2)
 
 

@@ -34,7 +34,7 @@ def gemm(
 
 def processes() -> None:
     gemms.run_on_processes(gemm(1, gemms.FINISH))
-    gemms.run_on_processes(gemm(3, transposed=True))
+    gemms.run_on_processes(gemm(3, transposed=True), sizes=gemms.SHAPES[1:3])
     gemms.run_on_processes(gemm(2, gemms.FINISH, loads=LOADS), gemms.TMA_TILE, sizes=gemms.SHAPES[2:3] * 2)
     gemms.run_on_processes(gemm(1, partial_dtype=torch.float32), dtype=torch.float16, sizes=gemms.SHAPES[1:3])
 

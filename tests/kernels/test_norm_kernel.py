@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import FLOATS, OF_KERNEL, ONCE, at, between_nans, columnwise, everywhere
 from row_checks import (
-    BEYOND_32_BITS,
     EPS,
-    HIGH_KEY,
     by_autograd,
     check_finished,
     check_norm,
@@ -25,7 +23,7 @@ from row_checks import (
 from testing import assert_identical, assert_same, poisoned_memory
 from torch import Tensor
 
-from tpformer.kernels.finish import Dropout, Finish, Norm
+from tpformer.kernels.finish import Finish, Norm
 from tpformer.kernels.norm import reference
 from tpformer.kernels.norm.reference import norm_backward, norm_forward
 
@@ -204,16 +202,3 @@ test_takes_extreme_values = everywhere("norm", takes_extreme_values)
 test_takes_any_layout = everywhere("norm", takes_any_layout)
 test_one_column_is_the_bias = everywhere("norm", one_column_is_the_bias, at(ONCE, "interpreter"))
 test_sums_over_all_programs = everywhere("norm", sums_over_all_programs, OF_KERNEL)
-
-
-@pytest.mark.gpu
-def test_dropout_bits_on_gpu() -> None:
-    """finish_norm_forward drops what the reference drops on a CPU, in whole blocks and in single elements."""
-    for n in (4096, 20000, 5001):
-        start = torch.arange(6) * n + BEYOND_32_BITS
-        norm = draw_norm(0, n, "rmsnorm", torch.float32)
-        x = torch.ones(6, n)
-        expected = reference.finish_norm_forward(x.clone(), Finish(dropout=Dropout(start, HIGH_KEY, 0.3), norm=norm))
-        finish = Finish(dropout=Dropout(start.cuda(), HIGH_KEY, 0.3), norm=norm._replace(weight=norm.weight.cuda()))
-        z, _, _ = kernel().finish_norm_forward(x.cuda(), finish)
-        assert torch.equal(z.cpu(), expected[0]), n
