@@ -108,7 +108,8 @@ def equals_float64_autograd(module: ModuleType, dtype: torch.dtype, device: str)
         x, dy, dresidual = draw(n, dtype, device, *[(rows, n)] * 3)
         norm = draw_norm(n, n, kind, dtype, device, with_bias=rows > 1)
         given = dresidual if rows > 1 else None
-        for options in ways(module, device)[: 1 + (n > 16)]:
+        # in float16 looped rows are those of the tests below
+        for options in ways(module, device)[: 1 + (n > 16 and dtype == torch.float32)]:
             check_norm(module, x, norm, dy, given, **options)
         if device == "cuda":
             _, statistics = module.norm_forward(x, norm)
