@@ -166,7 +166,7 @@ LONGEST = (
     "parallel/test_zero_bytes.py",
     "layers/test_habits.py",
     "in_place/test_verify_in_place.py",
-    "in_place/test_sequence_in_place.py",
+    "in_place/test_language_models.py",
     "kernels/test_matmul_reduce_scatter_kernel.py",
     "ops/test_fused_op.py",
     "inference/test_generate.py",

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file
 from testing import assert_identical, assert_same
-from tiny import VOCAB, tiny
+from tiny import batch, tiny, train, values
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
@@ -21,102 +21,63 @@ from transformers import Trainer, TrainingArguments
 import tpformer
 from bench.families.training import in_float64
 from tpformer.distributed import build_mesh
-from tpformer.distributed.dtensor import full_tensor
 from tpformer.in_place.saving import make_known
 
-STEPS, BATCH, SEQ = 3, 4, 6
-
-
-def samples():
-    return torch.randint(VOCAB, (STEPS, BATCH, SEQ), generator=torch.Generator().manual_seed(0))
-
-
-@in_float64()
-def train(model, clip, rows=slice(None)):
-    """The losses of this rank's samples, and the norms, gradients and parameters of all steps."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    losses, found = [], {}
-    for step, ids in enumerate(samples()):
-        logits = model(input_ids=ids[rows]).logits[:, :-1].flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(logits, ids[rows, 1:].flatten())
-        loss.backward()
-        found[f"norm {step}"] = clip(model)
-        found |= {f"{name} {step}": full_tensor(p.grad) for name, p in model.named_parameters() if p.requires_grad}
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    found |= {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
-    return torch.stack(losses), {name.removeprefix("_orig_mod."): x.clone() for name, x in found.items()}
-
-
-def expected_of(model):
-    return train(model, lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1))
+STEPS, BATCH = 3, 4
+BATCHES = [batch(6, number, BATCH) for number in range(STEPS)]
 
 
 def clip(model):
     return tpformer.clip_grad_norm_(model, 0.1)
 
 
-def parallel(family="llama", data_parallel=1, **options):
+def expected_of(model):
+    return train(model, BATCHES, lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1))
+
+
+def parallel(family="llama", data_parallel=1, sequence_parallel=False, **options):
     mesh = build_mesh("cpu", tensor_parallel=2, data_parallel_shard=data_parallel)
-    return tpformer.parallelize(tiny(family, torch.float64, **options), mesh["tp"]), mesh["dp_shard"]
+    model = tiny(family, torch.float64, **options)
+    return tpformer.parallelize(model, mesh["tp"], sequence_parallel=sequence_parallel), mesh["dp_shard"]
 
 
-def under_fsdp():
-    model, mesh = parallel("qwen2", 2)
+def under_fsdp(family, sequence_parallel):
+    """The results of training on this rank's samples."""
+    model, mesh = parallel(family, 2, sequence_parallel)
     layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
     for part in (*layers, model):
         fully_shard(part, mesh=mesh)
-    return train(model, clip, slice(2 * mesh.get_local_rank(), 2 * mesh.get_local_rank() + 2))
+    rows = slice(2 * mesh.get_local_rank(), 2 * mesh.get_local_rank() + 2)
+    return train(model, [{name: x[rows] for name, x in each.items()} for each in BATCHES], clip)
+
+
+@pytest.mark.parametrize(("family", "sequence_parallel"), [("qwen2", False), ("gpt2", True)])
+def test_fsdp_on_top(ranks, family, sequence_parallel):
+    """One has tied tables, and a key-value head that two ranks share; one has fused projections."""
+    expected = expected_of(tiny(family, torch.float64))
+    results = ranks(4).run(under_fsdp, family, sequence_parallel)
+    for number in range(STEPS):
+        logits = expected[0].pop(f"logits {number}").chunk(2)
+        assert_same(
+            [found.pop(f"logits {number}") for found, _ in results], [logits[0], logits[0], logits[1], logits[1]]
+        )
+        losses = torch.stack([found[f"loss {number}"] for found, _ in results])
+        for found, _ in results:
+            found[f"loss {number}"] = losses.mean()
+    assert_same(results, [expected] * 4)
 
 
 ONE_LAYER = {"num_hidden_layers": 1}  # the compiler takes seconds for each
 
 
 def under_compiler():
-    return train(torch.compile(parallel(**ONE_LAYER)[0], backend="eager"), clip)
+    return train(torch.compile(parallel(**ONE_LAYER)[0], backend="eager"), BATCHES, clip)
 
 
-def assert_trained_alike(results, model):
-    losses, expected = expected_of(model)
-    assert_same(torch.stack([each for each, _ in results]).mean(0), losses)
-    for _, found in results:
-        assert_same(found, expected)
-
-
-def test_fsdp_on_top(ranks):
-    """The model has tied tables, and a key-value head that two ranks share."""
-    assert_trained_alike(ranks(4).run(under_fsdp), tiny("qwen2", torch.float64))
-
-
+@pytest.mark.proof
 def test_the_compiler(ranks):
-    assert_trained_alike(ranks(2).run(under_compiler), tiny("llama", torch.float64, **ONE_LAYER))
-
-
-def generate():
-    return parallel()[0].generate(samples()[0], max_new_tokens=8, do_sample=False, cache_implementation="static")
-
-
-def test_a_static_cache_gives_the_same_text(ranks):
-    expected = tiny("llama", torch.float64).generate(samples()[0], max_new_tokens=8, do_sample=False)
-    assert all(torch.equal(found, expected) for found in ranks(2).run(generate))
-
-
-def sample():
-    model, options = parallel()[0], {"max_new_tokens": 8, "do_sample": True}
-    torch.manual_seed(torch.distributed.get_rank())
-    with pytest.raises(ValueError, match="different random states.*manual_seed"):
-        model.generate(samples()[0], **options)
-    torch.manual_seed(0)
-    return model.generate(samples()[0], **options)
-
-
-def test_ranks_sample_alike_or_not_at_all(ranks):
-    found = ranks(2).run(sample)
-    model = tiny("llama", torch.float64)
-    torch.manual_seed(0)
-    expected = model.generate(samples()[0], max_new_tokens=8, do_sample=True)
-    assert all(torch.equal(each, expected) for each in found)
+    """In every run plain modules are compiled, by test_parallelize.py and test_linears.py."""
+    assert_same(ranks(2).run(under_compiler), [expected_of(tiny("llama", torch.float64, **ONE_LAYER))] * 2)
 
 
 def adapted(model):
@@ -131,7 +92,7 @@ def adapter_values(family):
     return {name: torch.randn(p.shape, dtype=p.dtype) / 4 for name, p in names.items() if "lora_" in name}
 
 
-def tune(family, adapters_first, values, folder):
+def tune(family, adapters_first, lora, folder):
     mesh = build_mesh("cpu", tensor_parallel=2)["tp"]
     model = tiny(family, torch.float64)
     if adapters_first:
@@ -140,16 +101,16 @@ def tune(family, adapters_first, values, folder):
         model = adapted(tpformer.parallelize(model, mesh))
         unknown = r"(q_proj|c_attn) has an adapter that was added to a tensor-parallel.*call parallelize\(model\) again"
         with pytest.raises(ValueError, match=unknown):
-            model(input_ids=samples()[0])
+            model(**BATCHES[0])
         assert tpformer.parallelize(model) is model
         assert model.base_model.model.lm_head.in_features == 32
-    model.load_state_dict(values, strict=False)
-    result = train(model, clip)
+    model.load_state_dict(lora, strict=False)
+    result = train(model, BATCHES, clip)
     model.save_pretrained(folder)
     for name, p in model.named_parameters():
         p.data.mul_(0 if "lora_" in name else 1)
     set_peft_model_state_dict(model, load_file(Path(folder, "adapter_model.safetensors")))
-    assert_identical(result[1] | {name: full_tensor(p.detach()) for name, p in model.named_parameters()}, result[1])
+    assert_identical(values(model), result[1])
     return result
 
 
@@ -163,38 +124,25 @@ def tune(family, adapters_first, values, folder):
     ],
 )
 def test_lora_in_both_orders(ranks, tmp_path, family, adapters_first):
-    model, values = adapted(tiny(family, torch.float64)), adapter_values(family)
-    model.load_state_dict(values, strict=False)
-    losses, expected = expected_of(model)
-    for found_losses, found in ranks(2).run(tune, family, adapters_first, values, str(tmp_path / "all")):
-        assert_same(found_losses, losses)
-        assert_same(found, expected)
-        plain = {f"base_model.model.{name}": x for name, x in tiny(family, torch.float64).named_parameters()}
-        frozen = {
-            name.replace(".base_layer", ""): x for name, x in found.items() if name[-1:] > "9" and "lora_" not in name
-        }
-        assert_identical({name: x for name, x in frozen.items() if name in plain}, plain)
+    model, lora = adapted(tiny(family, torch.float64)), adapter_values(family)
+    model.load_state_dict(lora, strict=False)
+    expected = expected_of(model)
+    plain = {f"base_model.model.{name}": x for name, x in values(tiny(family, torch.float64)).items()}
+    for result in ranks(2).run(tune, family, adapters_first, lora, str(tmp_path / "all")):
+        assert_same(result, expected)
+        frozen = {name.replace(".base_layer", ""): x for name, x in result[1].items() if "lora_" not in name}
+        assert_identical(frozen, plain)
     model.save_pretrained(tmp_path / "one")
     assert sorted(os.listdir(tmp_path / "one")) == sorted(os.listdir(tmp_path / "all"))
     one, found = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "all"))
     assert_same(found, one)
     loaded = PeftModel.from_pretrained(tiny(family, torch.float64), tmp_path / "all")
     with in_float64():
-        assert_same(loaded(samples()[0]).logits, model(samples()[0]).logits)
-
-
-def different_samples():
-    model, _ = parallel()
-    with pytest.raises(ValueError, match="ranks got different inputs.*sampler"):
-        model(input_ids=samples()[0].roll(torch.distributed.get_rank(), 0))
-
-
-def test_different_samples_are_refused(ranks):
-    ranks(2).run(different_samples)
+        assert_same(loaded(**BATCHES[0]).logits, model(**BATCHES[0]).logits)
 
 
 def dataset():
-    return [{"input_ids": ids, "labels": ids} for ids in samples().flatten(0, 1)]
+    return [{name: x[row] for name, x in each.items()} for each in BATCHES for row in range(BATCH)]
 
 
 @in_float64()  # transformers computes its loss in float32
@@ -202,12 +150,12 @@ def accelerate_loop(model, accelerator, clip_grad_norm_):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     optimizer, loader = accelerator.prepare(optimizer, DataLoader(dataset(), batch_size=BATCH))
     norms = []
-    for batch in loader:
-        accelerator.backward(model(**batch).loss)
+    for each in loader:
+        accelerator.backward(model(**each).loss)
         norms.append(float(clip_grad_norm_(model.parameters(), 0.1)))
         optimizer.step()
         optimizer.zero_grad()
-    return norms, {name: full_tensor(p.detach()).clone() for name, p in model.named_parameters()}
+    return norms, values(model)
 
 
 @contextmanager
@@ -232,13 +180,10 @@ def on_cpus_of_accelerate():
 
 def test_the_loop_of_accelerate(ranks):
     AcceleratorState._reset_state(reset_partial_state=True)
-    norms, expected = accelerate_loop(
-        tiny("llama", torch.float64), Accelerator(cpu=True), torch.nn.utils.clip_grad_norm_
-    )
-    for found_norms, found in ranks(2).run(on_cpus_of_accelerate):
-        assert len(norms) == STEPS
-        assert_same(found_norms, norms)
-        assert_same(found, expected)
+    model = tiny("llama", torch.float64)
+    norms, expected = accelerate_loop(model, Accelerator(cpu=True), torch.nn.utils.clip_grad_norm_)
+    assert len(norms) == STEPS
+    assert_same(ranks(2).run(on_cpus_of_accelerate), [(norms, expected)] * 2)
 
 
 @in_float64()
@@ -262,7 +207,7 @@ def run_trainer(model, folder):
     trainer.train()
     trainer.save_model(f"{folder}/final")
     log = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
-    return log, {name: full_tensor(p.detach()).clone() for name, p in model.named_parameters()}
+    return log, values(model)
 
 
 def trainer_on_ranks(known, folder):
@@ -284,10 +229,7 @@ def test_trainer(ranks, tmp_path, known):
     AcceleratorState._reset_state(reset_partial_state=True)
     log, expected = run_trainer(tiny("llama", torch.float64), str(tmp_path / "one"))
     assert len(log) == STEPS
-    for found_log, found in ranks(2).run(trainer_on_ranks, known, str(tmp_path)):
-        assert_same(found, expected)
-        assert_same(found_log, log)
+    assert_same(ranks(2).run(trainer_on_ranks, known, str(tmp_path)), [(log, expected)] * 2)
     for part in ("final", f"checkpoint-{STEPS}"):
         assert sorted(os.listdir(tmp_path / "one" / part)) == sorted(os.listdir(tmp_path / "0" / part))
-        saved = load_file(tmp_path / "0" / part / "model.safetensors")
-        assert_same(saved, expected)
+        assert_same(load_file(tmp_path / "0" / part / "model.safetensors"), expected)

@@ -1,20 +1,25 @@
-"""Linears and embeddings sharded in place compute what the plain modules do: results, gradients and AdamW's steps."""
+"""Linears and embeddings sharded in place compute what the plain modules do: results, gradients and AdamW's steps.
+Column linears that get one tensor communicate once for all."""
 
 import copy
 import io
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from testing import assert_same
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from tpformer import ops
 from tpformer.distributed import build_mesh
+from tpformer.distributed.collectives import record_collectives
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.in_place.linears import make_column, make_embedding, make_row, sum_gradients
+from tpformer.in_place.siblings import share_inputs
 from tpformer.layers import TensorParallel
 from tpformer.parallel import reduce_partial_gradients
 
@@ -61,12 +66,12 @@ def conv(k, n):
     return Conv1D(n, k)
 
 
-def train(model, compute=None, samples=slice(None)):
+def train(model, compute=None):
     """Every result, gradient and parameter of some AdamW steps; the loss is a sum over the samples."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     found = {}
     for step in range(STEPS):
-        ids = torch.randint(VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(step))[samples]
+        ids = torch.randint(VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(step))
         logits = (model if compute is None else compute)(ids)
         nn.functional.cross_entropy(logits.flatten(0, 1), ids.roll(1, 1).flatten(), reduction="sum").backward()
         reduce_partial_gradients(model)  # a loop that calls it changes nothing
@@ -98,60 +103,50 @@ def in_place(model, tp):
     return model
 
 
+def copies(model, tp):
+    """Models that ought to train as this one: a copy, a pickled one, and one that was built on meta and then filled."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    with torch.device("meta"):
+        meta = Model(conv, 16)
+        meta.table, meta.head = nn.Embedding(VOCAB, HIDDEN, padding_idx=1), nn.Linear(HIDDEN, VOCAB, bias=False)
+        meta.head.weight = meta.table.weight
+    in_place(meta.double(), tp)
+    assert all(p.is_meta for p in meta.parameters())
+    expected = Model(conv, 16)
+    with torch.no_grad():
+        meta.norm.weight, meta.heads.weight = expected.norm.weight, expected.heads.weight
+    meta.load_state_dict(expected.state_dict(), assign=True)
+    meta.head.weight = meta.table.weight  # as after any load_state_dict with assign=True
+    return {"deepcopy": copy.deepcopy(model), "pickle": torch.load(file, weights_only=False), "meta": meta}
+
+
 def on_rank(t, linear, wide, sequence_parallel):
     model = Model(linear, wide)
     classes = [type(module) for module in model.modules()]
     before = {name: (p.shape, p.stride()) for name, p in model.named_parameters()}
-    in_place(model, TensorParallel(build_mesh("cpu", tensor_parallel=t)["tp"], sequence_parallel))
+    tp = TensorParallel(build_mesh("cpu", tensor_parallel=t)["tp"], sequence_parallel)
+    in_place(model, tp)
     assert {name: (p.shape, p.stride()) for name, p in model.named_parameters()} == before
     assert all(isinstance(module, own) for module, own in zip(model.modules(), classes, strict=True))
-    assert model.head.weight is model.table.weight
-    return train(model)
+    models = {} if sequence_parallel or linear is nn.Linear or t > 2 else copies(model, tp)
+    assert all(each.head.weight is each.table.weight for each in (model, *models.values()))
+    found = {name: train(each) for name, each in models.items()}
+    return found | {
+        "compiled" if found else "": train(model, torch.compile(model, backend="aot_eager") if found else None)
+    }
 
 
 @pytest.mark.parametrize(
     ("t", "linear", "wide", "sequence_parallel"),
-    [(2, nn.Linear, 16, False), (2, conv, 16, True), (4, conv, 14, False), (4, nn.Linear, 14, True)],
+    [(2, conv, 16, False), (2, nn.Linear, 16, True), (4, nn.Linear, 14, False), (4, conv, 14, True)],
 )
 def test_same_as_plain_modules(ranks, t, linear, wide, sequence_parallel):
+    """In one case also of copies and compiled: enter and leave of the others are not to be pickled."""
     expected = train(Model(linear, wide))
     for found in ranks(t).run(on_rank, t, linear, wide, sequence_parallel):
-        assert_same(found, expected)
-
-
-def copied():
-    """The steps of a copied, a pickled and a compiled model."""
-    model, file = in_place(Model(conv, 16), TensorParallel(build_mesh("cpu", tensor_parallel=2)["tp"])), io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert loaded.head.weight is loaded.table.weight
-    found = {"deepcopy": train(copy.deepcopy(model)), "pickle": train(loaded)}
-    return found | {"compiled": train(model, torch.compile(model, backend="aot_eager"))}
-
-
-def test_copies_and_compiled_models(ranks):
-    expected = train(Model(conv, 16))
-    for found in ranks(2).run(copied):
         assert_same(found, dict.fromkeys(found, expected))
-
-
-def with_fsdp(linear, sequence_parallel):
-    mesh = build_mesh("cpu", tensor_parallel=2, data_parallel_shard=2)
-    model = in_place(Model(linear, 16), TensorParallel(mesh["tp"], sequence_parallel))
-    for part in (model.column, model.row, model.heads, model):
-        fully_shard(part, mesh=mesh["dp_shard"])
-        part.set_gradient_divide_factor(1.0)
-    half = mesh["dp_shard"].get_local_rank() * BATCH // 2
-    return half, train(model, samples=slice(half, half + BATCH // 2))
-
-
-@pytest.mark.parametrize(("linear", "sequence_parallel"), [(nn.Linear, False), (conv, True)])
-def test_fsdp_on_top(ranks, linear, sequence_parallel):
-    expected = train(Model(linear, 16))
-    for half, found in ranks(4).run(with_fsdp, linear, sequence_parallel):
-        logits = {f"logits {step}": expected[f"logits {step}"][half : half + BATCH // 2] for step in range(STEPS)}
-        assert_same(found, expected | logits)
 
 
 class Scaled(nn.Linear):
@@ -215,23 +210,77 @@ def test_refused(ranks):
     assert all(len(said) == len(REFUSED) for said in ranks(2).run(refusals))
 
 
-def on_meta():
-    tp = build_mesh("cpu", tensor_parallel=2)["tp"]
-    with torch.device("meta"):
-        model = Model(nn.Linear, 16)
-        model.table, model.head = nn.Embedding(VOCAB, HIDDEN, padding_idx=1), nn.Linear(HIDDEN, VOCAB, bias=False)
-        model.head.weight = model.table.weight
-    in_place(model.double(), TensorParallel(tp))
-    assert all(p.is_meta for p in model.parameters())
-    expected = Model(nn.Linear, 16)
-    with torch.no_grad():
-        model.norm.weight, model.heads.weight = expected.norm.weight, expected.heads.weight
-    model.load_state_dict(expected.state_dict(), assign=True)
-    model.head.weight = model.table.weight  # as after any load_state_dict with assign=True
-    return train(model)
+class Siblings(nn.Module):
+    """Linears that get one tensor. What becomes of it between them is the case that a test is about."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (nn.Linear(HIDDEN, 12, dtype=torch.float64) for _ in range(3))
+        self.case = "same"
+
+    def forward(self, x):
+        q = self.q(x)
+        if self.case == "another":
+            x = x * 2
+        elif self.case == "written":
+            x.mul_(2)
+        k = self.k(x)
+        if self.case == "skipped":
+            return q * k
+        with torch.no_grad() if self.case == "no_grad" else nullcontext():
+            v = self.v(x)
+        return q * k + v
 
 
-def test_built_on_meta(ranks):
-    expected = train(Model(nn.Linear, 16))
-    for found in ranks(2).run(on_meta):
-        assert_same(found, expected)
+TWICE = ["same", "same"]
+CASES = [*TWICE, "another", *TWICE, "written", "same", "skipped", *TWICE, "no_grad", *TWICE]
+
+
+def in_every_case(block, compute=None):
+    """Results, gradients and the number of collectives of one forward and backward for each case."""
+    found, counts = {}, []
+    for index, case in enumerate(CASES):
+        block.case = case
+        x = torch.randn(2, 4, HIDDEN, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+        x.requires_grad_()
+        with record_collectives() as calls, torch.set_grad_enabled(case != "written"):
+            y = (block if compute is None else compute)(x * 1)
+            if case != "written":  # a linear has saved x
+                y.sum().backward()
+        found |= {f"y {index}": y.detach(), f"x {index}": x.grad}
+        for name, p in block.named_parameters():
+            found[f"{name} {index}"] = None if p.grad is None else full_tensor(p.grad).clone()
+        counts.append(len(calls))
+        block.zero_grad()
+    return found, counts
+
+
+def siblings_on_rank(kind):
+    """What siblings in place compute, what plain ones do of this rank's columns, and the collectives of each case."""
+    block, tp = Siblings(), TensorParallel(build_mesh("cpu", tensor_parallel=2)["tp"])
+    for linear in (block.q, block.k, block.v):
+        make_column(linear, tp)
+    share_inputs(block)
+    compute = None
+    if kind == "copied":
+        block = copy.deepcopy(block)
+    elif kind == "compiled":
+        compute = torch.compile(block, backend="aot_eager")
+    elif "recomputed" in kind:
+        if kind == "recomputed":
+            with torch.no_grad():
+                block(torch.ones(2, 4, HIDDEN, dtype=torch.float64))
+        compute = partial(checkpoint, block, use_reentrant=False)
+    found, counts = in_every_case(block, compute)
+    plain, _ = in_every_case(Siblings())
+    wanted = {name: y.chunk(2, -1)[tp.rank] if name.startswith("y") else y for name, y in plain.items()}
+    return found, wanted, counts
+
+
+@pytest.mark.parametrize("kind", ["called", "copied", "compiled", "recomputed", "recomputed from the first"])
+def test_columns_that_get_one_tensor_communicate_once_for_all(ranks, kind):
+    for found, wanted, counts in ranks(2).run(siblings_on_rank, kind):
+        assert_same(found, wanted)
+        assert counts[:2] == {"recomputed": [1, 1], "recomputed from the first": [3, 3]}.get(kind, [3, 1])
+        assert counts[-1] == (3 if "first" in kind else 1)

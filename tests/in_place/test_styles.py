@@ -1,5 +1,7 @@
 """A plan with the fused styles gives what the same plan gives with torch's: results and every gradient."""
 
+import itertools
+
 import pytest
 import torch
 from testing import assert_same
@@ -97,62 +99,51 @@ def step(model):
     return {"y": logits.detach()} | {name: full_tensor(p.grad) for name, p in model.named_parameters()}
 
 
-def on_rank(t, plans, styles):
-    mesh = build_mesh("cpu", tensor_parallel=t)["tp"]
-    return [sharded_step(mesh, plan(*each)) for plan in plans for each in styles]
-
-
-def sharded_step(mesh, plan):
-    model = Model()
-    if mesh.get_local_rank():
-        with torch.no_grad():  # parallelize_module gives all ranks rank 0's values
-            for module in (model.table, model.mlp.gate, model.mlp.down):
-                module.weight.zero_()
-    model = parallelize_module(model, mesh, plan)
-    assert all(isinstance(p, DTensor) for p in model.mlp.parameters())
-    return step(model)
-
-
-PLANS = (sequence_plan, whole_plan)
+def on_rank(t, styles):
+    """A step with each plan, by the names of what is made."""
+    mesh, found = build_mesh("cpu", tensor_parallel=t)["tp"], {}
+    for plan, (kinds, others) in itertools.product((sequence_plan, whole_plan), styles):
+        model = Model()
+        if mesh.get_local_rank():
+            with torch.no_grad():  # parallelize_module gives all ranks rank 0's values
+                for module in (model.table, model.mlp.gate, model.mlp.down):
+                    module.weight.zero_()
+        model = parallelize_module(model, mesh, plan(kinds, others))
+        assert all(isinstance(p, DTensor) for p in model.mlp.parameters())
+        found[f"{plan.__name__} {kinds['col'].__name__} {others['col'].__name__}"] = step(model)
+    return found
 
 
 @pytest.mark.parametrize(("t", "styles"), [(2, [(FUSED, TORCH), (TORCH, FUSED)]), (4, [(FUSED, FUSED)])])
 def test_same_as_torch_styles(ranks, t, styles):
     expected = step(Model())
-    cases = [
-        f"{plan.__name__} {kinds['col'].__name__} {others['col'].__name__}"
-        for plan in PLANS
-        for kinds, others in styles
-    ]
-    for found in ranks(t).run(on_rank, t, PLANS, styles):
-        assert_same(dict(zip(cases, found, strict=True)), dict.fromkeys(cases, expected))
+    for found in ranks(t).run(on_rank, t, styles):
+        assert len(found) == 2 * len(styles)
+        assert_same(found, dict.fromkeys(found, expected))
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: FusedColwiseParallel(input_layouts=Shard(-1)), "FusedColwiseParallel has no input_layouts"),
-        (lambda: FusedColwiseParallel(output_layouts=Shard(1)), "torch's own ColwiseParallel"),
-        (lambda: FusedRowwiseParallel(output_layouts=Partial()), "FusedRowwiseParallel has no output_layouts"),
-        (lambda: FusedRowwiseParallel(input_layouts=Shard(1)), "FusedRowwiseParallel has no input_layouts"),
-        (lambda: FusedVocabParallel(input_layouts=Shard(1)), "FusedVocabParallel has no input_layouts"),
-    ],
-)
-def test_refused_layouts(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()
+def applied(style, module):
+    return parallelize_module(module, build_mesh("cpu", tensor_parallel=1)["tp"], style())
 
 
-def refused_modules():
-    for style, module, words in (
-        (FusedSequenceParallel, nn.Dropout(0.5), "torch's own SequenceParallel"),
-        (FusedSequenceParallel, nn.LayerNorm((2, 2)), "norms over the last dim"),
-        (FusedColwiseParallel, nn.Embedding(4, 4), "only an nn.Linear itself can"),
-        (FusedVocabParallel, nn.Linear(4, 4), "only an nn.Embedding itself can"),
-    ):
-        with pytest.raises(TypeError, match=words):
-            parallelize_module(module, build_mesh("cpu", tensor_parallel=1)["tp"], style())
+REFUSED = [
+    (FusedColwiseParallel, {"input_layouts": Shard(-1)}, "FusedColwiseParallel has no input_layouts"),
+    (FusedColwiseParallel, {"output_layouts": Shard(1)}, "torch's own ColwiseParallel"),
+    (FusedRowwiseParallel, {"output_layouts": Partial()}, "FusedRowwiseParallel has no output_layouts"),
+    (FusedRowwiseParallel, {"input_layouts": Shard(1)}, "FusedRowwiseParallel has no input_layouts"),
+    (FusedVocabParallel, {"input_layouts": Shard(1)}, "FusedVocabParallel has no input_layouts"),
+    (applied, {"style": FusedSequenceParallel, "module": nn.Dropout(0.5)}, "torch's own SequenceParallel"),
+    (applied, {"style": FusedSequenceParallel, "module": nn.LayerNorm((2, 2))}, "norms over the last dim"),
+    (applied, {"style": FusedColwiseParallel, "module": nn.Embedding(4, 4)}, "only an nn.Linear itself can"),
+    (applied, {"style": FusedVocabParallel, "module": nn.Linear(4, 4)}, "only an nn.Embedding itself can"),
+]
 
 
-def test_refused_modules(ranks):
-    ranks(1).run(refused_modules)
+def refused():
+    for make, options, words in REFUSED:
+        with pytest.raises(TypeError if make is applied else ValueError, match=words):
+            make(**options)
+
+
+def test_other_layouts_and_modules_are_refused(ranks):
+    ranks(1).run(refused)

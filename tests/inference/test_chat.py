@@ -123,30 +123,19 @@ def test_an_answer_ends_where_it_should(model):
     assert silent.answer(ids, lambda token: said.clear() is None) == "stop" and said, "and again"
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_piped_conversation(commands, run, model, tmp_path, tp):
-    lines = [
-        "hello é🙂",
-        "/save talk.json",
-        "/save talk.json",
-        "/save no/such/folder",
-        "/nonsense",
-        "",
-        "/system Be kind.",
-        "again",
-        "/reset",
-        "x" * 5000,
-        "last\x00 one",
-    ]
-    arguments = ("chat", str(run), "--temperature", "0", "--max-new-tokens", "20", "--tensor-parallel", str(tp))
-    text = "\n".join(lines).replace("talk", str(tmp_path / f"talk-{tp}")).encode() + b"\xff"
+def test_a_piped_conversation(commands, run, model, tmp_path):
+    talk = tmp_path / "talk.json"
+    lines = ["hello é🙂", f"/save {talk}", f"/save {talk}", "/save no/such/folder", "/nonsense", "", "/system Be kind."]
+    lines += ["again", "/reset", "x" * 5000, "last\x00 one"]
+    arguments = ("chat", str(run), "--temperature", "0", "--max-new-tokens", "20", "--tensor-parallel", "2")
+    text = "\n".join(lines).encode() + b"\xff"
     code, out, err = commands.call(piped, text, *arguments).finish()
     assert code == 0, err
-    saved = [json.loads(path.read_text())["messages"] for path in sorted(tmp_path.glob("talk-*.json"))]
-    assert [message["role"] for message in saved[0]] == ["user", "assistant"]
+    saved = json.loads(talk.read_text())["messages"]
+    assert [message["role"] for message in saved] == ["user", "assistant"]
     system = {"role": "system", "content": "Be kind."}
     again, last = ({"role": "user", "content": content} for content in ("again", "last\x00 one\ufffd"))
-    asked = [saved[0][:1], [system, *saved[0], again], [system, last]]
+    asked = [saved[:1], [system, *saved, again], [system, last]]
     shown = "".join(uncached(model, messages, 20).lstrip() + "\n" for messages in asked)
     hidden = "".join("\ufffd" if ord(c) < 32 and c not in "\n\t" or 127 <= ord(c) < 160 else c for c in shown)
     assert out == hidden
@@ -201,7 +190,7 @@ def test_a_llama_with_a_template_says_what_it_says_in_transformers(commands, tmp
     expected = "def main" + tokenizer.decode([token for token in new[0, prompt.input_ids.shape[1] :] if token != stop])
     words = ("generate", str(folder), "--prompt", "def main", "--temperature", "0", "--max-new-tokens", "20")
     assert commands.run(*words)[1] == expected + "\n", "with <s> before it"
-    options = ("--system", "Be kind.", "--temperature", "0", "--max-new-tokens", "20", "--tensor-parallel", "2")
+    options = ("--system", "Be kind.", "--temperature", "0", "--max-new-tokens", "20")
     text = f"one\ntwo é\nthree\n/save {tmp_path}/talk.json".encode()
     code, out, err = commands.call(piped, text, "chat", str(folder), *options).finish()
     assert code == 0, err
@@ -214,23 +203,26 @@ def test_a_llama_with_a_template_says_what_it_says_in_transformers(commands, tmp
     assert "no chat template" not in err and len(out) > 10
 
 
-@pytest.mark.parametrize("text", [b"\n\n  \n", b"/quit\nnot read"])
-def test_an_input_without_questions_ends_at_once(commands, run, text):
-    code, out, err = commands.call(piped, text, "chat", str(run), "--tensor-parallel", "2").finish()
-    assert (code, out) == (0, ""), err
-
-
-def without_reader(*arguments: str) -> None:
+def without_reader(text: bytes, *arguments: str) -> None:
     """Run a command whose output nobody reads."""
     reader, writer = os.pipe()
     os.close(reader)
     os.dup2(writer, 1)
-    piped(b"hello\nhello\n", *arguments)
+    piped(text, *arguments)
 
 
-def test_a_closed_pipe_ends_all_ranks(commands, run):
-    code, _, err = commands.call(without_reader, "chat", str(run), "--tensor-parallel", "2").finish()
-    assert code == 128 + signal.SIGPIPE and "Traceback" not in err
+ENDS = {
+    "no question": (piped, b"\n\n  \n", 0),
+    "quit": (piped, b"/quit\nnot read", 0),
+    "a closed pipe": (without_reader, b"hello\nhello\n", 128 + signal.SIGPIPE),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_the_end_of_input_or_output_ends_all_ranks(commands, run, case):
+    start, text, expected = ENDS[case]
+    code, out, err = commands.call(start, text, "chat", str(run), "--tensor-parallel", "2").finish()
+    assert (code, out) == (expected, "") and "Traceback" not in err, err
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -256,17 +248,14 @@ def test_a_prompt_file_is_taken_as_it_is(commands, run, tmp_path):
     assert (code, out) == (2, "") and "p.txt is not UTF-8" in err
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--max-new-tokens", "0"], "max_new_tokens=0"),
-        (["--temperature", "-1"], "temperature=-1.0 must be at least 0"),
-        (["--tensor-parallel", "3"], "n_heads=4 cannot be split over tensor_parallel=3"),
-    ],
-)
-def test_what_cannot_work_is_refused_in_a_line(commands, run, options, message):
-    code, _, err = commands.call(piped, b"hello\n", "chat", str(run), *options).finish()
-    assert code == 2 and message in err and "Traceback" not in err
+def test_what_cannot_work_is_refused_in_a_line(commands, run):
+    for options, message in {
+        "--max-new-tokens 0": "max_new_tokens=0",
+        "--temperature -1": "temperature=-1.0 must be at least 0",
+        "--tensor-parallel 3": "n_heads=4 cannot be split over tensor_parallel=3",
+    }.items():
+        code, _, err = commands.call(piped, b"hello\n", "chat", str(run), *options.split()).finish()
+        assert code == 2 and message in err and "Traceback" not in err, options
 
 
 def on_terminal(name: str, *arguments: str) -> None:

@@ -56,25 +56,22 @@ def test_a_draw_depends_on_its_own_seed_and_index_only():
     assert draw(LOGITS, Sampling(temperature=0.0), [0] * 6, 0) == LOGITS.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"temperature": -1.0}, "temperature=-1.0 must be at least 0"),
-        ({"temperature": float("nan")}, "temperature=nan must"),
-        ({"top_k": 0}, "top_k=0 must be at least 1"),
-        ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
-        ({"top_p": 1.5}, "top_p=1.5"),
-        ({"min_p": -0.1}, "min_p=-0.1 must be from 0"),
-    ],
-)
-def test_values_out_of_range_are_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        Sampling(**options)
+REFUSED = [
+    ({"temperature": -1.0}, "temperature=-1.0 must be at least 0"),
+    ({"temperature": float("nan")}, "temperature=nan must"),
+    ({"top_k": 0}, "top_k=0 must be at least 1"),
+    ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
+    ({"top_p": 1.5}, "top_p=1.5"),
+    ({"min_p": -0.1}, "min_p=-0.1 must be from 0"),
+]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_logits_that_are_not_finite_are_refused(value):
-    logits = LOGITS.clone()
-    logits[3, 4] = value
-    with pytest.raises(FloatingPointError, match="the logits are not finite"):
-        draw(logits, Sampling(), [0] * 6, 0)
+def test_what_gives_no_probabilities_is_refused():
+    for options, words in REFUSED:
+        with pytest.raises(ValueError, match=words):
+            Sampling(**options)
+    for value in (float("nan"), float("inf")):
+        logits = LOGITS.clone()
+        logits[3, 4] = value
+        with pytest.raises(FloatingPointError, match="the logits are not finite"):
+            draw(logits, Sampling(), [0] * 6, 0)

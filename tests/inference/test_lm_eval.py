@@ -6,31 +6,25 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from made import byte_level
 from testing import assert_same
 
 from bench.families.training import in_float64
 from tpformer.distributed import build_mesh
 from tpformer.layers import TensorParallel
-from tpformer.models import GPT, GPTConfig
+from tpformer.models import GPT
 from tpformer.training.data import JsonTokenizer
+from tpformer.training.source import open_source
 
 pytestmark = [pytest.mark.proof, pytest.mark.filterwarnings("ignore")]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-CONFIG = GPTConfig(
-    vocab_size=280,
-    seq_length=24,
-    n_layers=2,
-    hidden_size=32,
-    n_heads=4,
-    n_kv_heads=2,
-    ffn_hidden_size=48,
-    norm="rmsnorm",
-    activation="swiglu",
-    position="rope",
-    bias=False,
-    tie_embeddings=False,
-    init_std=0.4,  # so that some tokens are far more probable than others
-)
+SIZES = {"vocab_size": 300, "max_position_embeddings": 24, "num_hidden_layers": 2, "hidden_size": 32}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+SIZES |= {
+    "initializer_range": 0.4,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}  # some tokens are far more probable than others
 CHOICES = [
     {"prompt": "the thing ", "choices": ["they", "then", "thenthen", "é✓"], "answer": 1},
     {"prompt": "a prompt that is longer than the model's twenty-four tokens, q", "choices": ["x", " xy"], "answer": 0},
@@ -67,7 +61,6 @@ TASKS = {
 def tasks(tmp_path_factory):
     """The folder of the tasks, their data and a tokenizer.json, whose template begins a text with <s>."""
     pytest.importorskip("lm_eval", reason="needs tpformer[eval]")
-    tokenizers = pytest.importorskip("tokenizers", reason="needs tpformer[hf]")
     folder = tmp_path_factory.mktemp("harness")
     for name, rows in (("choices", CHOICES), ("rolling", TEXTS), ("generated", TEXTS)):
         data = folder / f"{name}.jsonl"
@@ -79,17 +72,7 @@ def tasks(tmp_path_factory):
             **TASKS[name],
         }
         (folder / f"{name}.yaml").write_text(json.dumps(content))  # JSON is YAML
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.ByteLevel(False), tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=280,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator([text["text"] for text in TEXTS] * 9, trainer)
-    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    made.save(str(folder / "tokenizer.json"))
+    byte_level(folder / "tokenizer.json", [text["text"] for text in TEXTS] * 9, "<s>", ("<s>", "</s>"))
     return folder
 
 
@@ -111,7 +94,9 @@ def own_scores(tp: int, folder):
     from tpformer.inference.lm_eval import HarnessModel
 
     mesh = build_mesh("cpu", tensor_parallel=tp)["tp"]
-    model = GPT(CONFIG, tp=TensorParallel(mesh), seed=3, dtype=torch.float64).eval()
+    source = open_source(folder / "weights")
+    model = GPT(source.architecture, tp=TensorParallel(mesh), dtype=torch.float64).eval()
+    source.load([model])
     tokenizer = JsonTokenizer(folder / "tokenizer.json")
     return scores(HarnessModel(model, tokenizer, longest=24, batch_size=3), folder)
 
@@ -123,25 +108,9 @@ def theirs(tasks):
     os.environ.update(OFFLINE)
     from lm_eval.models.huggingface import HFLM
 
-    config = transformers.LlamaConfig(
-        vocab_size=280,
-        max_position_embeddings=24,
-        num_hidden_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        eos_token_id=1,
-        bos_token_id=0,
-    )
+    torch.manual_seed(0)
     with in_float64():  # its angles, too
-        model = transformers.LlamaForCausalLM(config).double().eval()
-    state = GPT(CONFIG, seed=3, dtype=torch.float64).state_dict()
-    state = {name if name.startswith("lm_head") else f"model.{name}": value for name, value in state.items()}
-    cut = {name: value[:280] if "embed_tokens" in name or "lm_head" in name else value for name, value in state.items()}
-    model.load_state_dict(cut)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).double().eval()
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(tasks / "tokenizer.json"), bos_token="<s>", eos_token="</s>", pad_token="</s>"
     )

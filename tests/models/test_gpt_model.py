@@ -39,25 +39,20 @@ def tokens(batch: int, seq: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("config", [TINY, LLAMA], ids=["gpt", "llama"])
 def test_loss_is_the_cross_entropy_of_the_logits(config):
-    model = build(config)
+    """Label smoothing and z-loss are of training only."""
+    model = build(config, label_smoothing=0.1, z_loss=1e-2)
     ids, targets = tokens(2, 7)
     targets[1, 2:4] = -100
     logits = model(ids)
     assert logits.shape == (2, 7, 50)
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    assert_same(model(ids, targets=targets), expected)
-    assert_same(model(ids, targets=targets, reduction="mean"), expected / 12)
-
-
-def test_label_smoothing_and_z_loss_are_of_training_only():
-    model = build(TINY, label_smoothing=0.1, z_loss=1e-2)
-    ids, targets = tokens(2, 8)
-    logits, flat = model(ids).flatten(0, 1), targets.flatten()
-    plain = F.cross_entropy(logits, flat, reduction="sum")
-    smooth = F.cross_entropy(logits, flat, reduction="sum", label_smoothing=0.1)
-    smooth = smooth + 1e-2 * logits.logsumexp(-1).square().sum()
-    assert_same(model(ids, targets=targets), smooth)
-    assert_same(model.eval()(ids, targets=targets), plain)
+    flat = logits.flatten(0, 1), targets.flatten()
+    smooth = F.cross_entropy(*flat, reduction="sum", label_smoothing=0.1)
+    smooth = smooth + 1e-2 * logits.logsumexp(-1)[targets >= 0].square().sum()
+    plain = F.cross_entropy(*flat, reduction="sum")
+    for mode, expected in ((model.train, smooth), (model.eval, plain), (build(config).train, plain)):
+        module = mode()
+        assert_same(module(ids, targets=targets), expected)
+        assert_same(module(ids, targets=targets, reduction="mean"), expected / 12)
 
 
 @pytest.mark.parametrize("config", [TINY, LLAMA], ids=["gpt", "llama"])
@@ -89,9 +84,13 @@ BATCHES = [(2, 5, None), (2, 5, DOCUMENTS), (1, 8, None), (1, 1, None)]
 
 
 def evaluated(config: dict) -> list[list[Tensor]]:
-    """For each of BATCHES: the summed loss, the mean loss, the logits."""
+    """For each of BATCHES: the summed loss, the mean loss, the logits. Training does not pad on several ranks."""
     mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"] if dist.is_initialized() else None
-    model, found = build(config, mesh).eval(), []
+    model, found = build(config, mesh), []
+    if mesh is not None:
+        with pytest.raises(ValueError, match=r"2 \* 5 = 10 tokens cannot be split over.*=3 ranks: .*multiple of 3"):
+            model(tokens(2, 5)[0])
+    model.eval()
     for batch, seq, position_ids in BATCHES:
         ids, targets = tokens(batch, seq)
         losses = [model(ids, targets=targets, position_ids=position_ids, reduction=each) for each in ("sum", "mean")]
@@ -100,7 +99,7 @@ def evaluated(config: dict) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("config", [TINY, LLAMA], ids=["gpt", "llama"])
-def test_evaluation_pads_on_the_right(ranks, config):
+def test_evaluation_pads_on_the_right_and_training_refuses(ranks, config):
     by_rank = ranks(3).run(evaluated, config)
     for expected, results in zip(evaluated(config), zip(*by_rank, strict=True), strict=True):
         for *losses, _ in results:
@@ -110,74 +109,71 @@ def test_evaluation_pads_on_the_right(ranks, config):
         assert_same(torch.cat(logits, -1), expected[2])
 
 
-def refuse_to_pad() -> None:
-    model = build(TINY, build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"])
-    with pytest.raises(ValueError, match=r"2 \* 5 = 10 tokens cannot be split over.*=3 ranks: .*multiple of 3"):
-        model(tokens(2, 5)[0])
+def of_meta(**options) -> GPT:
+    fields = {name: options.pop(name) for name in ("n_heads", "head_dim", "position") if name in options}
+    return GPT(GPTConfig(**TINY | fields), device="meta", **options)
 
 
-def test_training_refuses_to_pad(ranks):
-    ranks(3).run(refuse_to_pad)
+ZEROS = torch.zeros(2, 8, dtype=torch.int64)
+DROPPING = {**TINY, "dropout": 0.1}
+FULL = {"recompute": "full"}
+REFUSED = [
+    (lambda: GPT(GPTConfig()), "GPTConfig.vocab_size is unset: give it"),
+    (lambda: of_meta(n_heads=7), "hidden_size=24 is not a multiple of n_heads=7"),
+    (lambda: of_meta(n_heads=7, head_dim=9, position="rope"), "RoPE needs an even head dim, not head_dim=9"),
+    (lambda: of_meta(recompute_layers="1"), "recompute_layers='1' chooses layers, but recompute is none: set it to"),
+    (lambda: of_meta(**FULL, recompute_interval=0), "recompute_interval=0 must be at least 1"),
+    (lambda: of_meta(recompute="mlp", recompute_interval=2), "=2 with recompute='mlp': only whole layers"),
+    *(
+        (lambda pattern=pattern: selected_layers(pattern, 6), f"'{pattern}': '{part}' selects none of the 6 layers")
+        for pattern, part in {
+            "6": "6",
+            "0,two": "two",
+            "1:2:3:4": "1:2:3:4",
+            "3:3": "3:3",
+            "::0": "::0",
+            ",": "",
+        }.items()
+    ),
+    (lambda: build(TINY)(torch.zeros(1, 9).long()), "9 tokens per sample, but the model has 8 learned positions"),
+    (lambda: build(TINY)(torch.arange(8)), r"token ids are \(8,\) torch.int64: give an int64 tensor \(batch, seq\)"),
+    (lambda: build(TINY)(torch.rand(1, 8)), r"token ids are \(1, 8\) torch.float32: give"),
+    (lambda: build(TINY)(ZEROS, targets=ZEROS[:, 1:]), r"targets are \(2, 7\) for token ids \(2, 8\): give one"),
+    (lambda: build(TINY)(ZEROS, targets=ZEROS.t()), r"targets are \(8, 2\) for token ids \(2, 8\)"),
+    (lambda: build(TINY)(ZEROS, targets=ZEROS + 50), r"targets span \[50, 50\], outside the vocabulary"),
+    (
+        lambda: build(DROPPING)(ZEROS, targets=ZEROS, step=1),
+        "dropout=0.1 in training needs sample_index beside step: together",
+    ),
+    (
+        lambda: build(DROPPING)(ZEROS, targets=ZEROS, sample_index=torch.arange(2)),
+        "dropout=0.1 in training needs step beside sample_index: together",
+    ),
+]
 
 
-def test_samples_longer_than_the_learned_positions_are_refused():
-    with pytest.raises(ValueError, match="9 tokens per sample, but the model has 8 learned positions"):
-        build(TINY)(torch.zeros(1, 9, dtype=torch.int64))
-    assert build(LLAMA)(torch.zeros(1, 9, dtype=torch.int64)).shape == (1, 9, 50)
+def test_what_does_not_fit_is_refused():
+    for call, words in REFUSED:
+        with pytest.raises(ValueError, match=words):
+            call()
+    assert build(LLAMA)(torch.zeros(1, 9).long()).shape == (1, 9, 50), "RoPE goes on"
 
 
-@pytest.mark.parametrize(
-    "ids, targets, words",
-    [
-        (torch.arange(8), None, r"token ids are \(8,\) torch.int64: give an int64 tensor \(batch, seq\)"),
-        (torch.rand(1, 8), None, r"token ids are \(1, 8\) torch.float32: give"),
-        (torch.zeros(2, 8).long(), torch.zeros(2, 7).long(), r"targets are \(2, 7\) for token ids \(2, 8\): give one"),
-        (torch.zeros(2, 8).long(), torch.zeros(8, 2).long(), r"targets are \(8, 2\) for token ids \(2, 8\)"),
-        (torch.zeros(1, 8).long(), torch.full((1, 8), 50), r"targets span \[50, 50\], outside the vocabulary"),
-    ],
-)
-def test_batches_that_do_not_fit_are_refused(ids, targets, words):
-    with pytest.raises(ValueError, match=words):
-        build(TINY)(ids, targets=targets)
+def test_dropout_depends_on_the_step_alone():
+    model, (ids, targets) = build(DROPPING), tokens(2, 8)
+    losses = [model(ids, targets=targets, sample_index=torch.arange(2), step=step) for step in (1, 1, 2)]
+    assert torch.equal(losses[0], losses[1]) and not torch.equal(losses[0], losses[2])
 
 
-def test_dropout_takes_sample_index_and_step_together():
-    model = build({**TINY, "dropout": 0.1})
-    ids, targets = tokens(2, 8)
-    index = torch.arange(2)
-    for given, message in (
-        ({"step": 1}, "sample_index beside step"),
-        ({"sample_index": index}, "step beside sample_index"),
-    ):
-        with pytest.raises(ValueError, match=f"dropout=0.1 in training needs {message}: together"):
-            model(ids, targets=targets, **given)
-    one, again, later = (model(ids, targets=targets, sample_index=index, step=step) for step in (1, 1, 2))
-    assert torch.equal(one, again) and not torch.equal(one, later)
+PATTERNS = {"": range(6), "0:2": [0, 1], "::2": [0, 2, 4], "5": [5], "-1, 0": [0, 5], "4:,0:1": [0, 4, 5]}
 
 
-@pytest.mark.parametrize(
-    "pattern, layers",
-    [("", range(6)), ("0:2", [0, 1]), ("::2", [0, 2, 4]), ("5", [5]), ("-1, 0", [0, 5]), ("4:,0:1", [0, 4, 5])],
-)
-def test_recomputed_layers_are_selected_as_python_selects(pattern, layers):
-    assert selected_layers(pattern, 6) == set(layers)
-    model = GPT(GPTConfig(**{**TINY, "n_layers": 6}), recompute="mlp", recompute_layers=pattern, device="meta")
-    modes = [layer.recompute for layer in model.layers.values()]
-    assert modes == ["mlp" if index in layers else "none" for index in range(6)]
-
-
-@pytest.mark.parametrize(
-    "pattern, part",
-    [("6", "6"), ("0,two", "two"), ("1:2:3:4", "1:2:3:4"), ("3:3", "3:3"), ("::0", "::0"), (",", "")],
-)
-def test_patterns_that_select_nothing_are_refused(pattern, part):
-    with pytest.raises(ValueError, match=f"recompute_layers='{pattern}': '{part}' selects none of the 6 layers"):
-        selected_layers(pattern, 6)
-
-
-def test_layers_without_a_mode_are_refused():
-    with pytest.raises(ValueError, match="recompute_layers='1' chooses layers, but recompute is none: set it to"):
-        GPT(GPTConfig(**TINY), recompute_layers="1", device="meta")
+def test_recomputed_layers_are_selected_as_python_selects():
+    for pattern, layers in PATTERNS.items():
+        assert selected_layers(pattern, 6) == set(layers)
+        model = GPT(GPTConfig(**{**TINY, "n_layers": 6}), recompute="mlp", recompute_layers=pattern, device="meta")
+        modes = [layer.recompute for layer in model.layers.values()]
+        assert modes == ["mlp" if index in layers else "none" for index in range(6)]
 
 
 def test_built_on_meta_then_filled_equals_built():

@@ -32,9 +32,7 @@ UNTIED, DROPOUT = {"tie_embeddings": False}, {"dropout": 0.1}
 LAYOUTS: dict[str, tuple[dict, int, bool, dict]] = {
     "tp2-dropout-mlp-recomputed": ({**GELU, **DROPOUT}, 2, True, {"recompute": "mlp"}),
     "tp2-untied-dropout-no-sp": ({**GELU, **UNTIED, **DROPOUT}, 2, False, {}),
-    "tp4-no-sp": (GELU, 4, False, {}),
     "tp4-untied-dropout": ({**GELU, **UNTIED, **DROPOUT}, 4, True, {}),
-    "tp2-llama": (LLAMA, 2, True, {}),
     "tp4-llama-2-kv-heads-no-sp": (LLAMA, 4, False, {}),
     "tp4-llama-bias-one-layer-recomputed-dropout": (
         {**LLAMA, **DROPOUT, "bias": True}, 4, True, {"recompute": "full", "recompute_layers": "1"}

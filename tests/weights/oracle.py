@@ -1,6 +1,6 @@
 """Tiny random models of transformers, which is the oracle: one for each thing that a family can differ in.
 
-Belongs here: making and saving them, and their logits. No assertions.
+Belongs here: making and saving them. No assertions.
 """
 
 import torch
@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[str, dict]] = {
     "qwen2": ("qwen2", LLAMA),
     "qwen3": ("qwen3", LLAMA | {"head_dim": 20}),
     "qwen3-tied": ("qwen3", LLAMA | {"head_dim": 8, "tie_word_embeddings": True}),
-    "mistral": ("mistral", LLAMA | {"sliding_window": 6}),
+    "mistral": ("mistral", LLAMA | {"sliding_window": 6, "head_dim": 6}),
     "mistral-no-window": ("mistral", LLAMA | {"sliding_window": None}),
     "mixtral": ("mixtral", LLAMA | {"num_local_experts": 4}),
     "mixtral-window": ("mixtral", LLAMA | {"sliding_window": 6, "num_local_experts": 5, "num_experts_per_tok": 3}),
@@ -84,9 +84,3 @@ def exact(model):
     made.load_state_dict(model.state_dict())
     made.config._attn_implementation = made.config._experts_implementation = "eager"
     return made
-
-
-def logits(model) -> torch.Tensor:
-    """Float64 logits (2, 24, vocabulary) of a model of theirs."""
-    with torch.no_grad(), in_float64():
-        return exact(model)(ids()).logits

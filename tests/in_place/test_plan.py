@@ -1,0 +1,263 @@
+"""What is measured of a model: which linears are cut together and how, and the reasons of those that stay whole."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny
+from torch import Tensor, nn
+
+from tpformer.distributed import build_mesh
+from tpformer.in_place import auto_plan, parallelize, verify
+from tpformer.in_place.plan import check_plan
+
+QKV, GATED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+LLAMA = {"o_proj": QKV, "down_proj": GATED}
+# model -> the names of (row: columns) that are cut on 2 ranks, and words of the reason of some that stay whole
+PLANS: dict[str, tuple[dict, dict]] = {
+    "llama": (LLAMA, {}),
+    "mistral": (LLAMA, {}),
+    "qwen2": (LLAMA, {}),
+    "qwen3": (LLAMA, {}),
+    "gemma2": (LLAMA, {"lm_head": "it is tied to model.embed_tokens, and a Gemma2TextScaledWordEmbedding is not"}),
+    "gpt2": ({"attn.c_proj": ("c_attn",), "mlp.c_proj": ("c_fc",)}, {"transformer.wpe": "neither a tied output layer"}),
+    "gptneox": ({"dense": ("query_key_value",), "dense_4h_to_h": ("dense_h_to_4h",)}, {}),
+    "bert": (
+        {"attention.output.dense": ("self.query", "self.key", "self.value"), "output.dense": ("intermediate.dense",)},
+        {"cls.predictions.transform.dense": "reaches it, and also"},
+    ),
+    "bloom": ({"dense_4h_to_h": ("dense_h_to_4h",)}, {"transformer.h.*.self_attention.dense": "BloomAttention raises"}),
+    "falcon": ({"self_attention.dense": ("query_key_value",), "dense_4h_to_h": ("dense_h_to_4h",)}, {}),
+    "mixtral": ({"o_proj": QKV}, {"model.layers.*.mlp.experts": "moe_tp_experts"}),
+    "phi3": ({"down_proj": ("gate_up_proj",)}, {}),
+    "olmo2": ({"down_proj": GATED}, {}),
+    "t5": ({"wo": ("wi",)}, {"decoder.block.*.layer.*.EncDecAttention.q": "T5Attention raises"}),
+    "vit": ({"o_proj": QKV, "fc2": ("fc1",)}, {"classifier": "reaches it, and also"}),
+    "bart": ({"self_attn.out_proj": QKV, "encoder_attn.out_proj": QKV, "fc2": ("fc1",)}, {}),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_is_cut(name):
+    rows, kept = PLANS[name]
+    plan = auto_plan(tiny(name), 2)
+    found = {row: region.columns for row, (region, _) in plan.regions.items()}
+    for row, columns in found.items():
+        assert columns in [rows[end] for end in rows if row.endswith(f".{end}")], row
+    for end in rows:
+        assert any(row.endswith(f".{end}") for row in found), end
+    for pattern, words in kept.items():
+        assert words in plan.kept[pattern] and f"{pattern} " in str(plan)
+    for pattern in plan:
+        assert pattern not in plan.kept
+
+
+@pytest.mark.parametrize(("name", "t"), [("qwen2", 4), ("gpt2", 2), ("phi3", 4)])
+def test_a_model_on_meta_gets_the_same_plan(name, t):
+    with torch.device("meta"):
+        model = tiny(name)
+    found, expected = auto_plan(model, t), auto_plan(tiny(name), t)
+    assert (found, found.regions, found.kept) == (expected, expected.regions, expected.kept)
+
+
+def way(plan, row):
+    return next(way for name, (_, way) in plan.regions.items() if name.endswith(row))
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.num_heads = nn.Linear(8, 12), nn.Linear(8, 8), 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split([2 * self.num_heads, 2, 2], -1)
+        heads = (each.unflatten(-1, (-1, 2)).transpose(1, 2) for each in (q, k, v))
+        return self.out(nn.functional.scaled_dot_product_attention(*heads, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+def test_ways():
+    shared = way(auto_plan(tiny("llama"), 4), "o_proj")  # 2 key-value heads of 8 on 4 ranks
+    assert shared.cuts["k_proj"].blocks == ((16, 2),) and shared.attributes == {"": {"num_key_value_groups": 1}}
+    assert [shared.cuts["k_proj"].rows(rank, 4) for rank in (1, 2)] == [(slice(0, 8),), (slice(8, 16),)]
+    packed = way(auto_plan(tiny("gpt2"), 4), "attn.c_proj")
+    assert packed.cuts["c_attn"].rows(3, 4) == (slice(24, 32), slice(56, 64), slice(88, 96))
+    assert packed.attributes[""]["split_size"] == 8
+    fused = way(auto_plan(Fused(), 2, example=torch.rand(2, 3, 8)), "out")  # queries of 8, keys and values of 2
+    assert fused.cuts["qkv"].blocks == ((8, 2), (2, 1), (2, 1))
+    assert way(auto_plan(tiny("qwen3"), 4), "o_proj").summed == ("k_norm", "q_norm")
+
+
+WIDTH = 16
+Middle = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def norm(x: Tensor) -> Tensor:
+    return nn.functional.normalize(x, dim=-1)
+
+
+def relu(module: nn.Module, h: Tensor, x: Tensor) -> Tensor:
+    return h.relu()
+
+
+class Between(nn.Module):
+    """Two linears. middle: what becomes of (module, hidden, input) between them; after: of (module, hidden, y)."""
+
+    def __init__(self, middle: Middle = relu, after: Callable[..., Any] = lambda m, h, y: y, hidden: int = 32) -> None:
+        super().__init__()
+        self.up, self.down, self.other = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH), nn.Linear(hidden, WIDTH)
+        self.scale, self.num_heads = nn.Parameter(torch.ones(1)), 4
+        self.middle, self.after = middle, after
+
+    def forward(self, x: Tensor, **options: bool) -> Any:
+        h = self.middle(self, self.up(x), x, **options)
+        return self.after(self, h, self.down(h))
+
+
+class Around(Between):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.scale * x)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Between(lambda m, h, x, coupled=False: norm(h) if coupled else h.relu())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.inner(x), coupled=True)
+
+
+def keeps_mean(module: nn.Module, h: Tensor, x: Tensor) -> Tensor:
+    module.mean = h.detach().mean()
+    return h.relu()
+
+
+def by_heads(module: nn.Module, h: Tensor, x: Tensor) -> Tensor:
+    return h.unflatten(-1, (module.num_heads, 8)).softmax(-1).flatten(-2)
+
+
+def hooked() -> nn.Module:
+    model = Between()
+    model.up.register_forward_hook(lambda module, args, output: norm(output))
+    return model
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    model[2].weight = model[0].weight
+    return model
+
+
+def replaced() -> nn.Module:
+    model = Between()
+    model.up.forward = lambda x, forward=model.up.forward: norm(forward(x))
+    return model
+
+
+# what a trial of one block finds wrong, and then what only the whole model shows
+WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a sum over features": (lambda: Between(lambda m, h, x: h.softmax(-1)), "does not compute that rank's part"),
+    "positions": (lambda: Between(lambda m, h, x: h * torch.arange(h.shape[-1])), "does not compute that rank's part"),
+    "a shift": (lambda: Between(lambda m, h, x: h.roll(1, -1)), "does not compute that rank's part"),
+    "the input's shape": (lambda: Between(lambda m, h, x: h + x, hidden=WIDTH), "raises RuntimeError"),
+    "another linear": (
+        lambda: Between(relu, lambda m, h, y: y + m.other(h)),
+        "output of up reaches it, and also other",
+    ),
+    "the result": (lambda: Between(relu, lambda m, h, y: (y, h)), "the output of up reaches it, and also the result"),
+    "a parameter before": (lambda: Around(lambda m, h, x: h * m.scale), "scale of Around reaches down also around up"),
+    "a detached mean": (lambda: Between(keeps_mean, lambda m, h, y: y * m.mean), "is also used elsewhere"),
+    "a kept mean": (lambda: Between(keeps_mean), "is also used elsewhere"),
+    "another layer": (
+        lambda: nn.Sequential(Between(), Between(lambda m, h, x: norm(h))),
+        "1.down does not get that rank's part",
+    ),
+    "another call": (Twice, "inner.down does not get that rank's part in its call 2"),
+    "training": (lambda: Between(lambda m, h, x: norm(h) if m.training else h.relu()), "in training mode"),
+    "an integer": (lambda: Between(by_heads, lambda m, h, y: y / m.num_heads), "integer .* also used elsewhere"),
+    "a parameter": (
+        lambda: Between(lambda m, h, x: h * m.scale, lambda m, h, y: y * m.scale),
+        "parameter .* also elsewhere",
+    ),
+    "the input": (lambda: Between(lambda m, h, x: h * x.mean()), "reaches down also around up"),
+    "a hook": (hooked, "up has a hook"),
+    "a tie": (tied, "is tied to another module"),
+    "a forward": (replaced, "no other linear's output reaches it"),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_what_is_not_right_in_the_whole_model_stays_whole(case):
+    torch.manual_seed(0)
+    make, reason = WHOLE[case]
+    plan = auto_plan(make(), 2, example=torch.randn(2, 6, WIDTH))
+    said = [why for name, why in plan.kept.items() if name.endswith(("down", "2"))]
+    assert not plan and any(re.search(reason, why) for why in said), str(plan)
+
+
+def test_gradients_that_add_up_are_found():
+    model = Between(lambda m, h, x: h.relu() * m.scale, hidden=10)
+    nn.init.zeros_(model.scale)
+    found = way(auto_plan(model, 4, example=torch.rand(3, WIDTH)), "down")
+    assert [found.cuts["up"].rows(rank, 4)[0] for rank in (0, 3)] == [slice(0, 3), slice(9, 10)]
+    assert found.summed == ("",)  # the module that holds scale, which is 0
+
+
+class InPlace(nn.Module):
+    """Activations that write into what parallel linears returned; the gradient of PReLU's slope is summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        relu = nn.ReLU(inplace=True)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 32), relu, nn.Linear(32, WIDTH), relu, nn.Linear(WIDTH, 32))
+        self.slope, self.last = nn.PReLU(), nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.slope(self.layers(x)))
+
+
+def in_place_on_rank() -> tuple[dict[str, str], str]:
+    torch.manual_seed(0)
+    tp, model, x = build_mesh("cpu", tensor_parallel=2)["tp"], InPlace().double(), torch.randn(2, 6, WIDTH).double()
+    report = verify(model, lambda whole: parallelize(whole, tp, example=x), x)
+    report.check()
+    return dict(auto_plan(model, 2, example=x)), report.sentence
+
+
+def test_outputs_of_linears_may_be_written_in_place(ranks):
+    plan, said = ranks(2).run(in_place_on_rank)[0]
+    assert plan["layers.2"] == "rowwise" and plan["slope"] == "replicated_with_grad_allreduce" and "are those" in said
+
+
+def test_a_plan_may_be_edited():
+    model = tiny("llama")
+    plan = auto_plan(model, 2)
+    attention = {pattern: style for pattern, style in plan.items() if "self_attn" in pattern}
+    found = check_plan(attention, model, 2)
+    assert found == attention and {row.split(".")[-1] for row in found.regions} == {"o_proj"}
+    assert found.kept["model.layers.*.mlp.up_proj"] == "the plan does not have it"
+    gathered = check_plan({"model.layers.*.mlp.up_proj": "colwise_rep", "lm_head": "rowwise_split_input"}, model, 2)
+    assert not gathered.regions and len(gathered) == 2
+
+
+WRONG_ENTRIES = {
+    "the style 'sharded' is not supported": {"lm_head": "sharded"},
+    "no module of LlamaForCausalLM has this name": {"model.head": "colwise"},
+    "lm_head cannot be 'rowwise' on 2 ranks: ": {"lm_head": "rowwise"},
+    "give all of them their styles, or leave all whole": {"model.layers.*.mlp.up_proj": "colwise"},
+    "a LlamaRMSNorm is not an nn.Linear itself": {"model.norm": "colwise_rep"},
+    "nothing that is cut uses it": {"model.norm": "replicated_with_grad_allreduce"},
+}
+
+
+def test_what_cannot_be_planned_is_refused():
+    model = tiny("llama")
+    for words, entries in WRONG_ENTRIES.items():
+        with pytest.raises(ValueError, match=words):
+            check_plan(entries, model, 2)
+    with pytest.raises(ValueError, match="nothing tells what inputs Between takes: give parallelize an example="):
+        auto_plan(Between(), 2)
+    with pytest.raises(ValueError, match="Between cannot run the example.*RuntimeError"):
+        auto_plan(Between(), 2, example=torch.rand(3, 7))
