@@ -1,19 +1,11 @@
-"""A plan with the fused styles gives what the same plan gives with torch's: results and every gradient."""
-
-import itertools
+"""Each fused style gives what torch's gives with its arguments, and the plain module: results and all gradients."""
 
 import pytest
 import torch
 from testing import assert_same
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from tpformer.distributed import build_mesh
 from tpformer.distributed.dtensor import full_tensor
@@ -24,102 +16,92 @@ from tpformer.in_place.styles import (
     FusedVocabParallel,
 )
 
-BATCH, SEQ, HIDDEN, WIDE, VOCAB = 2, 8, 8, 16, 12
-TORCH = {"col": ColwiseParallel, "row": RowwiseParallel, "norm": SequenceParallel, "vocab": RowwiseParallel}
-FUSED = {
-    "col": FusedColwiseParallel,
-    "row": FusedRowwiseParallel,
-    "norm": FusedSequenceParallel,
-    "vocab": FusedVocabParallel,
-}
+BATCH, SEQ, HIDDEN, VOCAB = 2, 8, 16, 12
+WHOLE, ROWS, FEATURES = Replicate(), Shard(1), Shard(-1)
+COLUMN, ROW = (FusedColwiseParallel, ColwiseParallel), (FusedRowwiseParallel, RowwiseParallel)
+NORM, TABLE = (FusedSequenceParallel, SequenceParallel), (FusedVocabParallel, RowwiseParallel)
+# the style and torch's, the module, the layouts of its input and of its output, arguments
+CASES = [
+    (COLUMN, nn.Linear, WHOLE, FEATURES, {}),
+    (COLUMN, nn.Linear, ROWS, FEATURES, {"input_layouts": ROWS}),
+    (COLUMN, nn.Linear, ROWS, FEATURES, {"input_layouts": ROWS, "use_local_output": False}),
+    (COLUMN, nn.Linear, WHOLE, WHOLE, {"output_layouts": WHOLE, "use_local_output": False}),
+    (COLUMN, nn.Linear, ROWS, WHOLE, {"input_layouts": ROWS, "output_layouts": WHOLE}),
+    (ROW, nn.Linear, FEATURES, WHOLE, {}),
+    (ROW, nn.Linear, FEATURES, ROWS, {"output_layouts": ROWS}),
+    (ROW, nn.Linear, WHOLE, WHOLE, {"input_layouts": WHOLE}),
+    (ROW, nn.Linear, FEATURES, ROWS, {"output_layouts": ROWS, "use_local_output": False}),
+    (NORM, nn.LayerNorm, ROWS, ROWS, {}),
+    (NORM, nn.RMSNorm, ROWS, ROWS, {"use_local_output": True}),
+    (TABLE, nn.Embedding, WHOLE, WHOLE, {"input_layouts": WHOLE}),
+    (TABLE, nn.Embedding, WHOLE, ROWS, {"input_layouts": WHOLE, "output_layouts": ROWS}),
+]
+SIZES = {nn.Linear: (HIDDEN, HIDDEN), nn.Embedding: (VOCAB, HIDDEN)}
 
 
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(HIDDEN, WIDE), nn.Linear(HIDDEN, WIDE), nn.Linear(WIDE, HIDDEN)
-
-    def forward(self, x):
-        return self.down(torch.tanh(self.gate(x)) * self.up(x))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.first, self.mlp = nn.Embedding(VOCAB, HIDDEN), nn.LayerNorm(HIDDEN), MLP()
-        self.second, self.other, self.last = nn.RMSNorm(HIDDEN), MLP(), nn.LayerNorm(HIDDEN)
-        self.head = nn.Linear(HIDDEN, VOCAB)
-        self.double()
-
-    def forward(self, ids):
-        x = self.table(ids)
-        x = x + self.mlp(self.first(x))
-        x = x + self.other(self.second(x))
-        return self.head(self.last(x))
+def made(kind):
+    """A module with values that are the same wherever it is made."""
+    module = kind(*SIZES.get(kind, (HIDDEN,))).double()
+    for number, parameter in enumerate(module.parameters()):
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
+    return module
 
 
-def sequence_plan(kinds, others):
-    """torchtitan's shape of a plan; `others` for a part of the modules."""
-    rows, local = Shard(1), {"use_local_output": False}
+def drawn(kind, seed):
+    generator = torch.Generator().manual_seed(seed)
+    if kind is nn.Embedding and seed == 0:
+        return torch.randint(VOCAB, (BATCH, SEQ), generator=generator)
+    return torch.randn(BATCH, SEQ, HIDDEN, generator=generator, dtype=torch.float64)
+
+
+def plain(kind):
+    module, x = made(kind), drawn(kind, 0)
+    y = module(x.requires_grad_(x.is_floating_point()))
+    y.backward(drawn(kind, 1))
+    return {"y": y.detach(), "x": x.grad} | {name: p.grad for name, p in module.named_parameters()}
+
+
+def sharded(mesh, style, kind, before, after, options, given_dtensor):
+    """What the parallel module gives, put together from ranks. Its input is a DTensor or this rank's part of it."""
+    module = made(kind)
+    if mesh.get_local_rank() and style is not SequenceParallel:
+        with torch.no_grad():  # parallelize_module gives all ranks rank 0's values, but torch not those of norms
+            module.weight.zero_()
+    module = parallelize_module(module, mesh, style(**options))
+    assert all(isinstance(p, DTensor) for p in module.parameters())
+    x, dy = (distribute_tensor(drawn(kind, seed), mesh, [place]) for seed, place in ((0, before), (1, after)))
+    leaf = (x if given_dtensor else x.to_local()).detach().requires_grad_(x.is_floating_point())
+    y = module(leaf)
+    local = options.get("use_local_output", style not in NORM)
+    assert local != isinstance(y, DTensor) and (local or y.placements[0].is_replicate() == after.is_replicate())
+    y.backward(dy.to_local() if local else dy)
+    parts = {"y": (y.detach(), after), "x": (leaf.grad, before)}
+    found = {name: p.grad for name, p in module.named_parameters()}
+    for name, (part, place) in parts.items():
+        plain_part = part is not None and not isinstance(part, DTensor)
+        found[name] = DTensor.from_local(part, mesh, [place]) if plain_part else part
+    return {name: full_tensor(part) for name, part in found.items()}
+
+
+def on_rank(t):
+    mesh = build_mesh("cpu", tensor_parallel=t)["tp"]
     return {
-        "table": kinds["vocab"](input_layouts=Replicate(), output_layouts=rows),
-        "first": kinds["norm"](use_local_output=True),
-        "mlp": PrepareModuleInput(input_layouts=rows, desired_input_layouts=Replicate()),
-        "mlp.gate": kinds["col"](),
-        "mlp.up": others["col"](),
-        "mlp.down": kinds["row"](output_layouts=rows),
-        "second": others["norm"](),
-        "other.gate": kinds["col"](input_layouts=rows, **local),
-        "other.up": kinds["col"](input_layouts=rows, **local),
-        "other.down": others["row"](output_layouts=rows),
-        "last": kinds["norm"](),
-        "head": kinds["col"](input_layouts=rows, output_layouts=Replicate()),
+        f"{style.__name__} {kind.__name__} {options} {given_dtensor}": (
+            kind,
+            sharded(mesh, style, kind, *layouts, options, given_dtensor),
+        )
+        for styles, kind, *layouts, options in CASES
+        for style in styles
+        for given_dtensor in (False, True)
     }
 
 
-def whole_plan(kinds, others):
-    """Without sequence shards: all rows on every rank, and DTensors between some modules."""
-    return {
-        "table": kinds["vocab"](input_layouts=Replicate()),
-        "mlp.gate": kinds["col"](use_local_output=False),
-        "mlp.up": others["col"](use_local_output=False),
-        "mlp.down": kinds["row"](),
-        "other.gate": kinds["col"](output_layouts=Replicate()),
-        "other.up": others["col"](output_layouts=Replicate()),
-        "other.down": kinds["row"](input_layouts=Replicate()),
-        "head": kinds["col"](output_layouts=Replicate(), use_local_output=False),
-    }
-
-
-def step(model):
-    ids = torch.randint(VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(1))
-    logits = full_tensor(model(ids))
-    logits.logsumexp(-1).pow(2).sum().backward()
-    return {"y": logits.detach()} | {name: full_tensor(p.grad) for name, p in model.named_parameters()}
-
-
-def on_rank(t, styles):
-    """A step with each plan, by the names of what is made."""
-    mesh, found = build_mesh("cpu", tensor_parallel=t)["tp"], {}
-    for plan, (kinds, others) in itertools.product((sequence_plan, whole_plan), styles):
-        model = Model()
-        if mesh.get_local_rank():
-            with torch.no_grad():  # parallelize_module gives all ranks rank 0's values
-                for module in (model.table, model.mlp.gate, model.mlp.down):
-                    module.weight.zero_()
-        model = parallelize_module(model, mesh, plan(kinds, others))
-        assert all(isinstance(p, DTensor) for p in model.mlp.parameters())
-        found[f"{plan.__name__} {kinds['col'].__name__} {others['col'].__name__}"] = step(model)
-    return found
-
-
-@pytest.mark.parametrize(("t", "styles"), [(2, [(FUSED, TORCH), (TORCH, FUSED)]), (4, [(FUSED, FUSED)])])
-def test_same_as_torch_styles(ranks, t, styles):
-    expected = step(Model())
-    for found in ranks(t).run(on_rank, t, styles):
-        assert len(found) == 2 * len(styles)
-        assert_same(found, dict.fromkeys(found, expected))
+@pytest.mark.parametrize("t", [2, 4])
+def test_same_as_torch_styles(ranks, t):
+    for found in ranks(t).run(on_rank, t):
+        assert len(found) == 4 * len(CASES)
+        for name, (kind, results) in found.items():
+            assert_same(results, plain(kind), name)
 
 
 def applied(style, module):
