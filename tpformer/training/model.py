@@ -118,10 +118,8 @@ class ModelParts:
         """Which of the layout.data_parallel slices of the global batch is this rank's."""
         if self.mesh is None:
             return 0
-        return (
-            self.mesh.get_local_rank("dp_replicate") * self.layout.data_parallel_shard
-            + self.mesh.get_local_rank("dp_shard")
-        )
+        replica, shard = (self.mesh.get_local_rank(axis) for axis in ("dp_replicate", "dp_shard"))
+        return replica * self.layout.data_parallel_shard + shard
 
     def own_samples(self, first: int, global_batch_size: int) -> tuple[int, int]:
         """(first, number) of this data-parallel rank's samples of a global batch that begins with sample `first`: all
