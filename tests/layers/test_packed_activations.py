@@ -79,7 +79,7 @@ WAYS: list[tuple[dict, Callable[[str], float], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize("options, units, names", WAYS, ids=lambda each: str(each)[:60])
+@pytest.mark.parametrize("options, units, names", WAYS)
 def test_a_step_has_the_same_bits(options, units, names) -> None:
     plain = {key: value for key, value in options.items() if key != "pack_layers"}
     for name in names:
