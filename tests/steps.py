@@ -74,3 +74,9 @@ def assert_ranks_have(found: Iterable[Results], wanted: Results, dim: int | None
     """Each rank has the wanted gradients, and together they have y and dx: slices along dim, or all on each rank."""
     for each in found if dim is None else joined(list(found), dim):
         assert_same(each, wanted, str(what))
+
+
+def draw(*shapes: tuple[int, ...], seed: int = 1) -> list[Tensor]:
+    """Float64 normals of these shapes, which depend on the seed alone."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]

@@ -30,6 +30,7 @@ from tpformer.layers import (
     RMSNorm,
     RowParallelLinear,
     SelfAttention,
+    TensorParallel,
     TransformerBlock,
     VocabParallelEmbedding,
 )
@@ -134,6 +135,13 @@ def fill(module: nn.Module, values: dict[str, Tensor]) -> None:
             if isinstance(p, DTensor):  # all ranks have the values: nothing is sent
                 value = distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
             p.copy_(value)
+
+
+def block(heads: int, like: dict, tp: TensorParallel | None = None, **options) -> TransformerBlock:
+    """Ours with the values of theirs.Block. like: the options of both."""
+    made = TransformerBlock(HIDDEN, heads, tp=tp, **{"dtype": torch.float64, **like, **options})
+    fill(made, theirs.Block(HIDDEN, heads, **like).state_dict())
+    return made
 
 
 def adapter(base: nn.Module) -> tuple[nn.Module, nn.Module]:

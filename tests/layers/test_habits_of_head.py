@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from habits import ON_LINEARS, fill
 from steps import Results, each_case, gradients, tp_mesh
-from testing import assert_same
+from testing import assert_same, on_every_rank
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -38,8 +38,13 @@ def replace(model: nn.Module, path: str) -> None:
 
 
 HABITS = {**theirs.ANYWHERE, **ON_LINEARS, "replaced": replace}
-SHARDED = ("forward pre-hook", "backward hook", "subclass", "forward replaced", "replaced", "LoRA")
 COMPUTED = ("weight_norm", "spectral_norm", "prune")  # torch's module has no padding rows to compare theirs with
+SHARDED = ("forward pre-hook", "backward hook", "subclass", "forward replaced", "replaced", "LoRA")
+# (habit, reduction, sequence shards) by ranks
+CASES = {
+    1: [*product(sorted(HABITS.keys() - COMPUTED), ("sum", "mean"), (False,))],
+    2: [*product(SHARDED, ("sum",), (True, False))],
+}
 
 
 def real(found: Results) -> Results:
@@ -71,25 +76,18 @@ def expected(habit: str, reduction: str) -> Results:
     return run(oracle, reduction=reduction, label_smoothing=0.1)
 
 
-@pytest.mark.parametrize("habit", sorted(HABITS.keys() - COMPUTED))
-def test_habits_on_one_rank_equal_torch(habit):
-    for reduction in ("sum", "mean"):
-        model = build()
-        HABITS[habit](model, "lm_head")
-        check(run(model, reduction=reduction), expected(habit, reduction), f"{habit} {reduction=}")
-
-
-def on_rank(mesh, habit: str, sequence_parallel: bool) -> Results:
-    model = build(TensorParallel(mesh, sequence_parallel))
+def on_rank(mesh, habit: str, reduction: str, sequence_parallel: bool) -> Results:
+    model = build(TensorParallel(mesh, sequence_parallel) if mesh.size() > 1 else None)
     HABITS[habit](model, "lm_head")
-    return run(model, partial=["*.a.weight"])
+    return run(model, partial=["*.a.weight"], reduction=reduction)
 
 
-def test_habits_on_two_ranks_equal_torch(ranks):
-    for (habit, sequence_parallel), by_rank in each_case(ranks, 2, on_rank, product(SHARDED, (True, False))):
+@pytest.mark.parametrize("t", CASES)
+def test_habits_equal_torch(ranks, t):
+    for (habit, reduction, sequence_parallel), by_rank in each_case(ranks, t, on_rank, CASES[t]):
         logits = torch.cat([each["logits"] for each in by_rank], -1)
         for each in by_rank:
-            check(each | {"logits": logits}, expected(habit, "sum"), f"{habit} {sequence_parallel=}")
+            check(each | {"logits": logits}, expected(habit, reduction), f"{habit} {reduction=} {sequence_parallel=}")
 
 
 def test_a_table_that_is_computed_has_the_gradients_of_its_logits():
@@ -119,17 +117,14 @@ def test_norms_of_padding_rows_are_refused(normed, path):
     assert all(bool(value.isfinite().all()) for value in run(model).values())
 
 
-def plain_adapters() -> None:
+@on_every_rank(2)
+def test_adapters_of_whole_features_are_refused() -> None:
     tp, ffn = TensorParallel(tp_mesh(), True), theirs.FFN
     for path, k, n in (("lm_head", 24, VOCAB), ("layers.0.mlp.fc1", 24, ffn), ("layers.0.mlp.fc2", ffn, 24)):
         model = build(tp)
         theirs.put(model, path, theirs.LoRA(model.get_submodule(path), theirs.linear(k, 4, 1), theirs.linear(4, n, 2)))
         with pytest.raises(ValueError, match=r"LoRA has modules for all features beside .*\(.*\): take .* an lm_head"):
             model(IDS[:, :-1])
-
-
-def test_adapters_of_whole_features_are_refused(ranks):
-    ranks(2).run(plain_adapters)
 
 
 @pytest.mark.parametrize(
@@ -155,11 +150,6 @@ ORDERS = {
     "layers, embedding and norm and head": lambda m: [*m.layers.values(), [m.embed_tokens, m.norm, m.lm_head]],
     "layers, embedding and norm": lambda m: [*m.layers.values(), [m.embed_tokens, m.norm]],
 }
-
-
-@cache
-def by_torch(tied: bool) -> Results:
-    return two_steps(None, 1, tied)
 
 
 def two_steps(order: str | None, tp: int, tied: bool, wrapped: bool = False) -> Results:
@@ -210,4 +200,4 @@ def test_fsdp_in_every_order_equals_torch(ranks, tp):
         for each in results:
             found = {name.replace("embed_tokens.0", "embed_tokens"): value for name, value in each.items()}
             loss = results[0]["loss"] + results[-1]["loss"]
-            check(found | {"loss": loss}, by_torch(tied), f"{order} {tied=} {wrapped=}")
+            check(found | {"loss": loss}, two_steps(None, 1, tied), f"{order} {tied=} {wrapped=}")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from steps import each_case, tp_mesh
-from testing import assert_identical, assert_same
+from testing import assert_identical, assert_same, on_every_rank
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -183,7 +183,8 @@ def assert_holds(model: nn.Module, state: dict[str, Tensor]) -> None:
     assert_identical(values(model), state)
 
 
-def load() -> None:
+@on_every_rank(1, 2, 3)
+def test_whole_tensors_load_into_shards() -> None:
     mesh, state = tp_mesh(), whole_state()
     model = GPT(CONFIG, seed=2, tp=mesh, dtype=torch.float64)
     parameters = dict(model.named_parameters())
@@ -208,12 +209,9 @@ def load() -> None:
         model.load_state_dict(state | {"norm.weight": torch.ones(23)})
 
 
-@pytest.mark.parametrize("t", [1, 2, 3])
-def test_whole_tensors_load_into_shards(ranks, t):
-    ranks(t).run(load)
-
-
-def load_fully_sharded(tp: int) -> None:
+@on_every_rank(2, 4)
+def test_fsdp_is_told_its_own_way() -> None:
+    tp = dist.get_world_size() // 2
     mesh, state = build_mesh("cpu", tensor_parallel=tp, data_parallel_shard=2), whole_state()
     model = GPT(CONFIG, seed=2, tp=mesh["tp"] if tp > 1 else None, dtype=torch.float64)
     fully_shard(model, mesh=mesh["dp_shard"])
@@ -223,11 +221,6 @@ def load_fully_sharded(tp: int) -> None:
         model.load_state_dict(state)
     set_model_state_dict(model, dict(state), options=StateDictOptions(full_state_dict=True))
     assert_holds(model, state)
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_fsdp_is_told_its_own_way(ranks, tp):
-    ranks(2 * tp).run(load_fully_sharded, tp)
 
 
 def stepped(mesh, kind: type[torch.optim.Optimizer], parts: str = "weight bias") -> dict[str, Tensor]:
@@ -249,14 +242,11 @@ def test_optimizers_that_update_each_element_by_itself_are_exact_on_shards(ranks
             assert_same(each, stepped(None, kind), kind.__name__)
 
 
-def adafactor_is_refused() -> None:
+@on_every_rank(2)
+def test_adafactor_is_refused_on_shards() -> None:
     for parts in ("weight bias", "bias"):
         with pytest.raises(ValueError, match=r"Adafactor cannot step a parameter of \(8,.*\) that is sharded over"):
             stepped(tp_mesh(), torch.optim.Adafactor, parts)
     plain = nn.Linear(3, 3)
     plain(torch.ones(2, 3)).sum().backward()
     torch.optim.Adafactor(plain.parameters()).step()
-
-
-def test_adafactor_is_refused_on_shards(ranks):
-    ranks(2).run(adafactor_is_refused)

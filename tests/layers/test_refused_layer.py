@@ -7,6 +7,7 @@ import pytest
 import torch
 from steps import tp_mesh
 from test_block_layer import make_block
+from testing import on_every_rank
 from torch import nn
 
 from tpformer import ops
@@ -191,6 +192,12 @@ def fused_on_cpus() -> None:
     explain(ColumnParallelLinear(4, 4, tp=TensorParallel(tp_mesh(), transport="fused")), 8)
 
 
+def with_child(child: nn.Module) -> None:
+    block = make_block("gelu-layernorm", tp_mesh())
+    block.self_attn.q_proj = child.double()
+    block(torch.zeros(2, 6, 24).double())
+
+
 NEEDED = "dropout=0.5 in training on 2 tensor-parallel ranks needs {}: drawn from each"
 ON_TWO_RANKS: list[Refusal] = [
     (lambda: row(True, sequence_dim=1)(torch.zeros(2, 5, 6)),
@@ -206,17 +213,17 @@ ON_TWO_RANKS: list[Refusal] = [
     (lambda: column(gather_output=True, used_rows=slice(0, 3)), "gather_output=True with used_rows"),
     (lambda: attention(torch.zeros(8, 8), positions=Positions(2, 4)),
      r"has 8 rows .*give .*\(8 / 2, hidden\).* to each of 2 tensor-parallel ranks"),
+    (lambda: with_child(nn.Sequential(nn.Dropout(0.1), nn.Linear(24, 24))),
+     r"Sequential draws dropout \(p=0.1\) from this rank's generator, and other ranks would"),
+    (lambda: with_child(nn.Linear(24, 12)), "Linear computes 12 features of 24: a module that is not built"),
     (fused_on_cpus, "fused needs a CUDA device with NVLink"),
     (drops, NEEDED.format(r"dropout_key=DropoutKey\(seed, step, sample_index, model\)")),
     (lambda: GPT(CONFIG, tp=tp_mesh())(torch.zeros(2, 4).long()), NEEDED.format("sample_index and step")),
 ]  # fmt: skip
 
 
-def on_two_ranks() -> None:
+@on_every_rank(2)
+def test_what_cannot_be_on_two_ranks_is_refused() -> None:
     for call, words in ON_TWO_RANKS:
         with pytest.raises(ValueError, match=words):
             call()
-
-
-def test_what_cannot_be_on_two_ranks_is_refused(ranks):
-    ranks(2).run(on_two_ranks)
