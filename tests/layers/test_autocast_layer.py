@@ -19,15 +19,20 @@ from tpformer import ops
 from tpformer.layers import LayerNorm, RMSNorm, TensorParallel
 from tpformer.models import GPT
 
-# every two values of (llama, dtype, recompute, whether weight gradients are queued, sequence shards) meet
+# every two values of (llama, dtype, recompute, whether weight gradients are queued, sequence shards) meet; in the last
+# case some children have hooks, so they are called as modules, outside of the fused path
 CASES = [
-    (False, torch.bfloat16, "none", False, False),
-    (True, torch.float16, "none", True, True),
-    (False, torch.float16, "mlp", False, True),
-    (True, torch.bfloat16, "mlp", True, False),
-    (False, torch.bfloat16, "full", True, True),
-    (True, torch.float16, "full", False, False),
+    (False, torch.bfloat16, "none", False, False, False),
+    (True, torch.float16, "none", True, True, False),
+    (False, torch.float16, "mlp", False, True, False),
+    (True, torch.bfloat16, "mlp", True, False, False),
+    (False, torch.bfloat16, "full", True, True, False),
+    (True, torch.float16, "full", False, False, False),
+    (False, torch.bfloat16, "none", False, False, True),
 ]
+HOOKED = (
+    "0.input_layernorm", "0.self_attn.q_proj", "0.self_attn.o_proj", "0.mlp", "1.self_attn", "1.mlp.fc1", "1.mlp.fc2",
+)  # fmt: skip
 BATCHES = torch.randint(VOCAB, (4, BATCH, SEQ + 1), generator=torch.Generator().manual_seed(5))
 
 
@@ -49,15 +54,24 @@ def run(model: nn.Module, half: torch.dtype | None, queue: ops.WeightGradientQue
     return {name: torch.stack([each[name] for each in found]) for name in found[0]}
 
 
+def with_hooks(model: nn.Module, hooked: bool) -> nn.Module:
+    for path in HOOKED if hooked else ():
+        theirs.scaling_hook(model.layers, path)
+    return model
+
+
 @cache
-def by_torch(llama: bool, dtype: torch.dtype, half: torch.dtype | None) -> Results:
-    return run(theirs.GPT(VOCAB, SEQ, CONFIG.n_layers, llama).to(dtype), half, reduction="sum")
+def by_torch(llama: bool, hooked: bool, dtype: torch.dtype, half: torch.dtype | None) -> Results:
+    model = theirs.GPT(VOCAB, SEQ, CONFIG.n_layers, llama).to(dtype)
+    return run(with_hooks(model, hooked), half, reduction="sum")
 
 
-def by_ours(llama: bool, half: torch.dtype, recompute: str, queued: bool, tp: TensorParallel | None = None) -> Results:
-    model = GPT(LLAMA if llama else CONFIG, tp=tp, recompute=recompute)
+def on_rank(
+    mesh, llama: bool, half: torch.dtype, recompute: str, queued: bool, sequence_parallel: bool, hooked: bool
+) -> Results:
+    model = GPT(LLAMA if llama else CONFIG, tp=TensorParallel(mesh, sequence_parallel), recompute=recompute)
     fill(model, theirs.GPT(VOCAB, SEQ, CONFIG.n_layers, llama).float().state_dict())
-    return run(model, half, ops.WeightGradientQueue() if queued else None)
+    return run(with_hooks(model, hooked), half, ops.WeightGradientQueue() if queued else None)
 
 
 def assert_no_worse(found: Results, oracle: Results, baseline: Results, what: str) -> None:
@@ -71,42 +85,13 @@ def assert_no_worse(found: Results, oracle: Results, baseline: Results, what: st
         assert error <= bound, f"{what}: {name} is wrong by {error:.3g}, more than {bound:.3g}"
 
 
-def check(found: Results, llama: bool, half: torch.dtype, what: str) -> None:
-    assert_no_worse(found, by_torch(llama, torch.float64, None), by_torch(llama, torch.float32, half), what)
-
-
-@pytest.mark.parametrize("llama, half, recompute, queued", [case[:4] for case in CASES])
-def test_one_rank_is_no_worse_than_torch(llama, half, recompute, queued):
-    check(by_ours(llama, half, recompute, queued), llama, half, "one rank")
-
-
-def on_rank(mesh, *case) -> Results:
-    return by_ours(*case[:4], tp=TensorParallel(mesh, case[4]))
-
-
-def test_two_ranks_are_no_worse_than_torch(ranks):
-    for case, by_rank in each_case(ranks, 2, on_rank, CASES):
+@pytest.mark.parametrize("t", [1, 2])
+def test_a_model_is_no_worse_than_torch(ranks, t):
+    for case, by_rank in each_case(ranks, t, on_rank, CASES):
+        llama, half, *_, hooked = case
+        oracle, baseline = by_torch(llama, hooked, torch.float64, None), by_torch(llama, hooked, torch.float32, half)
         for found in by_rank:
-            check(found, *case[:2], f"two ranks, {case}")
-
-
-def hooked(block: nn.Module, path: str, half: torch.dtype | None = None) -> Results:
-    theirs.scaling_hook(block, path)
-    x = torch.randn(BATCH, SEQ, theirs.HIDDEN, generator=torch.Generator().manual_seed(5))
-    with torch.autocast("cpu", half) if half else nullcontext():
-        y = block(x.to(next(block.parameters()).dtype))
-    y.square().sum().backward()
-    return {"y": y.detach()} | with_keys_in_one(gradients(block))
-
-
-@pytest.mark.parametrize(
-    "path", ["input_layernorm", "self_attn.q_proj", "self_attn.o_proj", "mlp.fc1", "mlp.fc2", "self_attn", "mlp"]
-)
-def test_hooked_children(path):
-    """A child with a hook is called as a module, outside of the fused path."""
-    oracle = hooked(theirs.Block(ffn_hidden_size=theirs.FFN), path)
-    baseline = hooked(theirs.Block(ffn_hidden_size=theirs.FFN).float(), path, torch.bfloat16)
-    assert_no_worse(hooked(ours("layernorm").float(), path, torch.bfloat16), oracle, baseline, path)
+            assert_no_worse(found, oracle, baseline, f"{case} on {t}")
 
 
 def test_linears_are_bitwise_those_of_torch():

@@ -2,57 +2,46 @@
 
 import pytest
 import torch
-from steps import Results, each_case, step
+from steps import Results, draw, each_case, step
 from testing import assert_identical, assert_kernel_close, assert_same
 from torch import nn
 
 from tpformer.layers import ColumnParallelLinear, LayerNorm, RMSNorm, RowParallelLinear, VocabParallelEmbedding
 
 
-def plain() -> nn.ModuleDict:
+def plain() -> nn.Sequential:
+    """Modules of every kind, one after the other."""
     torch.manual_seed(0)
-    modules = nn.ModuleDict(
-        {
-            "column": nn.Linear(6, 10),
-            "row": nn.Linear(10, 6, bias=False),
-            "layernorm": nn.LayerNorm(6, bias=False),
-            "rmsnorm": nn.RMSNorm(6),
-            "unscaled": nn.LayerNorm(6, elementwise_affine=False),
-            "embedding": nn.Embedding(11, 6, padding_idx=-1),
-        }
+    modules = nn.Sequential(
+        nn.Embedding(11, 6, padding_idx=-1),
+        nn.LayerNorm(6, bias=False),
+        nn.Linear(6, 10),
+        nn.Linear(10, 6, bias=False),
+        nn.RMSNorm(6),
+        nn.LayerNorm(6, elementwise_affine=False),
     )
     for parameter in modules.double().eval().parameters():
         nn.init.normal_(parameter)
-    modules["column"].bias.requires_grad_(False)
+    modules[2].bias.requires_grad_(False)
     return modules
 
 
-def results(modules: nn.ModuleDict) -> dict[str, Results]:
-    ids = torch.arange(12).view(3, 4) % 11
-    table = modules.pop("embedding")
-    dy = torch.randn(3, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    found = {"embedding": step(table, ids, dy)}
-    for name, module in modules.items():
-        generator = torch.Generator().manual_seed(1)
-        x = torch.randn(3, 4, 10 if name == "row" else 6, dtype=torch.float64, generator=generator)
-        found[name] = step(module, x, torch.ones(3, 4, 10 if name == "column" else 6, dtype=torch.float64) * x.sum())
-    assert not any(module.training for module in (table, *modules.values()))
-    return found
+def results(modules: nn.Sequential) -> Results:
+    assert not any(module.training for module in modules), "as the module that it was made from"
+    return step(modules, torch.arange(12).view(3, 4) % 11, *draw((3, 4, 6)))
 
 
-def on_rank(tp) -> dict[str, Results]:
-    own = plain()
+def on_rank(tp) -> Results:
+    table, norm, column, row, rms, unscaled = own = plain()
     kept = {name: p.clone() for name, p in own.named_parameters()}
     tp = None if tp.size() == 1 else tp
-    layers = nn.ModuleDict(
-        {
-            "column": ColumnParallelLinear.from_linear(own["column"], tp=tp, gather_output=True),
-            "row": RowParallelLinear.from_linear(own["row"], tp=tp, input_is_parallel=False),
-            "layernorm": LayerNorm.from_norm(own["layernorm"], tp=tp),
-            "rmsnorm": RMSNorm.from_norm(own["rmsnorm"], tp=tp),
-            "unscaled": LayerNorm.from_norm(own["unscaled"], tp=tp),
-            "embedding": VocabParallelEmbedding.from_embedding(own["embedding"], tp=tp),
-        }
+    layers = nn.Sequential(
+        VocabParallelEmbedding.from_embedding(table, tp=tp),
+        LayerNorm.from_norm(norm, tp=tp),
+        ColumnParallelLinear.from_linear(column, tp=tp, gather_output=True),
+        RowParallelLinear.from_linear(row, tp=tp, input_is_parallel=False),
+        RMSNorm.from_norm(rms, tp=tp),
+        LayerNorm.from_norm(unscaled, tp=tp),
     )
     with torch.no_grad():
         for parameter in layers.parameters():
