@@ -1,17 +1,20 @@
 """What people do to a layer of experts: autocast, a router of their own, losses of its weights, slices of samples with
-positions, inference between steps, .to(), and checkpoints of torch. Each gives torch's result, or one sentence."""
+positions, padding, inference between steps, .to(), recomputation, and checkpoints of torch. Each gives torch's result,
+or one sentence. Recomputation repeats no decision, sends no routing again and counts nothing twice."""
 
 from itertools import product
 
 import pytest
 import torch
-from steps import Results, assert_ranks_have, each_case, gradients, own, step, tp_mesh
-from test_moe_layer import BATCH, EXPERTS, SEQ, by_loop, inputs, make_moe
-from testing import assert_identical, assert_kernel_close
+from steps import Results, assert_ranks_have, each_case, gradients, own, step
+from test_moe_layer import BATCH, EXPERTS, HIDDEN, SEQ, TOKENS, WIDTH, by_loop, inputs, make_moe
+from testing import assert_identical, assert_kernel_close, assert_same
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
 
 from tpformer import ops
+from tpformer.distributed import record_collectives
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.layers import MoE, Positions, Router, TensorParallel, TransformerBlock, balance_losses
 from tpformer.ops.route import record_routing
@@ -84,15 +87,6 @@ def test_a_router_of_another_forward_gets_whole_gradients(ranks, t):
     assert_ranks_have(found, wanted, None)
 
 
-def of_other_tokens() -> None:
-    with pytest.raises(ValueError, match="a routing of 6 tokens for x with 6 rows on each of 2 ranks: give"):
-        with_their_router(tp_mesh(), True)
-
-
-def test_a_routing_of_other_tokens_is_refused(ranks):
-    ranks(2).run(of_other_tokens)
-
-
 def with_a_loss_of_weights(mesh, sequence_parallel: bool) -> Results:
     moe, found = make_moe("softmax", mesh, sequence_parallel), []
     moe.gate.register_forward_hook(lambda module, args, routing: found.append(routing.weights))
@@ -117,17 +111,17 @@ def test_experts_compute_in_at_least_float32_whatever_a_routings_weights_are(dty
     assert torch.equal(moe.experts(x, ops.Routing(experts, weights)), wide)
 
 
-def test_positions_of_another_shape_are_refused():
-    with balance_losses(), pytest.raises(ValueError, match="that are not those of Positions"):
-        make_moe("balance")(inputs()[0], Positions(SEQ, BATCH))
+def make_block(mesh, recompute: str, sequence_parallel: bool = True) -> TransformerBlock:
+    torch.manual_seed(0)
+    moe = {"n_experts": EXPERTS, "ffn_hidden_size": WIDTH, "shared_ffn_size": 8, "router_bias": True, "balance": 0.3}
+    options: dict = {"norm": "rmsnorm", "bias": False, "activation": "swiglu", "dtype": torch.float64}
+    tp = TensorParallel(mesh, sequence_parallel)
+    return TransformerBlock(HIDDEN, 4, moe=moe, recompute=recompute, tp=tp, **options)
 
 
 def wrapped(mesh, sequence_parallel: bool, part: str, how: str) -> tuple[Results, list[int]]:
     """A block with padding, as it is, or with one part hooked or within a wrapper of torch."""
-    moe = {"n_experts": EXPERTS, "ffn_hidden_size": 12, "balance": 0.3}
-    options: dict = {"bias": False, "activation": "swiglu", "dtype": torch.float64}
-    torch.manual_seed(0)
-    block = TransformerBlock(16, 2, moe=moe, tp=TensorParallel(mesh, sequence_parallel), **options)
+    block = make_block(mesh, "none", sequence_parallel)
     gate, inner = block.mlp.gate, block.get_submodule(part)
     if how == "hooked":
         inner.register_forward_hook(lambda *_: None)
@@ -182,3 +176,98 @@ def test_a_bias_stays_wide_where_a_module_becomes_narrow():
     moe.gate.move_bias(torch.tensor([2, 1, 0, 1]), 0.001)
     assert_identical(moe.gate.bias, before + torch.tensor([-0.001, 0.0, 0.001, 0.0]))
     assert moe.half().gate.bias.dtype == torch.float32 and moe.double().gate.bias.dtype == torch.float64
+
+
+def recomputed(mesh, recompute: str):
+    layer = make_block(mesh, recompute)
+    x, dy = (own(z.flatten(0, 1)) for z in inputs())
+    x.requires_grad_()
+    with record_collectives() as calls, record_routing() as decisions, balance_losses() as losses:
+        y = layer(x, positions=Positions(BATCH, SEQ))
+        ((y * dy).sum() + sum(losses)).backward()
+    found = [x.grad, *(p.grad.to_local() for p in layer.parameters())]
+    return calls, len(decisions), len(losses), layer.mlp.gate.load.tolist(), found
+
+
+def test_recomputation_repeats_no_decision_and_counts_nothing_twice(ranks):
+    (_, kept), *others = each_case(ranks, 2, recomputed, [("none",), ("mlp",), ("full",)])
+    routing, rows = ("all_gather", TOKENS * 2 * 2 * 8), ("all_gather", TOKENS * HIDDEN * 8)
+    for (recompute,), again in others:
+        for (calls, *_, load, wanted), (found, decisions, losses, count, same) in zip(kept, again, strict=True):
+            assert decisions == losses == 1 and count == load and sum(count) == TOKENS * 2
+            assert calls.count(routing) == found.count(routing) == 1
+            assert found.count(rows) == calls.count(rows) + {"mlp": 1, "full": 2}[recompute]
+            assert_identical(same, wanted, recompute)
+
+
+def test_a_graph_that_is_kept_gives_the_same_gradients_twice():
+    layer = make_block(None, "full")
+    x, dy = (z.flatten(0, 1) for z in inputs())
+    with balance_losses() as losses:
+        y = layer(x.requires_grad_(), positions=Positions(BATCH, SEQ))
+    loss = (y * dy).sum() + sum(losses)
+    first = torch.autograd.grad(loss, list(layer.parameters()), retain_graph=True)
+    second = torch.autograd.grad(loss, list(layer.parameters()))
+    assert_identical(first, second)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_torchs_own_checkpoint_counts_nothing_twice(reentrant, recompute):
+    x, dy = inputs()
+    plain, other = make_block(None, "none"), make_block(None, recompute)
+    for layer in (plain, other) if reentrant else ():
+        layer.mlp.gate.balance = 0.0
+    with balance_losses() as losses:
+        ((plain(x) * dy).sum() + sum(losses)).backward()
+    with balance_losses() as losses:
+        y = checkpoint(other, x.requires_grad_(), use_reentrant=reentrant)
+    ((y * dy).sum() + sum(losses)).backward()
+    assert plain.mlp.gate.load.tolist() == other.mlp.gate.load.tolist()
+    assert_identical(gradients(other), gradients(plain))
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_a_balance_loss_that_a_reentrant_checkpoint_loses_is_refused(steps_before):
+    """Fails if a loss that an earlier forward gave hides that this one's is lost."""
+    lost = "is lost in torch.utils.checkpoint with use_reentrant=True, .*set use_reentrant=False, or the block's recomp"
+    for layer in (make_moe("balance"), make_block(None, "none")):
+        x = inputs()[0].requires_grad_()
+        for _ in range(steps_before):
+            with balance_losses():
+                layer(x)
+        with balance_losses() as losses:
+            y = checkpoint(layer, x, use_reentrant=True)
+        with pytest.raises(ValueError, match=lost):
+            (y.sum() + sum(losses)).backward()
+        with balance_losses() as losses:
+            y = checkpoint(layer, x, use_reentrant=False)
+        (y.sum() + sum(losses)).backward()
+        assert len(losses) == 1
+
+
+def test_padding_is_not_counted_and_not_balanced():
+    x, _ = inputs()
+    padding = torch.zeros(BATCH, SEQ, dtype=torch.bool)
+    padding[0, 4:] = True
+    moe = make_moe("balance")
+    with balance_losses() as losses:
+        moe(x, Positions(BATCH, SEQ, key_padding_mask=padding))
+    assert int(moe.gate.load.sum()) == (TOKENS - 2) * 2
+    alone = make_moe("balance")
+    with balance_losses() as parts:
+        alone(x[:1, :4]), alone(x[1:])
+    assert_same(losses[0], parts[0] + parts[1])
+
+
+def one_token(mesh, sequence_parallel: bool) -> None:
+    dim = 0 if sequence_parallel else None
+    moe, whole = make_moe("sigmoid-bias-shared", mesh, sequence_parallel), make_moe("sigmoid-bias-shared")
+    x = inputs()[0].flatten(0, 1)[: mesh.size() if sequence_parallel else 1]
+    y = moe(own(x, dim))
+    assert_same(y, own(whole(x), dim))
+    y.sum().backward()
+
+
+def test_one_token_on_four_ranks(ranks):
+    assert len(list(each_case(ranks, 4, one_token, [(True,), (False,)]))) == 2

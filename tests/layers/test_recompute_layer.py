@@ -1,10 +1,8 @@
-"""A TransformerBlock with dropout has the plain block's gradients, whatever it recomputes. What a mode costs is
-counted: the elements that wait for the backward, which are those of docs/memory.md, and the collectives with their
-bytes."""
+"""A TransformerBlock with dropout has the plain block's gradients, whatever it recomputes. The collectives of a
+mode are counted; what it keeps is counted by tests/planner/test_rank_memory.py."""
 
 from functools import cache
 from itertools import product
-from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +14,7 @@ from torch import Tensor
 from tpformer import ops
 from tpformer.config import RECOMPUTE
 from tpformer.distributed import record_collectives
-from tpformer.layers import Positions, TensorParallel, TransformerBlock
-from tpformer.ops import attention
+from tpformer.layers import Positions, TransformerBlock
 from tpformer.planner.storages import Saved
 
 P = 0.1
@@ -93,61 +90,6 @@ def test_bits_do_not_depend_on_the_mode(ranks, t):
             assert sorted(forward) == sorted([("all_gather", nbytes), ("reduce_scatter", nbytes)] * 2), case
             wanted = [("all_gather", nbytes)] * gathers + [("reduce_scatter", nbytes)] * scatters
             assert sorted(backward) == wanted, case
-
-
-TOKENS, WIDTH, OF_WIDTH = 16, 32, 4  # 2 samples of 8 tokens, hidden units, heads
-FAMILIES: dict[str, dict] = {
-    "gpt": {"dropout": P},
-    "llama": {"norm": "rmsnorm", "activation": "swiglu", "rope_base": 1e4, "n_kv_heads": 2, "ffn_hidden_size": 48},
-    "qwen3": {"norm": "rmsnorm", "qk_norm": True, "head_dim": 12, "rope_base": 1e4, "n_kv_heads": 2},
-}
-KEPT = [*product(FAMILIES, ["none"], (True, False)), ("gpt", "mlp", True), ("gpt", "full", True)]
-
-
-def kept(mesh, family: str, recompute: str, sequence_parallel: bool) -> tuple[list[int], bool]:
-    """Return the elements of each saved storage, largest first, and whether SDPA's own output is one of them."""
-    tp, options = TensorParallel(mesh, sequence_parallel), FAMILIES[family]
-    block = TransformerBlock(WIDTH, OF_WIDTH, tp=tp, recompute=recompute, **options)
-    x = torch.randn(TOKENS // (mesh.size() if sequence_parallel else 1), WIDTH, requires_grad=True)
-    attended: list[torch.UntypedStorage] = []
-
-    def recorded(*args):
-        attended.append((y := attention(*args)).untyped_storage())
-        return y
-
-    with mock.patch.object(ops, "attention", recorded), Saved(*block.parameters()).recording() as saved:
-        y = block(x, positions=Positions(2, TOKENS // 2), dropout_key=key(block))
-    assert y.requires_grad
-    sizes = saved.sizes()
-    return sorted((nbytes // 4 for nbytes in sizes.values()), reverse=True), attended[0] in sizes
-
-
-def listed(t: int, family: str, recompute: str, sequence_parallel: bool) -> list[int]:
-    """What docs/memory.md lists."""
-    options = FAMILIES[family]
-    rows = TOKENS // t if sequence_parallel else TOKENS
-    if recompute == "full":
-        return [rows * WIDTH]
-    queries, keys = (TOKENS * heads // t for heads in (OF_WIDTH, options.get("n_kv_heads", OF_WIDTH)))
-    head_dim, kept_mlps = options.get("head_dim", WIDTH // OF_WIDTH), recompute == "none"
-    items = [rows * WIDTH] * 2  # the two residual inputs
-    items += [queries * head_dim] * 2 + [keys * head_dim] * 2  # q, k, v; attention output, once for SDPA and o_proj
-    items += [queries * head_dim, keys * head_dim, queries, keys] * ("qk_norm" in options)  # before norms, their rstd
-    pre_activations = 2 if options.get("activation") == "swiglu" else 1
-    items += [TOKENS * options.get("ffn_hidden_size", 4 * WIDTH) // t] * pre_activations * kept_mlps
-    items += [rows] * (1 + kept_mlps) * (1 if "norm" in options else 2)  # mean and rstd, or rstd, of each norm
-    items += [queries]  # log-sum-exp of the scores
-    return sorted(items, reverse=True)
-
-
-@pytest.mark.parametrize("t", [1, 2])
-def test_a_block_keeps_exactly_the_list(ranks, t):
-    """In 16 bits a GPT block keeps 20 bytes for each token and hidden unit, which are 10 elements, and statistics."""
-    for case, by_rank in each_case(ranks, t, kept, KEPT):
-        for items, shared in by_rank:
-            assert items == listed(t, *case) and shared == (case[1] != "full"), case
-            if case == ("gpt", "none", True):
-                assert sum(items) * t == TOKENS * (10 * WIDTH + 4 + OF_WIDTH)
 
 
 def test_without_gradients_no_mode_keeps_anything():

@@ -4,6 +4,7 @@ checkpoints, routers, heads, packing) are beside it."""
 from collections.abc import Callable
 
 import pytest
+import test_moe_layer as moe
 import torch
 from steps import tp_mesh
 from test_block_layer import make_block
@@ -27,6 +28,7 @@ from tpformer.layers import (
     TensorParallel,
     TransformerBlock,
     VocabParallelEmbedding,
+    balance_losses,
     explain,
 )
 from tpformer.models import GPT, GPTConfig
@@ -59,6 +61,16 @@ def dropped(sample_index: tuple[int, ...], of_another: bool) -> None:
     block = make_block("gelu-layernorm", dropout=0.5)
     key = DropoutKey(0, 1, torch.tensor(sample_index), TransformerBlock(8, 2) if of_another else block)
     block(torch.zeros(2, 3, 24, dtype=torch.float64), dropout_key=key)
+
+
+def balanced(x: torch.Tensor, positions: Positions | None = None) -> None:
+    with balance_losses():
+        moe.make_moe("balance")(x, positions)
+
+
+def routed_by_own_rows() -> None:
+    routing = ops.Routing(torch.zeros(6, 2).long(), torch.ones(6, 2).double())
+    moe.make_moe("softmax", tp_mesh()).experts(torch.zeros(6, moe.HIDDEN).double(), routing)
 
 
 def next_norm_under_autocast() -> None:
@@ -132,6 +144,9 @@ TOKENS: list[Refusal] = [
      r"x of shape \(12, 24\).*pass positions=Positions\(batch, seq_length\)"),
     (lambda: GPT(CONFIG)(torch.zeros(2, 4).long(), position_ids=torch.arange(3).repeat(2, 1)),
      r"position ids of shape \(2, 3\) are not \(batch, seq_length\) = \(2, 4\)"),
+    (lambda: balanced(moe.inputs()[0], Positions(moe.SEQ, moe.BATCH)), "that are not those of Positions"),
+    (lambda: balanced(moe.inputs()[0].flatten(0, 1)), "rows do not tell them"),
+    (lambda: moe.make_moe("balance")(moe.inputs()[0]), "would be lost: run the forward in `with balance_losses"),
     (lambda: dropped((1, 2), True), "this TransformerBlock is not in the TransformerBlock that its DropoutKey got"),
     (lambda: dropped((1, 2, 3), False), r"sample_index of shape \(3,\) for a batch of 2 samples"),
 ]  # fmt: skip
@@ -216,6 +231,7 @@ ON_TWO_RANKS: list[Refusal] = [
     (lambda: with_child(nn.Sequential(nn.Dropout(0.1), nn.Linear(24, 24))),
      r"Sequential draws dropout \(p=0.1\) from this rank's generator, and other ranks would"),
     (lambda: with_child(nn.Linear(24, 12)), "Linear computes 12 features of 24: a module that is not built"),
+    (routed_by_own_rows, "a routing of 6 tokens for x with 6 rows on each of 2 ranks: give"),
     (fused_on_cpus, "fused needs a CUDA device with NVLink"),
     (drops, NEEDED.format(r"dropout_key=DropoutKey\(seed, step, sample_index, model\)")),
     (lambda: GPT(CONFIG, tp=tp_mesh())(torch.zeros(2, 4).long()), NEEDED.format("sample_index and step")),
