@@ -1,12 +1,12 @@
-"""SelfAttention shares key-value heads among ranks, sums their gradients, and rotates by each token's position."""
+"""SelfAttention with norms and key projections of other people sums the gradients of shared key-value heads, and
+rotates by each token's position. test_block_layer.py has heads of every kind."""
 
 import pytest
 import theirs
 import torch
-from steps import Results, assert_ranks_have, each_case, own, step
+from steps import Results, assert_ranks_have, draw, each_case, own, step
 from testing import assert_same
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
 
 from tpformer import ops
 from tpformer.layers import ColumnParallelLinear, Positions, RMSNorm, SelfAttention, TensorParallel, init_weights
@@ -19,46 +19,8 @@ def build(heads: int, kv_heads: int, tp=None, **options) -> SelfAttention:
     return SelfAttention(heads * D, heads, n_kv_heads=kv_heads, tp=tp, dtype=torch.float64, **options)
 
 
-def inputs(heads: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x, dy = (torch.randn(BATCH, SEQ, heads * D, generator=generator, dtype=torch.float64) for _ in range(2))
-    return x, dy
-
-
-def by_plain(heads: int, kv_heads: int) -> Results:
-    other = theirs.Attention(heads * D, heads, n_kv_heads=kv_heads).double()
-    other.load_state_dict(build(heads, kv_heads).state_dict())
-    return step(other, *inputs(heads))
-
-
-def on_rank(mesh, heads: int, kv_heads: int) -> tuple[Results, tuple, set[int]]:
-    """Results, how the keys' weights lie, and the key-value heads that this rank's part of their gradient has."""
-    layer = build(heads, kv_heads, mesh)
-    x, dy = inputs(heads)
-    layer(x).backward(dy)
-    weight = layer.k_proj.weight
-    used = weight.grad.to_local().view(-1, D, heads * D).abs().amax((1, 2)) > 0
-    layer.zero_grad()
-    return step(layer, x, dy), weight.placements, set(used.nonzero()[:, 0].tolist())
-
-
-# (heads, key-value heads) by ranks. Ranks divide the key-value heads, or outnumber them, or share some: of 12 heads in
-# 4 groups on 3 ranks, rank 0 has the 3 queries of group 0 and 1 of group 1
-CASES = {2: [(4, 2), (4, 1)], 3: [(6, 2), (12, 4), (12, 2)], 4: [(8, 2)]}
-
-
-@pytest.mark.parametrize("t", CASES)
-def test_equals_plain_attention(ranks, t):
-    for (heads, kv_heads), by_rank in each_case(ranks, t, on_rank, CASES[t]):
-        what = f"{heads} heads, {kv_heads} of keys, on {t}"
-        assert_ranks_have([found for found, *_ in by_rank], by_plain(heads, kv_heads), None, what)
-        for rank, (_, placements, used) in enumerate(by_rank):
-            if kv_heads % t == 0:
-                assert placements == (Shard(0),) and len(used) == kv_heads // t, what
-                continue
-            # this rank's gradient has only the heads its own queries attend with
-            queries = range(rank * heads // t, (rank + 1) * heads // t)
-            assert placements == (Replicate(),) and used == {q // (heads // kv_heads) for q in queries}, what
+def inputs(heads: int) -> list[Tensor]:
+    return draw(*[(BATCH, SEQ, heads * D)] * 2)
 
 
 def normed(heads: int, kv_heads: int, tp=None) -> SelfAttention:

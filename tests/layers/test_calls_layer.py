@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from steps import each_case
+from steps import draw, each_case
 from testing import assert_identical, assert_same
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -21,16 +21,6 @@ from tpformer.ops import TRANSPORTS
 
 SMALL = {"vocab_size": 30, "seq_length": 4, "n_layers": 1, "hidden_size": 8, "n_heads": 2}
 K, N = 8, 6
-SIZES = {"x": K, "weight": K, "bias": N, "residual": N, "gate": K}
-
-
-def draw(lead: tuple[int, ...], *names: str) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    leads = {"weight": (N,), "bias": ()}
-    return {
-        name: torch.randn(*leads.get(name, lead), SIZES[name], generator=generator, dtype=torch.float64)
-        for name in names
-    }
 
 
 def rms(x: Tensor) -> Tensor:
@@ -54,19 +44,19 @@ LINEARS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[str
 }
 
 
-def run(function: Callable[..., Tensor], tensors: dict[str, Tensor], strided: bool) -> list[Tensor]:
-    inputs = {name: x.clone().requires_grad_() for name, x in tensors.items()}
-    seen = [x.mT.contiguous().mT if strided and x.dim() > 1 else x for x in inputs.values()]
-    y = function(*seen)
+def run(function: Callable[..., Tensor], tensors: list[Tensor], strided: bool) -> list[Tensor]:
+    inputs = [x.clone().requires_grad_() for x in tensors]
+    y = function(*(x.mT.contiguous().mT if strided and x.dim() > 1 else x for x in inputs))
     y.square().sum().backward()
-    return [y.detach(), *(x.grad for x in inputs.values())]
+    return [y.detach(), *(x.grad for x in inputs)]
 
 
 @pytest.mark.parametrize("lead", [(5,), (2, 3), (2, 1, 3), (0,), (2, 0), (0, 3), ()])
 @pytest.mark.parametrize("name", LINEARS)
 def test_linears_take_the_shapes_that_torch_takes(name, lead):
     ours, theirs, names = LINEARS[name]
-    tensors = draw(lead, *names)
+    shapes = {"x": (*lead, K), "weight": (N, K), "bias": (N,), "residual": (*lead, N), "gate": (*lead, K)}
+    tensors = draw(*(shapes[name] for name in names))
     for strided in (False, True):
         assert_same(run(ours, tensors, strided), run(theirs, tensors, strided), f"{strided=}")
 

