@@ -70,8 +70,8 @@ def make_block(kind: str, mesh=None, sequence_parallel: bool = True, **options) 
     return habits.block(HEADS, KINDS[kind], TensorParallel(mesh, sequence_parallel), **options)
 
 
-def inputs() -> list[Tensor]:
-    return draw(*[(BATCH, SEQ, HIDDEN)] * 2)
+def inputs(seed: int = 1) -> list[Tensor]:
+    return draw(*[(BATCH, SEQ, HIDDEN)] * 2, seed=seed)
 
 
 SEED, STEP, INDEX = 3, 7, torch.tensor([11, 4])
