@@ -8,7 +8,6 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -133,6 +132,7 @@ def test_what_cannot_be_read_or_written_is_said_in_words(tmp_path: Path, monkeyp
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "file").touch()
+    build_dataset([tmp_path / "a.txt"], tmp_path / "built", "bytes", quiet=True)
 
     def refuse(path: Path, *_: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
@@ -147,6 +147,8 @@ def test_what_cannot_be_read_or_written_is_said_in_words(tmp_path: Path, monkeyp
     refused(["a.txt"], "file/out", ValueError, "file/out cannot be written: File exists")
     monkeypatch.setattr(Path, "open", refuse)
     refused(["a.txt"], "out", ValueError, "a.txt cannot be read: Permission denied")
+    with pytest.raises(ValueError, match=r"built\.idx cannot be read: Permission denied$"):
+        IndexedDataset(tmp_path / "built")
 
 
 def test_links_do_not_lead_out_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,28 +223,17 @@ def test_a_split_of_files_is_a_partition_by_relative_names_whatever_else_is_ther
             split_files(files, root=root, validation_fraction=fraction)
 
 
-def change_the_source(train: Path) -> None:
-    (train.parents[1] / "library" / "module00.py").write_text("y = 0\n")  # of the same length: only the content tells
+HARMS = {  # in which half, and what becomes of a file; None: it goes
+    "library/module00.py": ("(train|valid)", lambda content: b"y" + content[1:]),  # of the same length
+    "out/stdlib_train.bin": ("train", lambda content: bytes([content[0] ^ 1]) + content[1:]),
+    "out/stdlib_train.json": ("train", None),
+    "out/stdlib_valid.json": ("valid", lambda content: content.replace(b'"bytes"', b'"other.json"')),
+}
 
 
-def damage_bin(train: Path) -> None:
-    data = bytearray(Path(f"{train}.bin").read_bytes())
-    data[0] ^= 1
-    Path(f"{train}.bin").write_bytes(data)
-
-
-def drop_sidecar(train: Path) -> None:
-    Path(f"{train}.json").unlink()
-
-
-def claim_other_tokenizer(train: Path) -> None:
-    sidecar = read_sidecar(train) or {}
-    Path(f"{train}.json").write_text(json.dumps(sidecar | {"tokenizer": "other.json"}))
-
-
-@pytest.mark.parametrize("harm", [change_the_source, damage_bin, drop_sidecar, claim_other_tokenizer])
+@pytest.mark.parametrize("harmed", HARMS)
 def test_stdlib_is_built_once_and_a_missing_half_again_and_a_harmed_one_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], harmed: str
 ) -> None:
     """100 tiny files take the place of the standard library."""
     root, folder = tmp_path / "library", tmp_path / "out"
@@ -263,7 +254,10 @@ def test_stdlib_is_built_once_and_a_missing_half_again_and_a_harmed_one_is_refus
         path.unlink()
     build_stdlib(folder, quiet=True)
     assert Path(f"{valid}.bin").read_bytes() == before[Path(f"{valid}.bin")][1]
-    harm(train)
-    which = "(train|valid)" if harm is change_the_source else "train"
+    (which, change), path = HARMS[harmed], tmp_path / harmed
+    if change is None:
+        path.unlink()
+    else:
+        path.write_bytes(change(path.read_bytes()))
     with pytest.raises(ValueError, match=rf"stdlib_{which} does not hold .*delete .*stdlib_{which}\.bin"):
         build_stdlib(folder, quiet=True)

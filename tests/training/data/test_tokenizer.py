@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tpformer.training.data import ByteTokenizer, JsonTokenizer, chat_ids, load_tokenizer, render_chat
 
@@ -27,18 +25,12 @@ def word_level_json(path: Path, end_of_document: str, end_id: int = 7) -> Path:
     return path
 
 
-@settings(deadline=None)
-@given(st.text())
-def test_byte_round_trip(text: str) -> None:
-    tokenizer = ByteTokenizer()
-    ids = tokenizer.encode(text)
-    assert ids.dtype == np.int64 and ids.tolist() == list(text.encode())
-    assert tokenizer.decode(ids) == text
-
-
-def test_bytes_that_are_no_text() -> None:
+def test_bytes_are_their_own_ids() -> None:
     tokenizer = load_tokenizer("bytes")
     assert isinstance(tokenizer, ByteTokenizer) and (tokenizer.vocab_size, tokenizer.end_of_document) == (257, 256)
+    text = "".join(map(chr, range(0x800, 0x900))) + "\0é🙂"
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int64 and ids.tolist() == list(text.encode()) and tokenizer.decode(ids) == text
     assert tokenizer.encode(bytes(range(256))).tolist() == list(range(256))
     assert tokenizer.encode("a\ud800b").tolist() == list(b"a?b"), "a lone surrogate does not stop a build"
     assert tokenizer.decode([104, 256, 105, 260, -1]) == "hi" and tokenizer.decode([104, 0xFF]) == "h\ufffd"
@@ -76,13 +68,6 @@ def test_json_tokenizer(tmp_path: Path) -> None:
 
 
 TEMPLATES = {
-    "chatml": (
-        "{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}{%- endif %}\n"
-        "{%- for message in messages %}\n"
-        "    {{- '<|im_start|>' + message.role + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}\n"
-        "{%- endfor %}\n"
-        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}\n"
-    ),
     "llama3": (
         "{% set loop_messages = messages %}{% if tools is not none %}{{ raise_exception('tools') }}{% endif %}\n"
         "{% for message in loop_messages %}"
@@ -138,7 +123,7 @@ CONFIG = {
     "eos_token": {"__type": "AddedToken", "content": "</s>"},
 }
 TURNS = [("system", "Speak <b>plainly</b>."), ("user", " What is 2 + 2? "), ("assistant", "\n4 é🙂"), ("user", "Why?")]
-CONVERSATIONS = {"one turn": TURNS[1:2], "two turns": TURNS[1:], "with a system message": TURNS}
+MESSAGES = [{"role": role, "content": content} for role, content in TURNS]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -150,8 +135,7 @@ def test_a_conversation_and_a_prompt_have_the_tokens_that_transformers_gives_the
     config = CONFIG | ({"chat_template": named} if in_config else {})
     path = write(tmp_path / "model", folder, tokenizer_config=config, **files)
     theirs, ours = transformers.AutoTokenizer.from_pretrained(path.parent), load_tokenizer(path)
-    for turns in CONVERSATIONS.values():
-        messages = [{"role": role, "content": content} for role, content in turns]
+    for messages in (MESSAGES, MESSAGES[1:]):
         for prompt in (True, False):
             expected = theirs.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False)
             assert chat_ids(ours, messages, add_generation_prompt=prompt).tolist() == expected
@@ -185,10 +169,11 @@ def test_where_documents_and_answers_end(folder, tmp_path, files, end, stops):
         assert theirs.eos_token == end
     assert tokenizer.end_of_document == SPECIAL.index(end)
     assert [SPECIAL[each] for each in tokenizer.stop_tokens] == stops
-    alone = tmp_path / "mine.json"  # beside files that are not said to be its own
-    alone.write_text((folder / "tokenizer.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
-    assert load_tokenizer(alone).end_of_document == SPECIAL.index("</s>")
+
+
+def test_a_tokenizer_of_another_name_is_not_of_the_folder(folder, tmp_path):
+    path = write(tmp_path / "model", folder, tokenizer_config={"eos_token": "<s>"})
+    assert load_tokenizer(path.rename(path.with_name("mine.json"))).end_of_document == SPECIAL.index("</s>")
 
 
 @pytest.mark.parametrize(
@@ -213,11 +198,8 @@ def test_files_that_cannot_be_understood(folder, tmp_path, name, content, messag
     [
         ("{{ raise_exception('no system role') }}", "TemplateError: no system role"),
         ("{{ messages.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
         ("{{ messages.append(1) }}", "SecurityError: access to attribute 'append'"),
-        ("{% set _ = messages[0].update(role='x') %}", "SecurityError"),
         ("{{ cycler.__init__.__globals__.os.system('true') }}", "SecurityError"),
-        ("{{ lipsum.__globals__['os'].system('true') }}", "SecurityError"),
         ("{% import 'os' as os %}", "TypeError: no loader"),
         ("{{ open('/etc/passwd') }}", "UndefinedError: 'open' is undefined"),
         ("{{ messages[7].content + 1 }}", "UndefinedError"),
@@ -233,7 +215,6 @@ def test_a_template_that_fails_or_reaches_further_is_refused(template, message):
 
 
 def test_a_tokenizer_without_a_template_writes_a_plain_conversation():
-    messages = [{"role": role, "content": content} for role, content in TURNS]
-    ids = chat_ids(ByteTokenizer(), messages)
+    ids = chat_ids(ByteTokenizer(), MESSAGES)
     text = "System: Speak <b>plainly</b>.\nUser: What is 2 + 2?\nAssistant: 4 é🙂\nUser: Why?\nAssistant:"
     assert bytes(ids.tolist()).decode() == text
