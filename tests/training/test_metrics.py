@@ -150,27 +150,21 @@ def test_rows_are_means_of_their_intervals_also_in_a_resumed_run_and_a_step_is_p
 
 def test_tensorboard_gets_every_number_at_its_step(tmp_path, monkeypatch):
     """A stand-in takes the place of tensorboard, which need not be installed."""
-    written = []
-
-    def writer(directory, purge_step):
-        written.append((directory, purge_step))
-        return SimpleNamespace(
-            add_scalar=lambda *scalar: written.append(scalar), close=lambda: written.append("closed")
-        )
-
+    writer = mock.Mock()
     monkeypatch.setattr("tpformer.training.metrics.find_spec", lambda name: name == "tensorboard")
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
     with MetricsLog(tmp_path, first_step=6, steps=9, tensorboard=True) as log:
         log.row(step=7, loss=2.5, lr=0.125)
-    assert written == [(tmp_path / "tensorboard", 7), ("loss", 2.5, 7), ("lr", 0.125, 7), "closed"]
+    call, made = mock.call, mock.call.SummaryWriter()
+    opened = call.SummaryWriter(tmp_path / "tensorboard", purge_step=7)
+    numbers = [made.add_scalar("loss", 2.5, 7), made.add_scalar("lr", 0.125, 7)]
+    assert writer.mock_calls == [opened, *numbers, made.close()]
 
 
-def test_lines_on_the_console_are_short_and_plain_and_a_terminal_has_a_bar(tmp_path, monkeypatch, capsys):
-    values = {"loss": 2.5, "lr": 3e-4, "tokens": 12345, "tokens_per_second": 4321.5, "grad_norm": float("inf")}
+def test_a_row_is_a_line_and_on_a_terminal_a_bar(tmp_path, monkeypatch, capsys):
     with MetricsLog(tmp_path, first_step=0, steps=4, tensorboard=False) as log:
-        log.row(step=3, **values)
-    line = "step 3/4  loss 2.5000  lr 0.0003  tokens 12,345  tokens_per_second 4,322  grad_norm inf\n"
-    assert line in capsys.readouterr().out
+        log.row(step=3, loss=2.5, lr=3e-4, tokens=12345, grad_norm=math.inf)
+    assert "step 3/4  loss 2.5000  lr 0.0003  tokens 12,345  grad_norm inf\n" in capsys.readouterr().out
     monkeypatch.setenv("FORCE_COLOR", "1")  # what makes rich take a pipe for a terminal
     with MetricsLog(tmp_path, first_step=0, steps=4, tensorboard=False) as log:
         log.note("12 layers, lr 3e-4")
@@ -185,21 +179,20 @@ def test_lines_on_the_console_are_short_and_plain_and_a_terminal_has_a_bar(tmp_p
 
 def test_rows_reach_a_wandb_run_that_is_the_same_after_a_resume(tmp_path, monkeypatch):
     """A stand-in takes the place of wandb, which need not be installed."""
-    calls: list = []
-    run = SimpleNamespace(
-        log=lambda values, step: calls.append((step, values)), finish=lambda exit_code: calls.append(exit_code)
-    )
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: calls.append(given) or run))
+    module = mock.Mock()
+    monkeypatch.setitem(sys.modules, "wandb", module)
     with pytest.raises(KeyError):
-        for steps in ((1,), (2, None)):
+        for row in ({"step": 1}, {"step": 2}, {}):
             wandb = WandbLog(tmp_path, "gpt", {"train": {"steps": 2}})
             with MetricsLog(tmp_path, first_step=0, steps=2, wandb=wandb) as log:
-                for step in steps:
-                    log.row(**({"step": step} if step else {}), loss=0.5)
-    first, row, code, again, *rest = calls
-    assert first == again and (first["project"], first["resume"], first["dir"]) == ("gpt", "allow", str(tmp_path))
-    assert len(first["id"]) == 16 and first["config"] == {"train": {"steps": 2}}
-    assert (row, code) == ((1, {"loss": 0.5}), 0) and rest == [(2, {"loss": 0.5}), 1], "the second one fails"
+                log.row(**row, loss=0.5)
+    first, *others = module.init.call_args_list
+    assert others == [first, first], "the same id"
+    given = {"project": "gpt", "resume": "allow", "dir": str(tmp_path), "config": {"train": {"steps": 2}}}
+    assert given.items() <= first.kwargs.items() and len(first.kwargs["id"]) == 16
+    run = module.init.return_value
+    assert run.log.mock_calls == [mock.call({"loss": 0.5}, step=step) for step in (1, 2)]
+    assert [call.kwargs["exit_code"] for call in run.finish.mock_calls] == [0, 0, 1], "the last one fails"
 
 
 def test_without_wandb_one_sentence_names_the_extra(monkeypatch):
@@ -212,20 +205,18 @@ def test_without_wandb_one_sentence_names_the_extra(monkeypatch):
 def refused_by_wandb(values: dict) -> str:
     """What `pretrain` raises where Weights & Biases knows no user."""
     error = type("Error", (Exception,), {})
-    refuse = mock.Mock(side_effect=error("No API key configured. Use `wandb login` to log in."))
-    with mock.patch.dict(sys.modules, wandb=SimpleNamespace(init=refuse, Error=error)):
-        with mock.patch("tpformer.training.observe.find_spec"), pytest.raises(Exception) as failure:
+    wandb = SimpleNamespace(init=mock.Mock(side_effect=error("No API key configured.")), Error=error)
+    with mock.patch.dict(sys.modules, wandb=wandb), mock.patch("tpformer.training.observe.find_spec"):
+        with pytest.raises(Exception) as failure:
             pretrain(build_config(values))
     return f"{failure.typename}: {failure.value}"
 
 
 def test_what_wandb_refuses_is_one_sentence(ranks, tiny_values):
     """It was the traceback of a failed step."""
-    values = {**tiny_values, "log": {**tiny_values["log"], "wandb": "gpt"}}
-    (said,) = ranks(1).run(refused_by_wandb, values)
-    assert said == (
-        "WandbError: log.wandb='gpt' cannot begin: No API key configured. Use `wandb login` to log in. "
-        "(WANDB_MODE=offline keeps the rows in the run directory, and without log.wandb there are none)"
+    (said,) = ranks(1).run(refused_by_wandb, values_with(tiny_values, log={"wandb": "gpt"}))
+    assert said.startswith("WandbError: log.wandb='gpt' cannot begin: No API key configured. (WANDB_MODE=offline "), (
+        said
     )
 
 
