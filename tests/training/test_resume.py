@@ -8,6 +8,7 @@ import typing
 from pathlib import Path
 
 import pytest
+from tiny_runs import flip
 
 from tpformer.config import RunConfig, build_config, read_toml
 from tpformer.training.data import build_dataset, contents
@@ -41,10 +42,6 @@ def run(tmp_path_factory, tiny_values_in) -> Start:
     values["data"] = {"train": [str(folder / name / "data") for name in ("one", "two")], "weights": [0.5, 0.5]}
     values["data"]["valid"] = values["data"]["train"][:1]
     values["run"]["resume"] = True
-    return started(values)
-
-
-def started(values: dict) -> Start:
     start = found(values)
     Path(start.config.run.dir).mkdir()
     assert check_run_directory(start) == [] and write_run(start) is None
@@ -127,9 +124,7 @@ def test_moved_data_continues_and_changed_data_is_named(run, tmp_path):
     values = values_of(run, train=list(map(str, copies)))
     (line,) = check_run_directory(found(values))
     assert "data.train: " in line and str(copies[1]) in line
-    content = bytearray(Path(f"{copies[1]}.bin").read_bytes())
-    content[40] ^= 1  # of the same size, and below with the same time
-    Path(f"{copies[1]}.bin").write_bytes(content)
+    flip(Path(f"{copies[1]}.bin"))  # of the same size, and below with the same time
     times = os.stat(f"{two}.bin")
     os.utime(f"{copies[1]}.bin", ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(

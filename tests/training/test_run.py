@@ -1,4 +1,4 @@
-"""Whole runs through the `tpformer` command: stopped, resumed, damaged, sampled from, drawn; ranks that raise or hang.
+"""Whole runs through the `tpformer` command: stopped, resumed, damaged, sampled from, drawn; ranks that raise.
 
 checks/faults.py has other faults, at random moments, and what is left of their runs; test_command_ends.py has mistakes.
 """
@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from pathlib import Path
+from unittest import mock
 
-import pytest
 import torch.distributed as dist
 from commands import main
-from pool import RankFailure
-from tiny_runs import losses, values_with, write_run
+from tiny_runs import flip, losses, values_with, write_run
 from torch.distributed import TCPStore
 
 from tpformer.config import build_config, read_toml
-from tpformer.processes.watchdog import HANG_EXIT_CODE
+from tpformer.processes.watchdog import Watchdog
 from tpformer.training.checkpoint import steps
 from tpformer.training.model import ModelParts
 from tpformer.training.trainer import Trainer
@@ -44,9 +42,7 @@ def test_what_a_run_says_when_it_is_started_again(done, refused, tmp_path, tiny_
     assert "is finished: it is at step 6 of 6" in out and "log.interval: 1 -> 2" in out, out
 
     file = next((directory / "checkpoints" / "step-6").glob("*.distcp"))
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip(file)
     out = done(*resume)
     assert "from step 4" in out and losses(directory) == before
     assert "checkpoint of step 6 is not usable" in out and file.name in out and "SHA-256" in out
@@ -137,36 +133,15 @@ def test_a_rank_that_raises_is_named(commands, tmp_path, tiny_values):
     assert said in err, err
 
 
-TIMEOUT = 8.0  # run.timeout: a first step on two busy cores takes a few seconds
+def watched(values: dict) -> tuple[float, list[tuple]]:
+    """The timeout of a run's watchdog, and the steps whose beginning it is told."""
+    with mock.patch.object(Watchdog, "progress") as progress:
+        trainer = Trainer(build_config(values))
+        trainer.run()
+    return trainer.watchdog.timeout, [call.args for call in progress.call_args_list if len(call.args) == 1]
 
 
-def hang(values: dict) -> None:
-    """Train; rank 1 hangs in step 3. Rank 0 follows it there, and then has patience for a second."""
-    trainer, original = Trainer(build_config(values)), ModelParts.gradients
-    watchdog, asleep = trainer.watchdog, Path(values["run"]["dir"], "asleep")
-    assert watchdog.timeout == TIMEOUT
-    watchdog.interval = 0.1
-
-    def gradients(self, batch, **options):
-        if options["step"] == 3 and dist.get_rank() == 1:
-            asleep.touch()
-            time.sleep(120)
-        if options["step"] == 3:
-            while not asleep.exists():
-                time.sleep(0.01)
-            watchdog.progress(3)
-            watchdog.timeout = 1.0
-        return original(self, batch, **options)
-
-    ModelParts.gradients = gradients
-    trainer.run()
-
-
-def test_a_rank_that_hangs_in_a_step_ends_the_run(ranks, tiny_values):
-    more = {"run": {"timeout": TIMEOUT}, "parallel": {"pipeline_parallel": 2}, "data": {"valid": []}}
-    values = values_with(tiny_values, train={"steps": 10}, **more)
-    with pytest.raises(RankFailure, match=f"died with exit code {HANG_EXIT_CODE}"):
-        ranks(2).run(hang, values)
-    blamed = Path(tiny_values["run"]["dir"], "ranks", "hang-report.txt").read_text().splitlines()[1]
-    assert blamed.startswith("rank 1: rank 0 waits in collectives for rank 1 (step 3, at "), blamed
-    assert f"{__file__}:{hang.__code__.co_firstlineno + 10}" in blamed
+def test_a_run_is_watched_with_its_own_timeout(ranks, tiny_values):
+    """tests/processes/test_watchdog.py has what follows when a rank hangs."""
+    values = values_with(tiny_values, run={"timeout": 77.0}, data={"valid": []})
+    assert ranks(1).run(watched, values) == [(77.0, [(step,) for step in range(1, 7)])]

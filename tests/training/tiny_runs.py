@@ -1,4 +1,4 @@
-"""Whole runs: their sections and their file, and the rows that they have written, and a stop.
+"""Whole runs: their sections and their file, and the rows that they have written, a damage and a stop.
 
 Belongs here: what several tests of runs share. The fixture `tiny_values` has the sections that they begin with.
 """
@@ -24,6 +24,13 @@ def write_run(folder: Path, values: dict, **sections: dict) -> str:
     path = folder / "run.toml"
     path.write_text(to_toml(build_config(values, sections)))
     return str(path)
+
+
+def flip(file: Path, at: int | None = None) -> None:
+    """Flip a bit of a file, in the middle unless told otherwise."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 if at is None else at] ^= 1
+    file.write_bytes(content)
 
 
 def rows(directory: Path | str) -> list[dict]:
