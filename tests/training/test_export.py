@@ -3,7 +3,6 @@
 Layouts load one in test_source.py.
 """
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -11,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpointed import CONFIG, LAYOUTS, build, everything, merged
+from checkpointed import LAYOUTS, MODEL, build, everything, merged, run_config
 from safetensors import safe_open
 from safetensors.torch import load_file
 from testing import assert_identical
+from tiny_runs import flip
 
-from tpformer.config import build_config, to_toml
-from tpformer.models import GPT
+from tpformer.config import to_toml
+from tpformer.models import GPT, GPTConfig
 from tpformer.parallel import local_part
 from tpformer.training.checkpoint import Checkpointer, CheckpointError
 from tpformer.training.export import export, new_directory
@@ -26,14 +26,14 @@ from tpformer.training.source import open_source
 
 def train(run):
     """Save checkpoints of steps 3 and 12; return the parameters at each."""
-    parts, optimizers = build(LAYOUTS["v-schedule"], seed=1)
+    model, optimizers = build(run_config(LAYOUTS["v-schedule"]))
     checkpointer = Checkpointer(run / "checkpoints")
     saved = {}
     for step in (3, 12):
-        for parameter in (parameter for part in parts for parameter in part.parameters()):
+        for parameter in model.parameters():
             local_part(parameter.detach()).mul_(1.5)
-        checkpointer.save(step, parts, optimizers)
-        saved[step] = everything(parts, optimizers)
+        checkpointer.save(step, model.parts, optimizers)
+        saved[step] = everything(model.parts, optimizers)
     checkpointer.wait()
     return saved
 
@@ -42,9 +42,7 @@ def train(run):
 def trained(ranks, tmp_path_factory):
     """A run directory, and its checkpoints' parameters by step and name."""
     run = tmp_path_factory.mktemp("run")
-    model = {name: getattr(CONFIG, name) for name in ("vocab_size", "seq_length", "n_layers", "hidden_size")}
-    model |= {"n_heads": 4, "n_kv_heads": 2}
-    (run / "config.toml").write_text(to_toml(build_config({"model": model, "data": {"train": ["none"]}})))
+    (run / "config.toml").write_text(to_toml(run_config({})))
     results = ranks(4).run(train, run)
     return run, {step: merged([result[step] for result in results]) for step in (3, 12)}
 
@@ -68,13 +66,13 @@ def test_the_newest_checkpoint_in_one_file_which_one_process_loads(trained, tmp_
     assert (written["step"], written["dtype"], written["vocab_size"]) == (12, "float32", 100)
     assert written["source"] == str(run / "checkpoints" / "step-12")
     source = open_source(tmp_path / "out")
-    assert source.architecture == CONFIG
+    assert source.architecture == GPTConfig(**MODEL)
     for other, words in (
         ({"n_layers": 5}, "n_layers = 5, there 4"),
         ({"vocab_size": 90}, "vocab_size = 90, there 100"),
     ):
         with pytest.raises(ValueError, match=f"another model: {words}"):
-            source.load([GPT(dataclasses.replace(CONFIG, **other))])
+            source.load([GPT(GPTConfig(**MODEL | other))])
 
 
 def test_several_files_with_an_index_in_bfloat16(trained, tmp_path):
@@ -84,22 +82,14 @@ def test_several_files_with_an_index_in_bfloat16(trained, tmp_path):
     out = tmp_path / "made" / "out"
     assert export(run, out, step=3, dtype="bfloat16", max_shard_bytes=limit) == 3
     index = json.loads((out / "model.safetensors.index.json").read_text())
-    files = sorted(out.glob("*.safetensors"))
-    assert [path.name for path in files] == [
-        f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)
-    ]
-    assert len(files) > 3 and sorted(set(index["weight_map"].values())) == [path.name for path in files]
-    exported = {}
-    for path in files:
-        tensors = load_file(path)
+    files = {path.name: load_file(path) for path in out.glob("*.safetensors")}
+    assert sorted(files) == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+    assert len(files) > 3 and index["weight_map"] == {name: file for file in files for name in files[file]}
+    for tensors in files.values():
         assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= limit
-        assert all(index["weight_map"][name] == path.name for name in tensors)
-        exported |= tensors
-    wanted = unpadded(saved[3])
-    assert exported.keys() == wanted.keys() == index["weight_map"].keys()
+    exported = {name: value for tensors in files.values() for name, value in tensors.items()}
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in exported.values())
-    for name, value in wanted.items():
-        assert torch.equal(exported[name], value.bfloat16()), name
+    assert_identical(exported, {name: value.bfloat16() for name, value in unpadded(saved[3]).items()})
 
 
 def test_refusals_and_what_fails_half_way_write_nothing(trained, tmp_path, monkeypatch):
@@ -135,9 +125,7 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused(trained, tmp_path):
     run, _ = trained
     copy = shutil.copytree(run, tmp_path / "run")
     file = max((copy / "checkpoints" / "step-12").glob("*.distcp"), key=lambda path: path.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip(file)
     reports: list[str] = []
     assert export(copy, tmp_path / "out", report=reports.append) == 3
     assert "step 12 is not usable" in reports[0] and file.name in reports[0]

@@ -1,23 +1,21 @@
 """Runs with packed activations have the bits of others, also where a step overflows on a rank and is repeated."""
 
-import functools
 from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from checkpointed import build, run_config
 from pool import WorkerPool
 from testing import all_exponents, assert_identical
 from tiny_runs import rows, values_with
 
-from tpformer.config import build_config
+from tpformer.config import RunConfig, build_config
 from tpformer.kernels.pack import reference
 from tpformer.kernels.route import reference as route
 from tpformer.ops import packing
 from tpformer.parallel import local_part
-from tpformer.training.optimizer import build_optimizer
-from tpformer.training.setup import build_model, run_mesh
 from tpformer.training.step import train_step
 from tpformer.training.trainer import Trainer
 from tpformer.training.verify import verify_config
@@ -38,9 +36,9 @@ LAYOUTS = {
 BROKEN = ((0, 2, 3), (1, 1, 5), (1, 2, 1), (0, 3, 2), (1, 2, 4))
 
 
-def config_of(parallel: dict, model: dict, packs: bool):
-    train = {"global_batch_size": BATCH, "microbatch_size": 4, "dtype": "bfloat16", "device": "cpu"}
-    return build_config({"model": model, "parallel": {**parallel, "pack_activations": packs}, "train": train})
+def config_of(parallel: dict, model: dict, packs: bool) -> RunConfig:
+    train = {"global_batch_size": BATCH, "microbatch_size": 4, "dtype": "bfloat16"}
+    return run_config({**parallel, "pack_activations": packs}, model, **train)
 
 
 def overflow_at(rank: int, step: int, call: int, now: dict[str, int]):
@@ -56,15 +54,16 @@ def overflow_at(rank: int, step: int, call: int, now: dict[str, int]):
     return mock.patch.multiple(reference, pack=broken)
 
 
-def run_steps(parallel: dict, model: dict, packs: bool, broken: tuple[int, int, int] | None) -> tuple:
-    """(losses and norms as texts, parameters of this rank, what the steps' packing says, loads of experts)."""
-    config = config_of(parallel, model, packs)
-    parts = build_model(config, run_mesh(config, "cpu"))
-    optimizers = [build_optimizer(part, config.optimizer) for part in parts.parts]
+def run_steps(parallel: dict, model: dict, packs: bool, broken=()) -> tuple:
+    """(losses and norms as texts, parameters of this rank, repeats of each step, loads of experts).
+
+    broken: where a packed tensor overflows, or nothing: a host that knows of each whether it fits.
+    """
+    parts, optimizers = build(config_of(parallel, model, packs))
     now, numbers, repeats, loads = {"step": 0, "calls": 0}, [], [], []
     first, share = parts.own_samples(0, BATCH)
-    patched = nullcontext() if broken is None else overflow_at(*broken, now)
-    with patched, mock.patch.object(packing, "host_knows", lambda counts: broken is None):
+    patched = overflow_at(*broken, now) if broken else nullcontext()
+    with patched, mock.patch.object(packing, "host_knows", lambda counts: not broken):
         for step in range(1, STEPS + 1):
             now |= {"step": step, "calls": 0}
             rows = torch.randint(60, (BATCH, 65), generator=torch.Generator().manual_seed(step))[first : first + share]
@@ -76,20 +75,14 @@ def run_steps(parallel: dict, model: dict, packs: bool, broken: tuple[int, int, 
     return numbers, [local_part(p.detach()).clone() for p in parts.parameters()], repeats, loads
 
 
-@pytest.fixture(scope="module")
-def plain_of(ranks: WorkerPool):
-    """plain_of(layout): what its ranks find without packing."""
-    return functools.cache(lambda name: ranks(2).run(run_steps, *LAYOUTS[name], False, None))
-
-
-@pytest.mark.parametrize(("name", "broken"), [*zip(LAYOUTS, BROKEN, strict=True), ("experts", None)], ids=str)
-def test_a_step_that_overflows_on_one_rank_is_computed_again_on_all(ranks: WorkerPool, plain_of, name, broken) -> None:
-    """broken: (rank, step, which of the tensors that it packs); None: a host that knows of each whether it fits."""
-    packed = ranks(2).run(run_steps, *LAYOUTS[name], True, broken)
-    for (numbers, values, _, loads), (found, own, repeats, own_loads) in zip(plain_of(name), packed, strict=True):
+@pytest.mark.parametrize(("name", "broken"), [*zip(LAYOUTS, BROKEN, strict=True)], ids=str)
+def test_a_step_that_overflows_on_one_rank_is_computed_again_on_all(ranks: WorkerPool, name, broken) -> None:
+    """broken: (rank, step, which of the tensors that it packs)."""
+    plain, packed = (ranks(2).run(run_steps, *LAYOUTS[name], packs, packs and broken) for packs in (False, True))
+    for (numbers, values, _, loads), (found, own, repeats, own_loads) in zip(plain, packed, strict=True):
         assert found == numbers and own_loads == loads
         assert_identical(own, values, name)
-        assert repeats == [int(broken is not None and each == broken[1]) for each in range(1, STEPS + 1)]
+        assert repeats == [int(each == broken[1]) for each in range(1, STEPS + 1)]
 
 
 def one_sided(logits, policy, bias=None):
@@ -101,12 +94,13 @@ def one_sided(logits, policy, bias=None):
 def idle_rank(packs: bool) -> tuple:
     parallel, model = LAYOUTS["experts"]
     with mock.patch.object(route, "route_forward", one_sided):
-        return run_steps(parallel, model, packs, None)
+        return run_steps(parallel, model, packs)
 
 
 def test_a_rank_whose_experts_have_no_token(ranks: WorkerPool) -> None:
     for plain, packed in zip(*(ranks(2).run(idle_rank, packs) for packs in (False, True)), strict=True):
         assert_identical(packed[:2], plain[:2], "numbers and parameters")
+        assert packed[2] == [0] * STEPS, "no step is computed again"
 
 
 def trained(values: dict, packs: bool) -> list[dict]:

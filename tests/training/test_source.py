@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpointed import LAYOUTS, build, everything, merged, spoil
+from checkpointed import LAYOUTS, build, everything, merged, run_config, spoil
 from safetensors.torch import save_file
 from testing import assert_identical
-from tiny_runs import write_run
+from tiny_runs import values_with, write_run
 
-from tpformer.config import build_config, read_toml, to_toml
+from tpformer.config import build_config, read_toml
 from tpformer.models import GPT
-from tpformer.parallel import Layout
 from tpformer.planner.dry_run import plan_config
 from tpformer.training.companions import keep_tokenizer, kept_tokenizer, write_byte_tokenizer
 from tpformer.training.data import build_dataset
@@ -55,10 +54,7 @@ def hub(tmp_path_factory):
     """hub[model_type]: a directory of random weights. hub["run"] is the GPT-2 as an imported run, hub["moe-run"] the
     Qwen3-MoE, hub["export"] that run's export in several files."""
     folder = tmp_path_factory.mktemp("hub")
-    made = {
-        values["model_type"]: make(folder / values["model_type"], values)
-        for values in (GPT2, LLAMA, TIED, MIXTRAL, MOE)
-    }
+    made = {each["model_type"]: make(folder / each["model_type"], each) for each in (GPT2, LLAMA, TIED, MIXTRAL, MOE)}
     for kind, run in (("gpt2", "run"), ("qwen3_moe", "moe-run")):
         made[run] = folder / run
         import_weights(made[kind], made[run], report=lambda _: None)
@@ -78,14 +74,14 @@ def loaded_by(layouts, path, config):
     """Parameters of the parts of each layout, filled with NaN and then from a source."""
     source, found = open_source(path), []
     for layout in layouts:
-        parts, optimizers = build(layout, seed=2, config=config)
-        spoil(parts)
-        source.load(parts)
-        found.append(everything(parts, optimizers))
+        model, optimizers = build(run_config(layout, dataclasses.asdict(config)))
+        spoil(model.parts)
+        source.load(model.parts)
+        found.append(everything(model.parts, optimizers))
     return found
 
 
-ALL = {**LAYOUTS, "tp2": Layout(tensor_parallel=2, data_parallel_replicate=2)}
+ALL = {**LAYOUTS, "tp2": {"tensor_parallel": 2, "data_parallel_replicate": 2}}
 CASES = {
     "llama": ("tp4", "v-schedule"),
     "qwen3": ("tp2-pp2",),
@@ -121,10 +117,10 @@ def test_every_layout_loads_what_one_process_loads(ranks, hub, kind):
 def experts_read(path) -> set[int]:
     """The experts whose tensors this rank of two reads."""
     source = open_source(path)
-    parts, _ = build(Layout(tensor_parallel=2), seed=2, config=source.architecture)
+    model, _ = build(run_config({"tensor_parallel": 2}, dataclasses.asdict(source.architecture)))
     read, slice_of = set(), source.files.slice
     source.files.slice = lambda name: [read.add(name), slice_of(name)][1]
-    source.load(parts)
+    source.load(model.parts)
     return {int(name.split(".experts.")[1].split(".")[0]) for name in read if ".experts." in name}
 
 
@@ -145,40 +141,37 @@ def test_a_model_may_have_fewer_learned_positions_and_no_other_shape(hub):
         source.load([GPT(dataclasses.replace(source.architecture, n_layers=3))])
 
 
-def start(tiny_values, path, **parallel):
-    """A run of one step that changes nothing: its checkpoint has the weights that it started from."""
-    values = {**tiny_values, "model": {"init_from": str(path), "seq_length": 16}, "parallel": parallel}
-    values["optimizer"] = {"lr": 0.0}
-    values["train"] = tiny_values["train"] | {"steps": 1}
-    return values
+def start(tmp_path, tiny_values, path, **sections) -> str:
+    """The file, as a user writes it, of a run of one step that changes nothing: its checkpoint has the weights that it
+    started from."""
+    values = {**tiny_values, "model": {"init_from": str(path), "seq_length": 16}, "optimizer": {"lr": 0.0}}
+    lines = []
+    for section, keys in values_with(values, train={"steps": 1}, **sections).items():
+        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
+    file = tmp_path / "few.toml"
+    file.write_text("\n".join(lines))
+    return str(file)
 
 
 def test_a_run_starts_from_weights_and_resumes_without_them(done, hub, tiny_values, tmp_path):
     """tests/weights/test_continued.py has weights of other libraries."""
     source = shutil.copytree(hub["run"], tmp_path / "source")
-    file = tmp_path / "few.toml"  # only what a user would write
-    for section, keys in start(tiny_values, source, tensor_parallel=2).items():
-        lines = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
-        with file.open("a") as text:
-            text.write("\n".join([f"[{section}]", *lines, ""]))
-    assert f"weights of {source}, step " in done("pretrain", str(file))
+    file = start(tmp_path, tiny_values, source, parallel={"tensor_parallel": 2})
+    assert f"weights of {source}, step " in done("pretrain", file)
     assert str(open_source(hub["gpt2"])) == str(hub["gpt2"]), "as a run that starts from it says"
     run = tmp_path / "run"
     written = build_config(read_toml(run / "config.toml")).model
-    vocab_size = 300  # not the 257 of the data
-    assert (written.init_from, written.vocab_size, written.seq_length) == (str(source), vocab_size, 16)
+    assert (written.init_from, written.vocab_size, written.seq_length) == (str(source), 300, 16), "not the data's 257"
     config = dataclasses.replace(open_source(source).architecture, vocab_multiple=128, seq_length=16)
     assert_identical(in_one_process(run), in_one_process(source, config))
     shutil.rmtree(source)
-    more = ("--run.resume", "True", "--train.steps", "2")
-    out = done("pretrain", str(file), *more)
+    out = done("pretrain", file, "--run.resume", "True", "--train.steps", "2")
     assert "from step 1" in out and "weights of" not in out, out
 
 
 def test_verify_compares_the_loaded_weights(done, hub, tiny_values, tmp_path):
-    values = start(tiny_values, hub["llama"], tensor_parallel=2) | {"optimizer": {"lr": 0.01}}
-    (tmp_path / "run.toml").write_text(to_toml(build_config(*from_source(values))))
-    assert "trains as one process does" in done("verify", str(tmp_path / "run.toml"))
+    more = {"parallel": {"tensor_parallel": 2}, "optimizer": {"lr": 0.01}}
+    assert "trains as one process does" in done("verify", start(tmp_path, tiny_values, hub["llama"], **more))
 
 
 @pytest.mark.parametrize(
@@ -223,9 +216,8 @@ def test_data_of_another_tokenizer_are_refused(hub, tiny_data, tmp_path):
 def test_an_imported_run_generates_and_does_not_resume(refused, hub, tiny_values, tmp_path):
     options = ("--prompt", "a", "--max-new-tokens", "3", "--tensor-parallel", "2")
     assert "tokenizer" in refused("generate", str(hub["run"]), *options)
-    values = start(tiny_values, hub["gpt2"]) | {"run": {"dir": str(hub["run"]), "resume": True}}
-    (tmp_path / "run.toml").write_text(to_toml(build_config(*from_source(values))))
-    err = refused("pretrain", str(tmp_path / "run.toml"))
+    run = {"dir": str(hub["run"]), "resume": True}
+    err = refused("pretrain", start(tmp_path, tiny_values, hub["gpt2"], run=run))
     assert "is an imported model, whose checkpoint has no optimizer state" in err, err
 
 

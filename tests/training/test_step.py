@@ -1,7 +1,7 @@
 """A step that is not finite updates nothing on any rank; float16 scales its loss; low precision trains like float64.
 
 With data.mask the loss is the mean over the targets of the global batch, in every layout: a plain cross entropy says
-so, in float64; and a model learns the completions alone.
+so, in float64.
 """
 
 import json
@@ -11,39 +11,28 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from checkpointed import LAYOUTS, build, run_config
 from testing import assert_kernel_close, assert_same
 
-from tpformer.config import build_config
+from tpformer.config import RunConfig, build_config
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.models import GPT
-from tpformer.training.data import build_dataset
 from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizer
-from tpformer.training.resolve import resolve
-from tpformer.training.setup import build_model, open_data, run_mesh
 from tpformer.training.step import LossScaler, batch, evaluate, train_step, why_skipped
 from tpformer.training.trainer import Trainer
 
 MODEL = {"vocab_size": 60, "seq_length": 12, "n_layers": 4, "hidden_size": 32, "n_heads": 2}
 BATCH = 4
-TP2_PP2 = {"tensor_parallel": 2, "pipeline_parallel": 2}
-ZERO3 = {"data_parallel_shard": 2, "zero_stage": 3}
-ZBV = {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "data_parallel_shard": 2}
+TP2_PP2, ZBV, ZERO3 = LAYOUTS["tp2-pp2"], LAYOUTS["v-schedule"], {"data_parallel_shard": 2, "zero_stage": 3}
 
 
 def size_of(parallel: dict) -> int:
     return build_config({"parallel": parallel}).parallel.world_size
 
 
-def config_of(parallel: dict, dtype: str, dropout: float = 0.0):
-    values = {"model": {**MODEL, "dropout": dropout}, "parallel": parallel, "data": {"train": ["none"]}}
-    return build_config(values, {"train": {"global_batch_size": BATCH, "dtype": dtype}})
-
-
-def setup(parallel: dict, dtype: str, dropout: float = 0.0):
-    config = config_of(parallel, dtype, dropout)
-    model = build_model(config, run_mesh(config, "cpu"))
-    return model, [build_optimizer(part, config.optimizer) for part in model.parts]
+def config_of(parallel: dict, dtype: str, dropout: float = 0.0) -> RunConfig:
+    return run_config(parallel, {**MODEL, "dropout": dropout}, dtype=dtype, global_batch_size=BATCH)
 
 
 def samples(step: int) -> torch.Tensor:
@@ -69,7 +58,7 @@ POISON = {2: math.nan, 4: math.inf}  # by step
 
 def poisoned_steps(parallel: dict):
     """Two of five steps have a gradient that is not finite: in one parameter, on the last rank."""
-    model, optimizers = setup(parallel, "float32")
+    model, optimizers = build(config_of(parallel, "float32"))
     compute, results, kept = model.gradients, [], []
 
     def gradients(*args, **options):
@@ -98,7 +87,7 @@ def test_all_ranks_skip_a_step_that_is_not_finite(ranks):
 
 
 def strange_batch() -> None:
-    model, optimizers = setup({}, "float32")
+    model, optimizers = build(config_of({}, "float32"))
     model.gradients = lambda *args, **kwargs: torch.tensor(math.nan)
     batch = torch.zeros(BATCH, 13, dtype=torch.int64)
     batch[0, 5] = 60
@@ -113,7 +102,7 @@ def test_a_batch_that_a_gpu_takes_without_a_word_ends_the_step(ranks):
 
 
 def train(parallel: dict, dtype: str, steps: int, scale: float | None = None):
-    model, optimizers = setup(parallel, dtype)
+    model, optimizers = build(config_of(parallel, dtype))
     scaler = LossScaler(scale, interval=3) if scale else None
     computed: set[torch.dtype] = set()
     for layer in (layer for part in model.parts for layer in part.layers.values()):
@@ -198,7 +187,6 @@ def test_the_scaler_survives_a_checkpoint_and_has_a_floor():
 
 
 INTERLEAVED = {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B", "data_parallel_replicate": 2}
-LAYOUTS = {"tp2-pp2": TP2_PP2, "zero3": ZERO3, "zbv-dp2": ZBV, "interleaved-dp2": INTERLEAVED}
 
 
 class Windows:
@@ -215,7 +203,7 @@ class Windows:
 def results(parallel: dict) -> tuple[float, dict, list[float], bool]:
     """Loss and gradients of a batch, the validation losses, and whether a batch without targets has loss and gradients
     0 and validation leaves the model in training mode. Training has dropout, and validation none."""
-    model, _ = setup(parallel, "float64")
+    model, _ = build(config_of(parallel, "float64"))
     first, share = model.own_samples(0, BATCH)
     rows = batch(Windows(), first, share)
     loss = float(model.gradients(rows, first_sample=first, step=1))
@@ -225,14 +213,14 @@ def results(parallel: dict) -> tuple[float, dict, list[float], bool]:
         parameter.grad = None
     nothing = float(model.gradients(torch.minimum(rows, ~rows), first_sample=first, step=1)) == 0
     nothing &= not any(full_tensor(parameter.grad).any() for _, parameter in named)
-    model, _ = setup(parallel, "float64", dropout=0.5)
+    model, _ = build(config_of(parallel, "float64", dropout=0.5))
     valid = [evaluate(model, [Windows(), Windows()], number, torch.device("cpu")) for number in (5, 100)]
     return loss, gradients, valid, nothing and all(part.training for part in model.parts)
 
 
 def of_torch() -> tuple[float, dict, list[float]]:
     """The same of torch's cross entropy of the logits of one process."""
-    (model,) = setup({}, "float64")[0].parts
+    (model,) = build(config_of({}, "float64"))[0].parts
     rows = batch(Windows(), 0, 7)
     ids = torch.where(rows < 0, -1 - rows, rows)
     targets = torch.where(rows < 0, -7, rows)[:, 1:]
@@ -249,50 +237,10 @@ def expected(ranks):
     return ranks(1).run(of_torch)[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_has_the_mean_over_the_targets_of_the_global_batch(ranks, expected, layout):
+@pytest.mark.parametrize("parallel", [TP2_PP2, ZERO3, ZBV, INTERLEAVED], ids=str)
+def test_every_layout_has_the_mean_over_the_targets_of_the_global_batch(ranks, expected, parallel):
     loss, gradients, valid = expected
-    for own_loss, own, own_valid, nothing in ranks(size_of(LAYOUTS[layout])).run(results, LAYOUTS[layout]):
+    for own_loss, own, own_valid, nothing in ranks(size_of(parallel)).run(results, parallel):
         assert_same([own_loss, *own_valid], [loss, *valid])
         assert_same(own, {name: gradients[name] for name in own})
         assert nothing, "loss or gradients of a batch without targets, or no dropout after a validation"
-
-
-@pytest.fixture
-def values(tmp_path, tiny_values) -> dict:
-    """A run on 16 prompts of random letters, each with a completion of its own."""
-    letters = np.random.default_rng(0).integers(97, 123, (16, 12))
-    pairs = [
-        {"prompt": bytes(row[:9]).decode(), "completion": f"={chr(row[0])}{chr(row[1])}"}
-        for row in letters.astype("u1")
-    ]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs * 20))
-    build_dataset([tmp_path / "pairs.jsonl"], tmp_path / "pairs", "bytes", fields=("prompt", "completion"), quiet=True)
-    data = {"train": [str(tmp_path / "pairs")], "valid": [str(tmp_path / "pairs")], "mask": True}
-    return {**tiny_values, "data": data, "optimizer": {"lr": 1e-2, "warmup_steps": 5}}
-
-
-def tuned(values: dict) -> tuple[float, float]:
-    """Mean validation losses after training: over the completions, and over all tokens."""
-    train = {"steps": 100, "global_batch_size": 16, "validation_samples": 32}
-    trainer = Trainer(build_config(values, {"train": train, "checkpoint": {"interval": 0}, "log": {"interval": 100}}))
-    trainer.run()
-    everything = open_data(resolve(build_config(values, {"data": {"mask": False}}))).valid
-    return trainer.validate(), evaluate(trainer.model, everything, 32, trainer.device)
-
-
-def test_completions_are_learned_and_prompts_are_not(ranks, values):
-    completions, everything = ranks(1).run(tuned, values)[0]
-    assert completions < 0.5 and everything > math.log(26)
-
-
-def test_data_without_a_mask_or_without_targets_are_refused_unless_blended(values, tmp_path, tiny_data):
-    with pytest.raises(ValueError, match=f"data.mask = true, but {tiny_data} has no .mask file: make one with"):
-        open_data(resolve(build_config(values, {"data": {"train": [str(tiny_data)]}})))
-    pairs = str(tmp_path / "pairs")
-    blend = resolve(build_config(values, {"data": {"train": [pairs, str(tiny_data)], "weights": [1, 9]}}))
-    counts = [int((open_data(blend).train.sample(i)[1:] >= 0).sum()) for i in range(200)]
-    assert 140 < counts.count(16) < 200, "of data without a mask every token is a target"
-    with pytest.raises(ValueError, match="no target in the first 1 samples"):
-        train = {"validation_samples": 1}
-        open_data(resolve(build_config(values, {"train": train, "model": {**values["model"], "seq_length": 5}})))

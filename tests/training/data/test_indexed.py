@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_runs import values_with
 
 from tpformer.cli.data import build_data_command
+from tpformer.config import build_config
 from tpformer.inference.settings import open_evaluation_data
 from tpformer.training.data import (
     ByteTokenizer,
@@ -22,21 +24,13 @@ from tpformer.training.data import (
     read_sidecar,
     token_dtype,
 )
-from tpformer.training.resolve import mask_notes, open_dataset
+from tpformer.training.resolve import mask_notes, open_dataset, resolve
+from tpformer.training.setup import open_data
 
 DOCUMENTS = [[5, 6, 7], [8], [65535, 0]]
 
 
-def idx_bytes(
-    lengths: list[int],
-    itemsize: int = 2,
-    *,
-    magic: bytes = b"MMIDIDX\x00\x00",
-    version: int = 1,
-    code: int = 8,
-    pointers: list[int] | None = None,
-    documents: list[int] | None = None,
-) -> bytes:
+def idx_bytes(lengths, itemsize=2, *, magic=b"MMIDIDX\0\0", version=1, code=8, pointers=None, documents=None) -> bytes:
     """An .idx file, one document per sequence unless told otherwise."""
     if pointers is None:
         pointers = [itemsize * sum(lengths[:i]) for i in range(len(lengths))]
@@ -284,3 +278,16 @@ def test_samples_without_targets_are_refused_and_notes_say_what_counts(prefix: P
     assert "every token" in unused and "data.mask = true" in unused and mask_notes([str(prefix)], masked=True) == []
     Path(f"{prefix}.mask").unlink()
     assert mask_notes([str(prefix)], masked=False) == [] and "every token" in mask_notes([str(prefix)], masked=True)[0]
+
+
+def test_a_run_refuses_data_without_a_mask_or_without_targets_unless_blended(prefix, tiny_data, tiny_values) -> None:
+    values = values_with(tiny_values, model={"seq_length": 4}, data={"train": [str(prefix)], "valid": [], "mask": True})
+    with pytest.raises(ValueError, match=f"data.mask = true, but {tiny_data} has no .mask file: make one with"):
+        open_data(resolve(build_config(values, {"data": {"train": [str(tiny_data)]}})))
+    blend = {"train": [str(prefix), str(tiny_data)], "weights": [1, 9]}
+    samples = open_data(resolve(build_config(values, {"data": blend}))).train
+    whole = [(samples.sample(i)[1:] >= 0).all() for i in range(1000)]
+    assert 900 < sum(whole) < 1000, "of data without a mask every token is a target"
+    few = {"data": {"valid": [str(prefix)]}, "train": {"validation_samples": 1}, "model": {"seq_length": 2}}
+    with pytest.raises(ValueError, match="no target in the first 1 samples"):
+        open_data(resolve(build_config(values, few)))
