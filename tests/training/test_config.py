@@ -48,11 +48,8 @@ RAMP = {"global_batch_size": 12, "batch_size_start": 4, "batch_size_ramp_steps":
 
 def served(server: str, train: dict | None = None, **parallel: object) -> dict[str, dict]:
     """A run of three workers of a parameter server."""
-    layout = {"parameter_server": server, "data_parallel_replicate": 3, **parallel}
-    return {
-        "parallel": layout,
-        "train": {"global_batch_size": 12, "microbatch_size": 1, "device": "cpu", **(train or {})},
-    }
+    train = {"global_batch_size": 12, "microbatch_size": 1, "device": "cpu", **(train or {})}
+    return {"parallel": {"parameter_server": server, "data_parallel_replicate": 3, **parallel}, "train": train}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +74,7 @@ def served(server: str, train: dict | None = None, **parallel: object) -> dict[s
         ({"parallel": {"recompute": "mlp", "recompute_layers": "9"}}, ["recompute_layers='9'", "none of the", '"0:8"']),
         (
             {"parallel": {"recompute": "mlp", "recompute_interval": 4}},
-            ["recompute_interval=4", "recompute='mlp'", "recompute_interval to 1"],
+            ["recompute_interval=4", "recompute_interval to 1"],
         ),
         ({"train": {"dtype": "float8"}}, ["float8", "bfloat16"]),
         ({"train": {"device": "tpu"}}, ["tpu", "cpu, cuda"]),
@@ -86,31 +83,22 @@ def served(server: str, train: dict | None = None, **parallel: object) -> dict[s
         ({"log": {"timeline_step": 2}}, ["log.timeline_step=2", "pipeline_parallel=1", "log.profile_step"]),
         ({"data": {"train": []}}, ["data.train", "tpformer data build"]),
         ({"data": {"weights": [1.0, 2.0]}}, ["2 numbers", "1 datasets"]),
-        (
-            {"optimizer": {"schedule": "step"}},
-            ["optimizer.schedule='step': choose one of cosine, linear, constant, wsd"],
-        ),
+        ({"optimizer": {"schedule": "step"}}, ["schedule='step': choose one of cosine, linear, constant, wsd"]),
         ({"optimizer": {"name": "lion"}}, ["optimizer.name='lion': choose one of adamw, sgd"]),
         ({"optimizer": {"momentum": 0.9}}, ["optimizer.momentum=0.9 is of sgd", 'set optimizer.name = "sgd"']),
         ({"optimizer": {"name": "sgd", "beta2": 0.9}}, ["optimizer.beta2=0.9 is of adamw"]),
         ({"optimizer": {"name": "sgd", "nesterov": True}}, ["optimizer.nesterov=True needs a momentum"]),
-        (
-            {"train": {**RAMP, "batch_size_start": 5}},
-            ["global_batch_size=12 is not a multiple of train.batch_size_start=5"],
-        ),
+        ({"train": {**RAMP, "batch_size_start": 5}}, ["batch_size=12 is not a multiple of train.batch_size_start=5"]),
         ({"train": {**RAMP, "batch_size_start": 24}}, ["batch_size=12 is not a multiple of train.batch_size_start=24"]),
         (
             {"train": {**RAMP, "microbatch_size": 4, "batch_size_start": 6}},
-            ["train.batch_size_start=6 is not a multiple of 1 data-parallel"],
+            ["batch_size_start=6 is not a multiple of 1"],
         ),
         (
             {"train": {**RAMP, "batch_size_start": 1}, "parallel": {"pipeline_parallel": 2}},
             ["needs at least 2 microbatches for 2 stages on 2 ranks, and there are 1"],
         ),
-        (
-            {"train": {"microbatch_size": 4}, "log": {"noise_interval": 1}},
-            ["half a batch of 4 samples, which 1 data-parallel ranks", "a multiple of 8"],
-        ),
+        ({"train": {"microbatch_size": 4}, "log": {"noise_interval": 1}}, ["half a batch of 4", "a multiple of 8"]),
         *(
             ({"parallel": {"pack_activations": True}, "train": train}, ["only bfloat16 has an exponent of 8 bits"])
             for train in ({"dtype": "float16"}, {"dtype": "float32"}, {"device": "cpu"})

@@ -47,16 +47,12 @@ def waits(values: dict, parallel: dict, dtype: str) -> tuple[Counter[str], int]:
 
 
 WAITS = {
-    "float": float,
-    "bool": bool,
-    "int": int,
     "item": lambda x: x.item(),
+    "format": lambda x: f"{x:.3f}",
+    "if": lambda x: 1 if x > 0 else 0,
     "tolist": lambda x: x.tolist(),
     "cpu": lambda x: x.cpu(),
     "to": lambda x: x.to("cpu"),
-    "format": lambda x: f"{x:.3f}",
-    "if": lambda x: 1 if x > 0 else 0,
-    "all": lambda x: all([x > 0]),
     "mask": lambda x: x.reshape(1)[x.reshape(1) > 0],
     "nonzero": lambda x: x.reshape(1).nonzero(),
     "tensor": lambda x: torch.tensor([0.0], device=x.device),

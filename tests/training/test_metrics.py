@@ -215,9 +215,7 @@ def refused_by_wandb(values: dict) -> str:
 def test_what_wandb_refuses_is_one_sentence(ranks, tiny_values):
     """It was the traceback of a failed step."""
     (said,) = ranks(1).run(refused_by_wandb, values_with(tiny_values, log={"wandb": "gpt"}))
-    assert said.startswith("WandbError: log.wandb='gpt' cannot begin: No API key configured. (WANDB_MODE=offline "), (
-        said
-    )
+    assert said.startswith("WandbError: log.wandb='gpt' cannot begin: No API key configured. (WANDB_MODE=offline ")
 
 
 @pytest.mark.skipif(not find_spec("wandb"), reason="wandb is not installed")

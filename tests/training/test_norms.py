@@ -23,17 +23,12 @@ LAYERS, STEPS, SIZES = 4, 3, [8, 16, 24]
 
 def settings(values: dict, parallel: dict) -> dict:
     """A run of growing batches, whose norms are logged at its second step."""
-    batches = {
-        "global_batch_size": SIZES[-1],
-        "batch_size_start": SIZES[0],
-        "batch_size_ramp_steps": 2,
-        "microbatch_size": 1,
-    }
+    batches = {"global_batch_size": SIZES[-1], "batch_size_start": SIZES[0], "batch_size_ramp_steps": 2}
     return values_with(
         values,
         parallel=parallel,
         model={"n_layers": LAYERS, "dropout": 0.1},
-        train={**batches, "steps": STEPS, "dtype": "float64"},
+        train={**batches, "microbatch_size": 1, "steps": STEPS, "dtype": "float64"},
         data={"valid": []},
         optimizer={"schedule": "constant"},
         log={"norm_interval": 2, "noise_interval": 2},
@@ -82,13 +77,12 @@ def plain(values: dict) -> dict[str, float]:
     return found | {"step": 2, "noise_scale": noise if noise > 0 else math.nan}
 
 
-def at_first_weights(values: dict) -> dict:
-    return values_with(values, optimizer={"lr": 0.0})
+FIRST = {"optimizer": {"lr": 0.0}}  # the weights stay those that the run begins with
 
 
 @pytest.fixture(scope="module")
 def alone(ranks, tiny_values_in, tmp_path_factory):
-    return ranks(1).run(run, at_first_weights(tiny_values_in(tmp_path_factory.mktemp("norms"))), {})[0]
+    return ranks(1).run(run, values_with(tiny_values_in(tmp_path_factory.mktemp("norms")), **FIRST), {})[0]
 
 
 def assert_same_numbers(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
@@ -105,7 +99,7 @@ def test_norms_are_those_that_torch_computes_and_samples_follow_those_of_the_ste
     rows, norms, taken = alone
     assert taken == list(zip([0, 8, 24], SIZES, strict=True))
     assert [row["tokens"] for row in rows] == [16 * total for total in itertools.accumulate(SIZES)]
-    (expected,) = ranks(1).run(plain, at_first_weights(tiny_values))
+    (expected,) = ranks(1).run(plain, values_with(tiny_values, **FIRST))
     assert len([name for name in expected if "layers." in name]) == 2 * LAYERS
     assert_same_numbers(norms, [expected])
 
@@ -121,7 +115,7 @@ PROOFS = (
 @pytest.mark.parametrize("parallel", [ZBV, *(pytest.param(each, marks=pytest.mark.proof) for each in PROOFS)])
 def test_losses_and_norms_are_equal_in_every_layout(ranks, tiny_values, alone, parallel):
     size = build_config({"parallel": parallel}).parallel.world_size
-    rows, norms, _ = ranks(size).run(run, at_first_weights(tiny_values), parallel)[0]
+    rows, norms, _ = ranks(size).run(run, values_with(tiny_values, **FIRST), parallel)[0]
     assert_same_numbers(rows, alone[0])
     assert_same_numbers(norms, alone[1])
 

@@ -15,8 +15,7 @@ from tpformer.config import OptimizerSection, TrainSection, batch_sizes
 from tpformer.distributed import build_mesh
 from tpformer.models import GPT, GPTConfig
 from tpformer.parallel import reduce_partial_gradients
-from tpformer.training.checkpoint import Checkpointer, CheckpointError, load_checkpoint
-from tpformer.training.checkpoint_files import step_path
+from tpformer.training.checkpoint import Checkpointer, CheckpointError
 from tpformer.training.optimizer import LocalAdamW, LocalSGD, build_optimizer
 from tpformer.training.schedules import batch_size, learning_rate, samples_before, warmup_notice
 
@@ -87,17 +86,16 @@ def change_optimizers(directory: Path) -> list[str]:
     """What a checkpoint of one optimizer says to another."""
     said, model = [], torch.nn.Linear(4, 3)
     sections = OptimizerSection(), OptimizerSection(name="sgd", momentum=0.9)
-    for section, other in zip(sections, reversed(sections), strict=True):
+    for step, (section, other) in enumerate(zip(sections, reversed(sections), strict=True), 1):
         optimizer = build_optimizer(model, section)
         model(torch.ones(4)).sum().backward()
         optimizer.update(0.1, torch.tensor(0.0))
-        checkpointer = Checkpointer(directory / section.name)
-        checkpointer.save(1, [model], [optimizer])
+        checkpointer = Checkpointer(directory)
+        checkpointer.save(step, [model], [optimizer])
         checkpointer.wait()
-        path = step_path(directory / section.name, 1)
+        checkpointer.load(step, [model], [build_optimizer(model, section)])
         with pytest.raises(CheckpointError) as error:
-            load_checkpoint(path, [model], [build_optimizer(model, other)])
-        load_checkpoint(path, [model], [build_optimizer(model, section)])
+            checkpointer.load(step, [model], [build_optimizer(model, other)])
         said.append(str(error.value))
     return said
 

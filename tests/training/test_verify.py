@@ -29,17 +29,16 @@ def config_of(**sections: dict) -> RunConfig:
     return config
 
 
-DEFECTS = {
-    "none": contextlib.nullcontext,
-    "partial": lambda: mock.patch.object(training_model, "reduce_partial_gradients", without_reduction),
-}
-
-
-def verified(config: RunConfig, defect: str) -> tuple[int, str]:
+def verified(config: RunConfig) -> tuple[int, str]:
     """Return the exit code and output of one rank."""
     out = io.StringIO()
-    with contextlib.redirect_stdout(out), DEFECTS[defect]():
+    with contextlib.redirect_stdout(out):
         return verify_rank(config), out.getvalue()
+
+
+def verified_without_a_reduction(config: RunConfig) -> tuple[int, str]:
+    with mock.patch.object(training_model, "reduce_partial_gradients", without_reduction):
+        return verified(config)
 
 
 def untied(*arguments: str) -> None:
@@ -70,7 +69,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_pass(ranks, name):
     config = config_of(parallel=LAYOUTS[name])
-    results = ranks(4).run(verified, config, "none")
+    results = ranks(4).run(verified, config)
     assert [code for code, _ in results] == [0] * 4
     out = results[0][1]
     assert all(f"{key} {value}" in out for key, value in LAYOUTS[name].items()), out
@@ -80,7 +79,7 @@ def test_layouts_pass(ranks, name):
 
 
 def test_a_missing_reduction_over_tensor_parallel_ranks_is_named(ranks):
-    (code, out), (other, _) = ranks(2).run(verified, config_of(parallel={"tensor_parallel": 2}), "partial")
+    (code, out), (other, _) = ranks(2).run(verified_without_a_reduction, config_of(parallel={"tensor_parallel": 2}))
     assert (code, other) == (1, 0), out
     (gradients,) = [line for line in out.splitlines() if line.startswith("gradients, step 1")]
     worst = gradients.split()[-1]
@@ -92,7 +91,7 @@ def test_the_data_of_the_file_is_used_where_it_exists_and_a_vocabulary_that_noth
 ):
     config = verify_config(build_config(tiny_values, {"parallel": {"data_parallel_replicate": 2}}))
     assert config.data.train == (str(tiny_data),) and config.model.vocab_size == 257
-    (code, out), _ = ranks(2).run(verified, config, "none")
+    (code, out), _ = ranks(2).run(verified, config)
     assert code == 0 and f"data: {tiny_data}" in out
     values = {**tiny_values, "data": {"train": ["missing/data"]}}
     with pytest.raises(ValueError, match="missing/data.bin and .idx do not exist.*set model.vocab_size"):

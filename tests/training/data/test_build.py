@@ -232,9 +232,7 @@ HARMS = {  # in which half, and what becomes of a file; None: it goes
 
 
 @pytest.mark.parametrize("harmed", HARMS)
-def test_stdlib_is_built_once_and_a_missing_half_again_and_a_harmed_one_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], harmed: str
-) -> None:
+def test_stdlib_is_built_once_a_missing_half_again_and_a_harmed_one_is_refused(tmp_path, monkeypatch, capsys, harmed):
     """100 tiny files take the place of the standard library."""
     root, folder = tmp_path / "library", tmp_path / "out"
     root.mkdir()

