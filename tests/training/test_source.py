@@ -154,7 +154,7 @@ def start(tmp_path, tiny_values, path, **sections) -> str:
 
 
 def test_a_run_starts_from_weights_and_resumes_without_them(done, hub, tiny_values, tmp_path):
-    """tests/weights/test_continued.py has weights of other libraries."""
+    """tests/weights/test_round_trip.py has weights of other libraries."""
     source = shutil.copytree(hub["run"], tmp_path / "source")
     file = start(tmp_path, tiny_values, source, parallel={"tensor_parallel": 2})
     assert f"weights of {source}, step " in done("pretrain", file)
