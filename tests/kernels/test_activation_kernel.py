@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
-from places import FLOATS, OF_KERNEL, ONCE, at, check_layouts, everywhere, with_gradients
+from row_checks import FLOATS, OF_KERNEL, ONCE, at, check_layouts, everywhere, with_gradients
 from testing import assert_kernel_close, poisoned_memory
 from torch import Tensor
 

@@ -4,7 +4,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from places import FLOATS, between_nans, columnwise, everywhere
+from row_checks import FLOATS, between_nans, columnwise, everywhere
 from testing import assert_kernel_close, poisoned_memory
 from torch import Tensor
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import FLOATS, OF_KERNEL, between_nans, columnwise, everywhere
+from row_checks import FLOATS, OF_KERNEL, between_nans, columnwise, everywhere
 from testing import assert_kernel_close, assert_same, poisoned_memory
 from torch import Tensor
 

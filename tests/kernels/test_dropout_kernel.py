@@ -7,8 +7,18 @@ from importlib import import_module
 from types import ModuleType
 
 import torch
-from places import FLOATS, OF_KERNEL, check_layouts, everywhere
-from row_checks import BEYOND_32_BITS, HIGH_KEY, check_finished, draw, draw_dropout, dropped
+from row_checks import (
+    BEYOND_32_BITS,
+    FLOATS,
+    HIGH_KEY,
+    OF_KERNEL,
+    check_finished,
+    check_layouts,
+    draw,
+    draw_dropout,
+    dropped,
+    everywhere,
+)
 from testing import assert_kernel_close, poisoned_memory
 from torch import Tensor
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gemms import in_interpreter
-from places import draw, with_gradients
+from row_checks import draw, with_gradients
 from testing import assert_same, poisoned_memory
 from torch import Tensor
 

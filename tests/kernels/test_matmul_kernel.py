@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gemms import in_interpreter
-from places import draw
+from row_checks import draw
 from testing import assert_kernel_close
 
 pytest.importorskip("triton")

@@ -8,16 +8,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import FLOATS, OF_KERNEL, ONCE, at, between_nans, columnwise, everywhere
 from row_checks import (
     EPS,
+    FLOATS,
+    OF_KERNEL,
+    ONCE,
+    at,
+    between_nans,
     by_autograd,
     check_finished,
     check_norm,
     check_normalised,
+    columnwise,
     draw,
     draw_dropout,
     draw_norm,
+    everywhere,
     formula,
 )
 from testing import assert_identical, assert_same, poisoned_memory

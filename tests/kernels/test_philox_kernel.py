@@ -9,8 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import OF_KERNEL, everywhere
-from row_checks import BEYOND_32_BITS, HIGH_KEY
+from row_checks import BEYOND_32_BITS, HIGH_KEY, OF_KERNEL, everywhere
 from testing import assert_same
 
 triton = pytest.importorskip("triton")

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from places import FLOATS, between_nans, check_layouts, draw, everywhere
+from row_checks import FLOATS, between_nans, check_layouts, draw, everywhere
 from testing import assert_identical, assert_kernel_close, poisoned_memory
 from torch import Tensor
 

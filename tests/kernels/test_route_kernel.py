@@ -5,8 +5,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from places import columnwise, everywhere
-from places import draw as draw_normal
+from row_checks import columnwise, everywhere
+from row_checks import draw as draw_normal
 from testing import assert_kernel_close, poisoned_memory
 from torch import Tensor
 

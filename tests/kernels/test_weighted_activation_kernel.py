@@ -4,7 +4,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from places import FLOATS, OF_KERNEL, between_nans, check_layouts, columnwise, everywhere, with_gradients
+from row_checks import FLOATS, OF_KERNEL, between_nans, check_layouts, columnwise, everywhere, with_gradients
 from testing import assert_kernel_close, poisoned_memory
 from torch import Tensor
 
