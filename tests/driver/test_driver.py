@@ -141,7 +141,7 @@ def test_what_is_wrong_is_refused(driven) -> None:
         assert launches == each["launches"], each
         right = each["error"] is None if each["message"] is None else re.search(each["message"], str(each["error"]))
         assert right, each
-    assert len(tried) > 30
+    assert len(tried) > 25
     a, w, launch = tried[-1]["records"]
     kind = {"type": 9, "swizzle": 3}  # bfloat16, 128 bytes are swizzled
     assert a == kind | {"map": a["map"], "dims": [64, 256], "strides": [128], "box": [64, 64]}

@@ -9,6 +9,7 @@ import importlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import NamedTuple
 from unittest import mock
@@ -58,28 +59,20 @@ class Operation(NamedTuple):
     """(operation, rows) whose pushes could overwrite what the last phase reads; by default the same operation."""
 
 
-def gathered(inputs: list[Tensor], rank: int) -> Tensor:
-    return torch.cat(inputs)
-
-
-def total(inputs: list[Tensor], rank: int) -> Tensor:
-    return torch.stack(inputs).sum(0)
-
-
-def own_part(inputs: list[Tensor], rank: int) -> Tensor:
-    return total(inputs, rank).chunk(len(inputs))[rank]
+def in_small_pieces(module: ModuleType) -> mock._patch:
+    return mock.patch.object(module.plan, "IN_FLIGHT", IN_FLIGHT)
 
 
 def await_gathered(side: Side, x: Tensor) -> Tensor:
     module = side.kernel("all_gather_matmul")
-    with mock.patch.object(module.plan, "IN_FLIGHT", IN_FLIGHT):
+    with in_small_pieces(module):
         module.await_gathered(side.channel, x, push=True)
     return module.gathered_copy(side.channel, x)
 
 
 def all_gather_matmul(side: Side, x: Tensor) -> Tensor:
     module = side.kernel("all_gather_matmul")
-    with mock.patch.object(module.plan, "IN_FLIGHT", IN_FLIGHT):
+    with in_small_pieces(module):
         return module.all_gather_matmul(x, [WEIGHT], side.channel, tile=TILE)[0]
 
 
@@ -88,10 +81,9 @@ def all_gather_grouped_matmul(side: Side, x: Tensor) -> Tensor:
     module, world = side.kernel("all_gather_grouped_matmul"), side.channel.world
     counts = torch.full((world, 2), len(x), dtype=torch.int32)
     tokens = torch.arange(world * len(x), dtype=torch.int32).repeat(2)
-    with mock.patch.object(module.plan, "IN_FLIGHT", IN_FLIGHT):
-        return module.all_gather_grouped_matmul(
-            x, torch.stack([WEIGHT, -WEIGHT]), side.channel, counts, tokens, tile=TILE
-        )
+    weights = torch.stack([WEIGHT, -WEIGHT])
+    with in_small_pieces(module):
+        return module.all_gather_grouped_matmul(x, weights, side.channel, counts, tokens, tile=TILE)
 
 
 def matmul_reduce_scatter(side: Side, x: Tensor) -> Tensor:
@@ -103,26 +95,28 @@ def matmul_all_reduce(side: Side, x: Tensor, one_shot: bool) -> Tensor:
     return module.matmul_all_reduce([x], [WEIGHT], side.channel, one_shot=one_shot, tile=TILE)
 
 
+def gathered_product(inputs: list[Tensor], rank: int) -> Tensor:
+    return torch.cat(inputs) @ WEIGHT.T
+
+
+def total_product(inputs: list[Tensor], rank: int) -> Tensor:
+    return torch.stack(inputs).sum(0) @ WEIGHT.T
+
+
 OPERATIONS = {
-    "await_gathered": Operation(await_gathered, gathered),
-    "all_gather_matmul": Operation(
-        all_gather_matmul,
-        lambda inputs, rank: gathered(inputs, rank) @ WEIGHT.T,
-    ),
+    "await_gathered": Operation(await_gathered, lambda inputs, rank: torch.cat(inputs)),
+    "all_gather_matmul": Operation(all_gather_matmul, gathered_product),
     "all_gather_grouped_matmul": Operation(
         all_gather_grouped_matmul,
-        lambda inputs, rank: torch.cat([gathered(inputs, rank) @ WEIGHT.T, gathered(inputs, rank) @ -WEIGHT.T]),
+        lambda inputs, rank: torch.cat([gathered_product(inputs, rank), -gathered_product(inputs, rank)]),
     ),
     "matmul_reduce_scatter": Operation(
-        matmul_reduce_scatter,
-        lambda inputs, rank: own_part(inputs, rank) @ WEIGHT.T,
+        matmul_reduce_scatter, lambda inputs, rank: total_product(inputs, rank).chunk(len(inputs))[rank]
     ),
-    "matmul_all_reduce, one shot": Operation(
-        lambda side, x: matmul_all_reduce(side, x, True), lambda inputs, rank: total(inputs, rank) @ WEIGHT.T
-    ),
+    "matmul_all_reduce, one shot": Operation(partial(matmul_all_reduce, one_shot=True), total_product),
     "matmul_all_reduce, two shots": Operation(
-        lambda side, x: matmul_all_reduce(side, x, False),
-        lambda inputs, rank: total(inputs, rank) @ WEIGHT.T,
+        partial(matmul_all_reduce, one_shot=False),
+        total_product,
         waits=2,  # 2 tiles
         following=("matmul_all_reduce, one shot", 48),
     ),

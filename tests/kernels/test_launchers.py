@@ -15,7 +15,7 @@ from channels import virtual_channel
 
 from tpformer.kernels.all_gather_grouped_matmul.kernel import all_gather_grouped_matmul
 from tpformer.kernels.all_gather_matmul import plan
-from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul
+from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul, await_gathered
 from tpformer.kernels.all_gather_matmul.plan import Push, Work
 from tpformer.kernels.configurations import (
     BUSY,
@@ -30,7 +30,7 @@ from tpformer.kernels.configurations import (
 from tpformer.kernels.cost import MACHINES, RELEASE_SECONDS
 from tpformer.kernels.finish import Finish, Norm
 from tpformer.kernels.launch import resident_programs
-from tpformer.kernels.matmul_all_reduce.kernel import band_rows, select_all_reduce_tile, share_sums
+from tpformer.kernels.matmul_all_reduce.kernel import band_rows, matmul_all_reduce, select_all_reduce_tile, share_sums
 from tpformer.kernels.matmul_all_reduce.kernel import plan as plan_all_reduce
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
 from tpformer.kernels.replay import describe
@@ -195,7 +195,12 @@ def test_copies_hide_more_under_another_kernel_from_some_size_on():
     assert plan.copies_hide_more(3 * MIB, 8, H200)
 
 
-NEEDS = "needs {} bytes per slot and 1 flags per writer, but the channel has 64 and {}"
+def too_small(operation: str, nbytes: int, flags: int, given: int) -> str:
+    needs = f"{operation} needs {nbytes} bytes per slot and {flags} flags per writer"
+    return f"{needs}, but the channel has 64 and {given}: size it by {operation}_space"
+
+
+NORMALISE = "finishes tiles, not whole rows: normalise its result instead"
 
 
 def refusals() -> None:
@@ -203,16 +208,24 @@ def refusals() -> None:
     two, one, wide = virtual_channel(2, 64, 1), virtual_channel(1, 64, 8), virtual_channel(1, 1 << 14, 8)
     a, w, matrices = torch.zeros(8, 16), torch.zeros(40, 16), torch.zeros(6, 4, 16)
     integers = torch.zeros(4, 3, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
-    norm = Finish(norm=Norm("rmsnorm", torch.ones(40), None, 1e-5))
-    for words, launch, *arguments in (
-        (NEEDS.format(512, 1), all_gather_matmul, a, [w], two),
-        (NEEDS.format(512, 1), all_gather_grouped_matmul, a, matrices, two, *integers),
-        (r"takes no empty \(0, 16\) or \(6, 4, 16\)", all_gather_grouped_matmul, a[:0], matrices, two, *integers),
-        (NEEDS.format(3072, 8), matmul_reduce_scatter, [a], [w], one),
-        ("finishes tiles, not whole rows: normalise its result instead", matmul_reduce_scatter, [a], [w], wide, norm),
+    norm, tile = Finish(norm=Norm("rmsnorm", torch.ones(40), None, 1e-5)), {"tile": gemms.TILE}
+    for words, launch, arguments, options in (
+        (too_small("all_gather_matmul", 512, 1, 1), all_gather_matmul, (a, [w], two), tile),
+        (too_small("all_gather_matmul", 512, 1, 1), await_gathered, (two, a), {"push": True}),
+        (too_small("all_gather_matmul", 512, 1, 1), all_gather_grouped_matmul, (a, matrices, two, *integers), tile),
+        (
+            r"takes no empty \(0, 16\) or \(6, 4, 16\)",
+            all_gather_grouped_matmul,
+            (a[:0], matrices, two, *integers),
+            tile,
+        ),
+        (too_small("matmul_reduce_scatter", 3072, 1, 8), matmul_reduce_scatter, ([a], [w], one), tile),
+        (too_small("matmul_all_reduce", 3072, 3, 8), matmul_all_reduce, ([a], [w], one), tile),
+        (NORMALISE, matmul_reduce_scatter, ([a], [w], wide, norm), tile),
+        (NORMALISE, matmul_all_reduce, ([a], [w], wide, norm), tile),
     ):
         with pytest.raises(ValueError, match=words):
-            launch(*arguments, tile=gemms.TILE)
+            launch(*arguments, **options)
 
 
 test_what_cannot_run_is_refused = gemms.in_interpreter(refusals, 1)

@@ -15,28 +15,21 @@ from mutations import Edit, move, mutated_packages, replace
 from schedules import BEFORE, OPERATIONS, TWO_PHASES, run_all
 
 NAMES = set(OPERATIONS)
-GATHERS = {"await_gathered", "all_gather_matmul", "all_gather_grouped_matmul"}
 REPORT = [1, 2, BEFORE, BEFORE + 1]  # expired, peer, epoch seen, epoch wanted
 
 Mutation = dict[str, list[Edit]]  # by file
-# matmul_reduce_scatter then sets a flag with the first tile of a block of rows instead of the last
-EARLY_FLAGS: Mutation = {
-    "all_gather_matmul/kernel.py": [
-        replace("if step > 1:", "if step < WORLD:"),
-        replace("last = (me.rank + WORLD + 1 - step) % WORLD", "last = peer"),
-    ],
-    "matmul_reduce_scatter/kernel.py": [replace("== tiles_n - 1", "== 0")],
-    "matmul_all_reduce/kernel.py": [
-        move("for peer in tl.static_range(WORLD // CHUNKS)", "if ONE_SHOT:\n                announce("),
-    ],
-}
-ADDED = "if SECOND_HOP and reach(limit, WORLD) > 0:"
-EARLY_SUMS: Mutation = {
-    "matmul_all_reduce/kernel.py": [
-        move("for piece in tl.range(begin, reach(limit, 1) * end, STEP)", f"{ADDED}\n                announce(")
-    ],
-}
 MUTATIONS: dict[str, Mutation] = {
+    # matmul_reduce_scatter then sets a flag with the first tile of a block of rows instead of the last
+    "flags before the payload": {
+        "all_gather_matmul/kernel.py": [
+            replace("if step > 1:", "if step < WORLD:"),
+            replace("last = (me.rank + WORLD + 1 - step) % WORLD", "last = peer"),
+        ],
+        "matmul_reduce_scatter/kernel.py": [replace("== tiles_n - 1", "== 0")],
+        "matmul_all_reduce/kernel.py": [
+            move("for peer in tl.static_range(WORLD // CHUNKS)", "if ONE_SHOT:\n                announce("),
+        ],
+    },
     "slot 0 in both parities": {
         "protocol.py": [replace("(me.epoch & 1).to(tl.int64)", "(me.epoch & 0).to(tl.int64)")],
         "all_gather_matmul/kernel.py": [replace("& 1) == 1", "& 0) == 1")],
@@ -53,12 +46,6 @@ MUTATIONS: dict[str, Mutation] = {
             replace("least(seen - epoch, PEERS) < 0", "least(seen, PEERS) < epoch"),
             replace("least(seen - me.epoch, PEERS) < 0", "least(seen, PEERS) < me.epoch"),
         ]
-    },
-    "flags before the payload": EARLY_FLAGS,
-    "a flag from the first pusher": {"all_gather_matmul/kernel.py": [replace("== pushers - 1", "== 0")]},
-    "flags before the sums": EARLY_SUMS,
-    "flags of terms awaited for sums": {
-        "matmul_all_reduce/kernel.py": [replace("own_flags + tiles + summed", "own_flags")],
     },
     "the last rank is not awaited": {
         "all_gather_matmul/kernel.py": [
@@ -87,9 +74,6 @@ CAUGHT: list[tuple[str, str, set[str], object]] = [
     ("waits compare without wrap", "late", NAMES, "wrong"),
     ("waits compare without wrap", "ahead", NAMES, "error"),
     ("flags before the payload", "late", NAMES, "wrong"),
-    ("a flag from the first pusher", "late", GATHERS, "wrong"),
-    ("flags before the sums", "late", TWO_PHASES, "wrong"),
-    ("flags of terms awaited for sums", "late", TWO_PHASES, "wrong"),
     ("the last rank is not awaited", "absent", NAMES, [0, 0, 0, 0]),
 ]
 WORLD = {"late": 2, "ahead": 2, "absent": 3}
