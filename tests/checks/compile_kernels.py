@@ -42,29 +42,9 @@ def load(source, row, column, stride, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
 
 
 @triton.jit
-def publish_by_fence(flags, epoch, slot, BREAK: tl.constexpr):
-    """Set two flags behind one fence."""
-    if BREAK != "fenced before the barrier":
-        tl.debug_barrier()
-    if BREAK == "fenced at gpu scope":
-        fence: tl.constexpr = "fence.acq_rel.gpu; mov.b32 $0, $1;"
-    else:
-        fence: tl.constexpr = "fence.acq_rel.sys; mov.b32 $0, $1;"
-    if BREAK != "fenced by none":
-        epoch = tl.inline_asm_elementwise(fence, "=r,r", [epoch], dtype=tl.int32, is_pure=False, pack=1)
-    if BREAK == "fenced before the barrier":
-        tl.debug_barrier()
-    if BREAK == "fenced before a store":
-        tl.store(slot, 0)
-    for flag in tl.static_range(2):
-        tl.atomic_xchg(flags + flag, epoch, sem="relaxed", scope="sys")
-
-
-@triton.jit
 def exchange_kernel(
     received, weight, slots, flags, epoch, tiles, k, stride,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, FENCED: tl.constexpr,
-    BREAK: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, BREAK: tl.constexpr,
 ):  # fmt: skip
     """For each tile: wait for it, multiply it by the weight, store the product at a peer, publish. BREAK names what is
     wrong."""
@@ -96,11 +76,9 @@ def exchange_kernel(
             slot = tl.multiple_of(slot, 16)
         offsets = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         tl.store(slot + offsets, product.to(DTYPE))
-        if FENCED:
-            publish_by_fence(flags + tiles + tile, epoch, slot, BREAK)
-        elif BREAK != "no barrier":
+        if BREAK != "no barrier":
             tl.debug_barrier()
-        if not FENCED and BREAK != "no release":
+        if BREAK != "no release":
             tl.atomic_xchg(flags + tiles + tile, epoch, sem="release", scope=SCOPE)
         if BREAK == "an unasked release":
             tl.debug_barrier()
@@ -116,7 +94,7 @@ def exchange(dtype: torch.dtype, tile: Tile, breakage: str, registers: int | Non
     exchange_kernel[(8,)](
         *matrices, meta(8, dtype=torch.int64), meta(64, dtype=torch.int32), 1234, SIZE // tile.m, SIZE, SIZE,
         BLOCK=tile.m, BLOCK_K=tile.k, DTYPE=getattr(tl, str(dtype).removeprefix("torch.")), TMA=tile.tma,
-        FENCED=breakage.startswith("fenced"), BREAK=breakage, num_warps=tile.warps, num_stages=tile.stages, **options,
+        BREAK=breakage, num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip
 
 

@@ -89,6 +89,11 @@ MUTATIONS: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
         ),
         UNFENCED | {"releases", "flags"}, ANNOUNCING,
     ),
+    "a store behind the fence": (
+        protocol.announce,
+        replace("pack=1\n        )\n", "pack=1\n        )\n        tl.store(flags[0], 0)\n"),
+        {"fence_before_flag"}, ANNOUNCING,
+    ),
     "no proxy fence": (
         protocol.order_tma_after_acquire, replace("if TMA:", "if False:"), {"fence_before_tma_load"}, [GATHER]
     ),

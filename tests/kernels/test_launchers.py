@@ -208,17 +208,13 @@ def refusals() -> None:
     two, one, wide = virtual_channel(2, 64, 1), virtual_channel(1, 64, 8), virtual_channel(1, 1 << 14, 8)
     a, w, matrices = torch.zeros(8, 16), torch.zeros(40, 16), torch.zeros(6, 4, 16)
     integers = torch.zeros(4, 3, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    nothing = (a[:0], matrices, two, *integers)
     norm, tile = Finish(norm=Norm("rmsnorm", torch.ones(40), None, 1e-5)), {"tile": gemms.TILE}
     for words, launch, arguments, options in (
         (too_small("all_gather_matmul", 512, 1, 1), all_gather_matmul, (a, [w], two), tile),
         (too_small("all_gather_matmul", 512, 1, 1), await_gathered, (two, a), {"push": True}),
         (too_small("all_gather_matmul", 512, 1, 1), all_gather_grouped_matmul, (a, matrices, two, *integers), tile),
-        (
-            r"takes no empty \(0, 16\) or \(6, 4, 16\)",
-            all_gather_grouped_matmul,
-            (a[:0], matrices, two, *integers),
-            tile,
-        ),
+        (r"takes no empty \(0, 16\) or \(6, 4, 16\)", all_gather_grouped_matmul, nothing, tile),
         (too_small("matmul_reduce_scatter", 3072, 1, 8), matmul_reduce_scatter, ([a], [w], one), tile),
         (too_small("matmul_all_reduce", 3072, 3, 8), matmul_all_reduce, ([a], [w], one), tile),
         (NORMALISE, matmul_reduce_scatter, ([a], [w], wide, norm), tile),
