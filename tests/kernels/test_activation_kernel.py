@@ -76,9 +76,10 @@ GPU_SHAPES = (*SHAPES[1:], (1, 4097), (2048, 5504))
 
 
 def equals_float64_autograd(module: ModuleType, dtype: torch.dtype, device: str) -> None:
-    cases = itertools.product(GPU_SHAPES if device == "cuda" else SHAPES, ACTIVATIONS, (False, True))
-    for shape, name, gated in cases:
-        check(module, name, gated, *draw(shape, dtype, device))
+    """Without a GPU all activations have one of the shapes."""
+    for shape, gated in itertools.product(GPU_SHAPES if device == "cuda" else SHAPES, (False, True)):
+        for name in ACTIVATIONS if device == "cuda" or shape == (7, 13) else ("gelu",):
+            check(module, name, gated, *draw(shape, dtype, device))
     for name in ACTIVATIONS:
         unaligned = [x.view(-1)[1:] for x in draw((3, 2731), dtype, device)]  # off a 16-byte boundary by one element
         check(module, name, True, *unaligned)

@@ -6,8 +6,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from row_checks import (
     EPS,
     FLOATS,
@@ -43,19 +41,6 @@ def kernel() -> ModuleType:
     return import_module("tpformer.kernels.norm.kernel")
 
 
-# Widths start at 3, because dx of narrower rows is little but the rounding error of a cancellation (test_narrow_rows).
-# Every run has the same cases, because a gradient that nearly cancels by chance has no meaningful relative error.
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    st.integers(1, 9), st.integers(3, 67), st.sampled_from(KINDS), st.sampled_from([torch.float32, torch.bfloat16]),
-    st.booleans(), st.booleans(), st.integers(0, 1000),
-)  # fmt: skip
-def test_equals_float64_autograd(rows, columns, kind, dtype, with_bias, with_residual, seed):
-    x, dy, dresidual = draw(seed, dtype, "cpu", *[(rows, columns)] * 3)
-    norm = draw_norm(seed, columns, kind, dtype, with_bias=with_bias)
-    check_norm(reference, x, norm, dy, dresidual if with_residual else None)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_narrow_rows(kind):
     for columns in (1, 2):
@@ -70,7 +55,6 @@ def test_rmsnorm_has_no_bias():
     x, dy = draw(0, torch.float32, "cpu", *[(3, 5)] * 2)
     norm = draw_norm(0, 5, "rmsnorm", torch.float32)
     unused = norm._replace(bias=torch.full((5,), float("nan")))
-    check_norm(reference, x, norm, dy)
     y, statistics = norm_forward(x, unused)
     assert torch.equal(y, norm_forward(x, norm)[0]) and norm_backward(dy, x, statistics, unused)[2] is None
 
@@ -101,6 +85,7 @@ def ways(module: ModuleType, device: str) -> tuple[dict[str, int], ...]:
     return ({},) if module is reference or device == "cuda" else ({}, LOOPED)
 
 
+# widths start at 3, because dx of narrower rows is little but the rounding error of a cancellation (test_narrow_rows)
 SHAPES = [(1, 3), (5, 7), (1, 33), (5, 33), (3, 64)]
 # Tiles have many rows, or one or two. Some widths are no power of two; one is the widest that stays in registers, some
 # are wider; 5001 has no vector loads.
@@ -202,7 +187,7 @@ def sums_over_all_programs(module: ModuleType, device: str) -> None:
             assert torch.equal(dweight, (dy * (x - 1) * 2).sum(0)) and torch.equal(dbias, dy.sum(0)), (n, programs)
 
 
-test_kernel_equals_float64_autograd = everywhere("norm", equals_float64_autograd, at(FLOATS, "interpreter", "gpu"))
+test_equals_float64_autograd = everywhere("norm", equals_float64_autograd, FLOATS)
 test_finishes_and_normalises = everywhere("norm", finishes_and_normalises, FLOATS)
 test_without_weight = everywhere("norm", without_weight)
 test_takes_extreme_values = everywhere("norm", takes_extreme_values)
