@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,22 +122,18 @@ def test_compiling_leaves_triton_as_it_was() -> None:
 
 
 def test_the_report_is_read_from_the_log() -> None:
-    class Kernel:
-        class metadata:
-            num_stages, num_warps, shared = 3, 4, 5
-
-        asm = {"ptx": "", "ttgir": ""}
-
+    metadata = SimpleNamespace(num_stages=3, num_warps=4, shared=5)
+    kernel = SimpleNamespace(metadata=metadata, asm={"ptx": "", "ttgir": ""})
     log = """
     8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
 ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...
 ptxas info    : Used 200 registers, used 1 barriers
 """
-    found = compiler.report("toy", Kernel, log)
+    found = compiler.report("toy", kernel, log)
     assert (found.registers, found.spills, found.shared, found.tensor_memory) == (200, 16, 5, 0)
     assert len(found.warnings) == 1 and found.warnings[0].startswith("(C7515) Potential")
     with pytest.raises(RuntimeError, match="no report"):
-        compiler.report("toy", Kernel, "")
+        compiler.report("toy", kernel, "")
 
 
 FLOW = """

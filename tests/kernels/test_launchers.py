@@ -148,10 +148,6 @@ def test_pushers_fill_the_links(machine, pushers):
     assert plan.pushers_of(3 * plan.IN_FLIGHT + 1, machine) == 4
 
 
-def test_the_turn_of_a_group_is_as_long_as_it_waits():
-    assert all(plan.TURN_PIECES * machine.load_latency >= RELEASE_SECONDS for machine in MACHINES)
-
-
 def test_seconds():
     """Of 4 MiB to 7 peers: 11.0 us each at 380 GB/s, in which a pusher of 18 has 8 us for its pieces, and waits 2 us.
     A pusher of one has 32.8 GB/s, and one of 16 the 4 us of 2 pieces and a wait, while the links take 2.8 us."""
@@ -163,6 +159,8 @@ def test_seconds():
 
 
 def test_all_flags_but_the_last_peer_s_come_when_every_group_had_its_turn():
+    """A turn is as long as a group waits."""
+    assert all(plan.TURN_PIECES * machine.load_latency >= RELEASE_SECONDS for machine in MACHINES)
     assert plan.push_arrivals(4 * MIB, 4, 18, H200) == pytest.approx([0, 17.04e-6, 28.08e-6, 35.11e-6], rel=1e-3)
     assert plan.push_arrivals(MIB, 3, 16, H200) == pytest.approx([0, 8e-6, 10e-6])  # a share has 2 pieces
     assert plan.push_arrivals(MIB, 1, 16, H200) == [0]
