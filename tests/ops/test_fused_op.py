@@ -22,9 +22,9 @@ pytest.importorskip("triton")
 import torch
 import torch.distributed as dist
 from linears import Column, Row
-from pool import RankFailure, WorkerPool
+from pool import WorkerPool
 from shards import Case, Here, check, on_device, on_transport
-from testing import on_every_rank
+from testing import assert_identical
 from torch import Tensor
 
 from tpformer import ops
@@ -125,65 +125,46 @@ def sent_by(copies: bool, function: Callable[..., Any], *args: Any) -> Any:
 
 @places(interpreted=[3])
 def test_gathers_by_copies_equal_plain_torch(place):
-    several = [Column(place.t, 3, 6, (2, 3), ("layernorm", True)), Row(place.t, 3, 3, 7, ("silu", True))]
+    """Of more than three weights the later ones read own rows from the slot, too."""
+    several = [Column(place.t, 3, 6, (2, 3), ("layernorm", True)), Column(place.t, 2, 8, (1, 2, 3, 4), bias=False)]
+    several += [Row(place.t, 3, 3, 7, ("silu", True))]
     check(partial(place.run, sent_by, True, on_transport, "fused"), several, place.dtype)
 
 
-@on_every_rank(2, pool="interpreted")
-def test_copies_leave_own_rows_that_nobody_reads() -> None:
-    """Own rows are in the slot, too, if a linear has more than three weights, and after a gather without a GEMM."""
-    from tpformer.distributed.groups import kernel_workspace
-    from tpformer.ops.transports import fused
+def zeros_and_ones(step: int, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """This rank's tensors, and what plain torch makes of all ranks' in float64: its part of the results.
 
-    assert dist.group.WORLD is not None
-    transport, x = fused.Fused(dist.group.WORLD), torch.ones(3, 4)
-    workspace = kernel_workspace(dist.group.WORLD, "gather", x.device)
-    for weights, own in ((3, False), (4, True), (0, True)):
-        channel = workspace.begin("poisoned", 3 * x.nbytes, 1)
-        for slot in channel.slots:
-            slot.fill_(0xFF)
-        dist.barrier()
-        if weights:
-            sent_by(True, transport.gather_matmul, x, [torch.ones(2, 4)] * weights, [None] * weights)
-        else:
-            sent_by(True, transport.start_gather, x)()
-        rows = channel.gathered(workspace.epoch & 1, x).chunk(dist.get_world_size())
-        found = [torch.equal(each, x) for each in rows]
-        assert found == [rank != dist.get_rank() or own for rank in range(len(rows))], weights
-        dist.barrier()
-
-
-def zeros_and_ones(step: int) -> list[dict[str, Tensor]]:
-    """Return every rank's tensors, on the CPU. With up to 8 ranks every sum is a whole number below 257, which bfloat16
-    holds exactly, so every transport gives the same bits in whatever order it adds."""
+    With up to 8 ranks every sum is a whole number below 257, which bfloat16 holds exactly, so every transport gives the
+    same bits in whatever order it adds.
+    """
+    t, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator().manual_seed(step)
-    shapes = {"x": (3, 4), "gate": (4, 4), "up": (4, 4), "down": (3, 4), "dy": (3, 3)}
-    return [
-        {name: torch.randint(0, 2, shape, generator=generator).double() for name, shape in shapes.items()}
-        for _ in range(dist.get_world_size())
-    ]
-
-
-def expected(step: int) -> dict[str, Tensor]:
-    """What `late_ranks` should give on this rank, by plain torch in float64 over all ranks' tensors."""
-    everyone, rank = zeros_and_ones(step), dist.get_rank()
-    whole = {name: torch.cat([x[name] for x in everyone], 1 if name == "down" else 0) for name in everyone[0]}
-    leaves = {name: x.requires_grad_() for name, x in whole.items() if name != "dy"}
-    hidden = leaves["x"] @ leaves["gate"].t() + leaves["x"] @ leaves["up"].t()
-    y = hidden @ leaves["down"].t()
+    shapes = {"x": (3 * t, 4), "gate": (4 * t, 4), "up": (4 * t, 4), "down": (3, 4 * t), "dy": (3 * t, 3)}
+    whole = {name: torch.randint(0, 2, shape, generator=generator).double() for name, shape in shapes.items()}
+    inputs = {name: x.requires_grad_() for name, x in whole.items() if name != "dy"}
+    y = (inputs["x"] @ inputs["gate"].t() + inputs["x"] @ inputs["up"].t()) @ inputs["down"].t()
     y.backward(whole["dy"])
-    parts = {"y": y.detach().chunk(len(everyone))[rank]}
-    for name, x in leaves.items():
-        parts[f"d{name}"] = x.grad.chunk(len(everyone), 1 if name == "down" else 0)[rank]
-    return parts
+    wanted = {"y": y} | {f"d{name}": x.grad for name, x in inputs.items()}
+
+    def part(name: str, x: Tensor) -> Tensor:
+        return x.detach().chunk(t, 1 if name in ("down", "ddown") else 0)[rank].to(dtype)
+
+    own = {name: part(name, x).to(Here.device) for name, x in whole.items()}
+    return own, {name: part(name, x) for name, x in wanted.items()}
 
 
-def stall(chance: random.Random, device: torch.device) -> None:
+def stall(chance: random.Random) -> None:
     """Delay this rank at random: its host, and on a GPU its stream."""
     if chance.random() < 0.3:
         time.sleep(0.003 * chance.random())
-    if device.type == "cuda":
+    if Here.device.type == "cuda":
         torch.cuda._sleep(chance.randrange(1, 1_000_000))
+
+
+def both_linears(values: dict[str, Tensor], group: Any, transport: str, between: Callable = lambda: None) -> Tensor:
+    gate, up = ops.column_linear(values["x"], [values["gate"], values["up"]], group=group, transport=transport)
+    between()
+    return ops.row_linear(gate + up, values["down"], group=group, transport=transport)
 
 
 def late_ranks(transport: str, dtype: torch.dtype, steps: int, backend: str | None = None) -> None:
@@ -191,23 +172,20 @@ def late_ranks(transport: str, dtype: torch.dtype, steps: int, backend: str | No
 
     backend: make a group with this backend; None takes the world.
     """
-    rank, chance = dist.get_rank(), random.Random(dist.get_rank())
+    late = partial(stall, random.Random(dist.get_rank()))
     group = dist.group.WORLD if backend is None else dist.new_group(backend=backend)
-    inputs = [{n: x.to(Here.device, dtype) for n, x in zeros_and_ones(step)[rank].items()} for step in range(steps)]
+    steps_of = [zeros_and_ones(step, dtype) for step in range(steps)]
     results = []
-    for values in inputs:
-        dy = values.pop("dy")
-        leaves = {name: x.requires_grad_() for name, x in values.items()}
-        stall(chance, Here.device)
-        gate, up = ops.column_linear(leaves["x"], [leaves["gate"], leaves["up"]], group=group, transport=transport)
-        stall(chance, Here.device)
-        y = ops.row_linear(gate + up, leaves["down"], group=group, transport=transport)
-        stall(chance, Here.device)
-        y.backward(dy)
-        results.append({"y": y.detach()} | {f"d{name}": x.grad for name, x in leaves.items()})
+    for values, _ in steps_of:
+        leaves = {name: x.requires_grad_() for name, x in values.items() if name != "dy"}
+        late()
+        y = both_linears(leaves, group, transport, late)
+        late()
+        y.backward(values["dy"])
+        results.append({"y": y} | {f"d{name}": x.grad for name, x in leaves.items()})
     for step, result in enumerate(results):
-        for name, value in expected(step).items():
-            assert torch.equal(result[name].cpu(), value.to(dtype)), (rank, step, name)
+        found = {name: x.cpu() for name, x in result.items()}
+        assert_identical(found, steps_of[step][1], f"rank {dist.get_rank()}, step {step}")
     check_all()
 
 
@@ -230,29 +208,24 @@ def test_transports_agree_over_nccl(place, transport):
 
 def replays(count: int) -> None:
     """Capture one epoch of each workspace in a CUDA graph, and replay it with new inputs: parities alternate."""
-    rank, group, device = dist.get_rank(), dist.group.WORLD, Here.device
-    steps = [{n: x.to(device, torch.bfloat16) for n, x in zeros_and_ones(s)[rank].items()} for s in range(count + 1)]
-    static = {name: x.clone() for name, x in steps[count].items()}
-
-    def forward() -> Tensor:
-        gate, up = ops.column_linear(static["x"], [static["gate"], static["up"]], group=group, transport="fused")
-        return ops.row_linear(gate + up, static["down"], group=group, transport="fused")
-
+    chance, group = random.Random(dist.get_rank()), dist.group.WORLD
+    steps = [zeros_and_ones(step, torch.bfloat16) for step in range(count + 1)]
+    static = {name: x.clone() for name, x in steps[count][0].items()}
+    results = []
     with torch.no_grad():
-        forward()  # makes the workspaces and compiles
+        both_linears(static, group, "fused")  # makes the workspaces and compiles
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = forward()
-    results = []
-    for step in range(count):
+            out = both_linears(static, group, "fused")
+    for values, _ in steps[:count]:
         for name, x in static.items():
-            x.copy_(steps[step][name])
-        stall(random.Random(10 * step + rank), device)
+            x.copy_(values[name])
+        stall(chance)
         graph.replay()
         results.append(out.clone())
     for step, result in enumerate(results):
-        assert torch.equal(result.cpu(), expected(step)["y"].bfloat16()), (rank, step)
+        assert torch.equal(result.cpu(), steps[step][1]["y"]), (dist.get_rank(), step)
     check_all()
 
 
@@ -293,36 +266,19 @@ def test_a_peer_that_never_arrives_is_named(place):
     assert absent == "" and len(waiting) == place.t - 1
 
 
-def automatic(sequence_parallel: bool, tokens: int, transport: str) -> None:
-    """Auto takes this transport for both linears of an MLP, in the plans and in what runs."""
+def automatic() -> None:
+    """Auto takes the fused transport for an MLP of many rows, in the plans and in what runs."""
     mesh = build_mesh(Here.device.type, tensor_parallel=dist.get_world_size())["tp"]
-    options = {"tp": TensorParallel(mesh, sequence_parallel), "device": Here.device, "dtype": torch.bfloat16}
-    mlp = MLP(256, ffn_hidden_size=4608, **options)
-    x = torch.ones(tokens // mesh.size() if sequence_parallel else tokens, 256, device=Here.device).bfloat16()
+    options = {"tp": TensorParallel(mesh), "device": Here.device, "dtype": torch.bfloat16}
+    mlp, x = MLP(256, ffn_hidden_size=4608, **options), torch.ones(512, 256, device=Here.device).bfloat16()
     with mock.patch.object(ops.transport, "device_name", lambda _: "a GPU"):  # of which there is no model
-        for plan in linear_plans(mlp, tokens):
-            sign = ">=" if transport == "fused" else "<"
-            assert plan.decision.transport == transport, plan
-            assert plan.decision.reason.startswith(f"no performance model of a GPU: {tokens} rows {sign} 1024"), plan
-        if transport == "fused":  # gloo's collectives on CUDA tensors are not what is tested here
-            with ops.record_transports() as ran:
-                mlp(x.requires_grad_()).sum().backward()
-            assert [name for _, name in ran] == ["fused"] * (4 if sequence_parallel else 2)
+        for plan in linear_plans(mlp, 512 * mesh.size()):
+            assert plan.decision.transport == "fused", plan
+        with ops.record_transports() as ran:
+            mlp(x.requires_grad_()).sum().backward()
+    assert [name for _, name in ran] == ["fused"] * 4
 
 
 @places(one_gpu=[2])
 def test_auto_takes_the_fused_kernels_for_many_rows(place):
-    for call in ((True, 512 * place.t, "fused"), (False, 1024, "fused"), (True, 16 * place.t, "sequential")):
-        place.run(automatic, *call)
-
-
-def refused() -> None:
-    x, w = torch.ones(2, 4, dtype=torch.float64), torch.ones(6, 4, dtype=torch.float64)
-    ops.column_linear(x, w, group=dist.group.WORLD, transport="fused")
-
-
-def test_what_cannot_run_is_refused_with_the_reason(interpreted, ranks):
-    with pytest.raises(RankFailure, match="float64.*bfloat16, float16 and float32"):
-        interpreted(2).run(refused)
-    with pytest.raises(RankFailure, match="on CPU Triton has only its interpreter"):
-        ranks(2).run(refused)
+    place.run(automatic)
