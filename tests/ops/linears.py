@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from shards import Here, make
+from shards import Here
 from torch import Tensor
 
 from tpformer import ops
@@ -44,26 +44,19 @@ class Column:
     sequence_parallel: bool = True
     carry: bool = False
 
-    def inputs(self, dtype):
-        shapes = {"x": (self.t * self.tokens, self.k)}
-        shapes |= {"norm_weight": (self.k,)} if self.norm[0] else {}
-        shapes |= {"norm_bias": (self.k,)} if self.norm[1] else {}
-        shapes |= {f"weight{i}": (self.t * width, self.k) for i, width in enumerate(self.widths)}
+    def inputs(self):
+        x, norm = (0, "sum") if self.sequence_parallel else ("equal", "equal")
+        shapes = {"x": ((self.t * self.tokens, self.k), x)}
+        shapes |= {"norm_weight": ((self.k,), norm)} if self.norm[0] else {}
+        shapes |= {"norm_bias": ((self.k,), norm)} if self.norm[1] else {}
+        shapes |= {f"weight{i}": ((self.t * width, self.k), 0) for i, width in enumerate(self.widths)}
         # only the first weight has a bias, so that a None among biases occurs
-        shapes |= {"bias0": (self.t * self.widths[0],)} if self.bias else {}
-        return make(0, dtype, **shapes)
+        return shapes | ({"bias0": ((self.t * self.widths[0],), 0)} if self.bias else {})
 
-    def upstream(self, dtype):
+    def outputs(self):
         rows = self.t * self.tokens
-        shapes = {f"y{i}": (rows, self.t * width) for i, width in enumerate(self.widths)}
-        return make(1, dtype, **shapes, **({"carried": (rows, self.k)} if self.carry else {}))
-
-    def places(self):
-        rows, norm = (0, "sum") if self.sequence_parallel else ("equal", "equal")
-        places = {"x": rows, "carried": rows, "norm_weight": norm, "norm_bias": norm, "bias0": 0}
-        for i in range(len(self.widths)):
-            places |= {f"weight{i}": 0, f"y{i}": 1}
-        return places
+        shapes = {f"y{i}": ((rows, self.t * width), 1) for i, width in enumerate(self.widths)}
+        return shapes | ({"carried": self.inputs()["x"]} if self.carry else {})
 
     def plain(self, x, norm_weight=None, norm_bias=None, **given):
         normed = plain_norm(self.norm[0], x, norm_weight, norm_bias)
@@ -121,19 +114,15 @@ class Row:
     drop: bool = True
     sequence_parallel: bool = True
 
-    def inputs(self, dtype):
+    def inputs(self):
         rows, k = self.t * self.tokens, self.t * self.k
-        shapes = {"x": (rows, k), "weight": (self.n, k)}
-        shapes |= {"gate": (rows, k)} if self.activation[1] else {}
-        shapes |= {"bias": (self.n,)} if self.bias else {}
-        return make(1, dtype, **shapes, **({"residual": (rows, self.n)} if self.residual else {}))
+        shapes = {"x": ((rows, k), 1), "weight": ((self.n, k), 1)}
+        shapes |= {"gate": ((rows, k), 1)} if self.activation[1] else {}
+        shapes |= {"bias": ((self.n,), "sum" if self.sequence_parallel else "equal")} if self.bias else {}
+        return shapes | ({"residual": self.outputs()["y"]} if self.residual else {})
 
-    def upstream(self, dtype):
-        return make(2, dtype, y=(self.t * self.tokens, self.n))
-
-    def places(self):
-        rows, bias = (0, "sum") if self.sequence_parallel else ("equal", "equal")
-        return {"x": 1, "gate": 1, "weight": 1, "y": rows, "residual": rows, "bias": bias}
+    def outputs(self):
+        return {"y": ((self.t * self.tokens, self.n), 0 if self.sequence_parallel else "equal")}
 
     def site(self, rank: int, rows: int) -> ops.Dropout | None:
         """The dropout of this rank's rows. The last samples come first: bits follow the index, not the place."""

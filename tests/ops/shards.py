@@ -50,34 +50,46 @@ def leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 class Case(Protocol):
     """A tensor-parallel operation with its sizes, as t ranks and as plain torch compute it from the same tensors.
 
-    upstream: the gradients of the outputs, in the order of these.
-    places: of each input and output the dim along which ranks hold slices of it. Of one that every rank holds whole,
-    how the ranks' gradients make the whole's: they are added up ("sum"), or are the same everywhere ("equal").
+    inputs, outputs: of each its whole shape, and the dim along which ranks hold slices of it. Of one that every rank
+    holds whole, how the ranks' gradients make the whole's: they are added up ("sum"), or are the same everywhere
+    ("equal").
     calls: the collectives of the forward, in order, and those of the backward, on more than one rank.
     """
 
     t: int
 
-    def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]: ...
-    def upstream(self, dtype: torch.dtype) -> dict[str, Tensor]: ...
-    def places(self) -> dict[str, int | str]: ...
+    def inputs(self) -> Shapes: ...
+    def outputs(self) -> Shapes: ...
     def plain(self, **inputs: Tensor) -> dict[str, Tensor]: ...
     def ours(self, group: dist.ProcessGroup | None, **inputs: Tensor) -> dict[str, Tensor]: ...
     def calls(self, itemsize: int) -> tuple[Calls, Calls]: ...
 
 
 Calls = list[tuple[str, int]]
+Shapes = dict[str, tuple[tuple[int, ...], int | str]]
+
+
+def inputs_of(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+    return make(0, dtype, **{name: shape for name, (shape, _) in case.inputs().items()})
+
+
+def upstream_of(case: Case) -> dict[str, Tensor]:
+    """The gradients of the outputs."""
+    return make(1, torch.float64, **{name: shape for name, (shape, _) in case.outputs().items()})
+
+
+def mine_of(tensors: dict[str, Tensor], shapes: Shapes) -> dict[str, Tensor]:
+    return {name: mine(x, shapes[name][1]) for name, x in tensors.items()}
 
 
 def on_ranks(cases: Sequence[Case], dtype: torch.dtype) -> list[tuple[dict[str, Tensor], tuple[Calls, Calls]]]:
     """Of each case this rank's outputs and gradients, and the collectives of forward and backward."""
     found = []
     for case in cases:
-        places = case.places()
-        inputs = leaves({name: mine(x, places[name]) for name, x in case.inputs(dtype).items()})
+        inputs = leaves(mine_of(inputs_of(case, dtype), case.inputs()))
         with record_collectives() as forward:
             outputs = case.ours(dist.group.WORLD, **inputs)
-        upstream = {name: mine(dy, places[name]) for name, dy in case.upstream(dtype).items()}
+        upstream = mine_of(upstream_of(case), case.outputs())
         with record_collectives() as backward:
             results = with_gradients(inputs, outputs, upstream)
         found.append((results, (list(forward), sorted(backward))))
@@ -86,15 +98,16 @@ def on_ranks(cases: Sequence[Case], dtype: torch.dtype) -> list[tuple[dict[str, 
 
 def plain(case: Case, dtype: torch.dtype, rounded: torch.dtype | None = None) -> dict[str, Tensor]:
     """The same in plain torch: inputs rounded to `rounded`, computed in dtype."""
-    inputs = leaves({name: x.to(dtype) for name, x in case.inputs(rounded or dtype).items()})
-    outputs = case.plain(**inputs)
-    return with_gradients(inputs, outputs, case.upstream(dtype))
+    inputs = leaves({name: x.to(dtype) for name, x in inputs_of(case, rounded or dtype).items()})
+    return with_gradients(inputs, case.plain(**inputs), upstream_of(case))
 
 
 def with_gradients(
     inputs: dict[str, Tensor], outputs: dict[str, Tensor], upstream: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    torch.autograd.backward([outputs[name] for name in upstream], list(upstream.values()))
+    torch.autograd.backward(
+        [outputs[name] for name in upstream], [dy.to(outputs[name]) for name, dy in upstream.items()]
+    )
     return {name: y.detach() for name, y in outputs.items()} | {f"d{name}": x.grad for name, x in inputs.items()}
 
 
@@ -105,7 +118,7 @@ def check(run: Callable[..., Any], cases: Sequence[Case], dtype: torch.dtype) ->
     """
     found = []
     for case, by_rank in zip(cases, zip(*run(on_ranks, cases, dtype), strict=True), strict=True):
-        places = case.places()
+        places = {name: place for name, (_, place) in (case.inputs() | case.outputs()).items()}
         results, calls = zip(*by_rank, strict=True)
         whole = {name: join([x[name] for x in results], places[name.removeprefix("d")]) for name in results[0]}
         each = (whole, plain(case, torch.float64), plain(case, dtype))

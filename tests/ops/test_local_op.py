@@ -121,15 +121,12 @@ def test_an_offset_and_documents_are_refused():
 
 def explicit(q: Tensor, k: Tensor, v: Tensor, document: Tensor) -> Tensor:
     """softmax over those keys of the same document that are not later. document (tokens,) is each token's document."""
-    shape = q.shape
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    groups = q.shape[1] // k.shape[1]
     visible = (document[:, None] == document[None, :]).tril()
-    heads = []
-    for head in range(q.shape[1]):
-        scores = q[:, head] @ k[:, head // groups].t() / q.shape[-1] ** 0.5
-        heads.append(scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v[:, head // groups])
-    return torch.stack(heads, 1).view(shape)
+    by_head = [x.flatten(0, 1).transpose(0, 1) for x in (q, k, v)]
+    groups = q.shape[2] // k.shape[2]
+    queries, keys, values = by_head[0], *(x.repeat_interleave(groups, 0) for x in by_head[1:])
+    scores = (queries @ keys.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
+    return (scores.softmax(-1) @ values).transpose(0, 1).view(q.shape)
 
 
 def compare(batch: int, seq: int, heads: tuple[int, int], d: int, document: Tensor, **options) -> None:

@@ -36,15 +36,12 @@ class Move:
     t: int
     name: str
 
-    def inputs(self, dtype):
-        rows = self.t * TOKENS if self.name.startswith("reduce") else TOKENS
-        return make(0, dtype, x=(ROWS if self.name.startswith("embedding") else rows, N))
+    def inputs(self):
+        rows = {"reduce": self.t * TOKENS, "embedding": ROWS}.get(self.name.removesuffix("_all"), TOKENS)
+        return {"x": ((rows, N), MOVES[self.name][0])}
 
-    def upstream(self, dtype):
-        return make(1, dtype, y=(TOKENS, 2 * self.t if self.name == "take_columns" else N))
-
-    def places(self):
-        return dict(zip("xy", MOVES[self.name], strict=False))
+    def outputs(self):
+        return {"y": ((TOKENS, 2 * self.t if self.name == "take_columns" else N), MOVES[self.name][1])}
 
     def plain(self, x):
         if self.name.startswith("embedding"):
