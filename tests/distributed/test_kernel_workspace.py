@@ -8,6 +8,7 @@ import gc
 import itertools
 import time
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from unittest import mock
 
@@ -141,54 +142,45 @@ def test_a_gather_runs_under_an_unfinished_reduction() -> None:
     check_all()
 
 
-def peer_does_not_come(absent: int, copies: bool) -> list[str]:
+def said(call: Callable[[], object]) -> str:
+    with pytest.raises(HangError) as caught:
+        call()
+    return str(caught.value)
+
+
+def peer_does_not_come(absent: int, copies: bool) -> None:
     group = world_group()
     workspace = kernel_workspace(group, "gather", CPU)
+    own, peer = (f"rank {rank} (global rank {rank})" for rank in (workspace.rank, absent))
     check_all(step=7)
     exchange(workspace, 0, copies)
     dist.barrier()
     set_timeout(group, 0.2)  # of the polls that are to come
-    messages = []
     if workspace.rank != absent:
         exchange(workspace, 1, copies)
-        for again in (workspace.check, lambda: workspace.begin("next", 0, 0), check_all, workspace.check):
-            with pytest.raises(HangError) as caught:
-                again()
-            messages.append(str(caught.value))
+        next_ones = (workspace.check, lambda: workspace.begin("next", 0, 0), check_all, workspace.check)
+        (message,) = {said(each) for each in next_ones}
+        for part in (
+            f"{own} waited in vain for {peer} in exchange\n",
+            "  step         7\n",
+            "  epoch        seen 1, wanted 2\n",
+            "gave up after 1200 polls (timeout 0.2 s)\n",
+            f"  called at    {__file__}:{exchange.__code__.co_firstlineno + 4}\n",
+        ):
+            assert part in message, message
     dist.barrier()
     if workspace.rank == absent:  # it comes late: its peers have pushed, so it passes once, and then waits itself
         check_exchange(exchange(workspace, 1, copies), 1)
         exchange(workspace, 2, copies)
-        with pytest.raises(HangError) as caught:
-            check_all()
-        messages.append(str(caught.value))
+        message = said(check_all)
+        assert f"{peer} waited in vain for rank" in message and "seen 2, wanted 3" in message
     close(group)  # other tests use the world, too
-    return messages
 
 
 @pytest.mark.parametrize("size, absent, copies", [(2, 0, True), (3, 1, False)])
 def test_rank_that_does_not_come_is_named(interpreted: WorkerPool, size: int, absent: int, copies: bool) -> None:
-    """Ranks wait for as many polls as the timeout has and raise with a table. Later operations raise the same."""
-    results = interpreted(size).run(peer_does_not_come, absent, copies)
-    line = exchange.__code__.co_firstlineno + 4
-    peer = f"rank {absent} (global rank {absent})"
-    for rank, messages in enumerate(results):
-        assert len(set(messages)) == 1
-        if rank == absent:
-            assert f"{peer} waited in vain for rank" in messages[0] and "seen 2, wanted 3" in messages[0]
-            continue
-        for part in (
-            f"rank {rank} (global rank {rank}) waited in vain for {peer} in exchange\n",
-            f"  rank         {rank} of {size} (global rank {rank})\n",
-            "  step         7\n",
-            "  operation    exchange, workspace gather\n",
-            "  epoch        seen 1, wanted 2\n",
-            f"  waiting for  {peer}\n",
-            "gave up after 1200 polls (timeout 0.2 s)\n",
-            f"  called at    {__file__}:{line}\n",
-            f"Look at the output of {peer}",
-        ):
-            assert part in messages[0], messages[0]
+    """Ranks wait for as many polls as the timeout has. Later operations raise the same. test_hang.py has the table."""
+    interpreted(size).run(peer_does_not_come, absent, copies)
 
 
 @on_every_rank(2, pool="interpreted")

@@ -7,11 +7,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from commands import Commands
 from pool import PROCESS_GROUP_TIMEOUT
 from testing import on_every_rank
 
-from tpformer.distributed import all_reduce, build_mesh, initialize
+from tpformer.distributed import build_mesh, initialize
 
 
 @on_every_rank(4)
@@ -53,19 +52,6 @@ def test_wrong_world_size_has_numbers_and_remedy() -> None:
 def test_mesh_needs_a_world() -> None:
     with pytest.raises(RuntimeError, match="call tpformer.distributed.initialize"):
         build_mesh("cpu", tensor_parallel=1)
-
-
-def join_and_add_up() -> None:
-    initialize("cpu")
-    initialize("cpu")
-    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())
-    print("total", all_reduce(torch.tensor([dist.get_rank() + 1.0]), mesh.get_group("tp")).item())
-    dist.destroy_process_group()
-
-
-def test_one_process_without_launcher(commands: Commands) -> None:
-    _, output, errors = commands.call(join_and_add_up).finish()
-    assert output == "total 1.0\n", errors
 
 
 def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

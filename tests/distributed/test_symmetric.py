@@ -8,17 +8,14 @@ import contextlib
 import ctypes
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from pool import RankFailure, WorkerPool
 from testing import on_every_rank
 
 from tpformer.distributed import backend_of, groups, shared_memory, symmetric
@@ -100,54 +97,18 @@ def test_waiting_sleeps() -> None:
     assert memory.rank == 1 or len(tries) == shared_memory.SPINS
 
 
-def killed_peer() -> None:
+@on_every_rank(2)
+def test_a_peer_that_does_not_come_is_named() -> None:
+    """And the next operation does not wait again."""
     memory = SharedMemory(4096, dist.group.WORLD, timeout=0.5)
     memory.barrier()
-    if memory.rank == 1:
-        os.kill(os.getpid(), 9)
-    for _ in range(2):  # the first wait names the peer; the next one does not wait again
-        try:
-            memory.exchange("all_gather")
-        except TimeoutError as error:
-            first = str(error)
-        except RuntimeError as error:
-            raise RuntimeError(f"{first} THEN {error}") from None
-
-
-def test_killed_peer_is_named(ranks: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pool.GRACE", 5)
-    message = (
-        r"(?s)rank 0 of 2 waited 0.5 s for rank 1 in all_gather \(wait 2 for that rank\): look at rank 1's output"
-        r".*THEN this group's shared memory is unusable: rank 0 of 2 waited.*rank 1 of 2 died with exit code -9"
-    )
-    with pytest.raises(RankFailure, match=message):
-        ranks(2).run(killed_peer)
-
-
-def named_files(temporary: str) -> set[str]:
-    folders = [folder for folder in ("/dev/shm", temporary) if os.path.isdir(folder)]
-    return {entry.path for folder in folders for entry in os.scandir(folder)}
-
-
-def allocate_and_die(temporary: str, before: set[str]) -> set[str]:
-    tempfile.tempdir = temporary  # a folder of its own: other processes use the common one
-    memory = SharedMemory(1 << 20, dist.group.WORLD, timeout=10)
-    memory.barrier()
-    after = named_files(temporary) - before
-    dist.barrier()
+    waited = r"rank 0 of 2 waited 0.5 s for rank 1 in all_gather \(wait 2 for that rank\)"
     if memory.rank == 0:
-        os.kill(os.getpid(), 9)
-    raise RuntimeError(f"named files: {sorted(path for path in after if 'pool' not in path)}")
-
-
-def barrier() -> None:
+        with pytest.raises(TimeoutError, match=f"{waited}: look at rank 1's output"):
+            memory.exchange("all_gather")
+        with pytest.raises(RuntimeError, match=f"this group's shared memory is unusable: {waited}"):
+            memory.exchange("all_gather")
     dist.barrier()
-
-
-def test_nothing_is_left_behind_by_a_killed_rank(ranks: WorkerPool, tmp_path: Path) -> None:
-    ranks(2).run(barrier)
-    with pytest.raises(RankFailure, match=r"named files: \[\]"):
-        ranks(2).run(allocate_and_die, str(tmp_path), named_files(str(tmp_path)))
 
 
 def mappings() -> int:
@@ -157,10 +118,12 @@ def mappings() -> int:
 
 @on_every_rank(2)
 def test_close_frees_descriptors_and_mappings() -> None:
+    """Memory is a file without a name, so a rank that is killed leaves nothing behind either."""
     open_before, mapped_before = len(os.listdir("/proc/self/fd")), mappings()
     for _ in range(3):
         memory = SharedMemory(1 << 16, dist.group.WORLD, timeout=10)
         view = memory.peer(0, (4,), torch.float32)
+        assert mappings() == mapped_before + 1
         memory.barrier()
         memory.close()
         with pytest.raises(RuntimeError, match="unusable: it was closed"):
@@ -268,51 +231,34 @@ def write_except_by_the_last(words: torch.Tensor, index: int, value: int) -> Non
     write(words, index, value)
 
 
-def write_nothing(words: torch.Tensor, index: int, value: int) -> None:
-    pass
-
-
-def write_elsewhere(words: torch.Tensor, index: int, value: int) -> None:
-    write(words, (index + 1) % dist.get_world_size(), value)
-
-
-def flags_of_copies(writer: symmetric.Writer | None) -> str | None:
-    """Why they are copies. A flag comes in either way, and the words that were tried are zeros again."""
-    written: list[int] = []
-
-    def watched(words: torch.Tensor, index: int, value: int) -> object:
-        written.append(value)
-        return writer(words, index, value)  # type: ignore[misc]
-
-    with torch_memory(writer=watched if writer else None) as memory:
-        assert not memory.peer(memory.rank, (memory.nbytes,), torch.uint8).any()
-        memory.barrier()
-        tried, epoch = len(written), -7
-        for rank in range(memory.size):
-            memory.set_flag(rank, 64 + 4 * memory.rank, epoch, torch.tensor([epoch], dtype=torch.int32))
-        memory.barrier()
-        flags = memory.peer(memory.rank, (memory.size + 1,), torch.int32, 64)
-        assert flags.tolist() == [epoch] * memory.size + [0]
-        assert written[tried:] == ([] if memory.copied_flags else [2**32 - 7] * memory.size)
-        return memory.copied_flags
-
-
-@pytest.mark.parametrize(
-    "writer, reason",
-    [
+@on_every_rank(3)
+def test_flags_are_written_by_the_stream_or_else_copied() -> None:
+    """All ranks do the same. It is tried on the peers' addresses. A flag comes in either way, and the words that were
+    tried are zeros again."""
+    writers: list[tuple] = [
         (write, None),
         (None, "rank 0: it does not exist"),
         (write_except_by_the_last, "rank 2: CUDA driver error: operation not supported"),
-        (write_nothing, "rank 0: the words of ranks 0 to 2 came as [0, 0, 0]"),
-        (write_elsewhere, "rank 0: the words of ranks 0 to 2 came as [3, 1, 2]"),
-    ],
-)
-def test_flags_are_written_by_the_stream_or_else_copied(
-    ranks: WorkerPool, writer: symmetric.Writer | None, reason: str | None
-) -> None:
-    """All ranks do the same. It is tried on the peers' addresses."""
-    wanted = reason and f"torch {torch.__version__}'s stream_write_value32 cannot set them: {reason}"
-    assert ranks(3).run(flags_of_copies, writer) == [wanted] * 3
+        (lambda *_: None, "rank 0: the words of ranks 0 to 2 came as [0, 0, 0]"),
+        (lambda words, to, x: write(words, (to + 1) % 3, x), "rank 0: the words of ranks 0 to 2 came as [3, 1, 2]"),
+    ]
+    for writer, reason in writers:
+        watched = mock.Mock(side_effect=writer) if writer else None
+        with torch_memory(writer=watched) as memory:
+            assert not memory.peer(memory.rank, (memory.nbytes,), torch.uint8).any()
+            memory.barrier()
+            if watched:
+                watched.reset_mock()
+            epoch = -7
+            for rank in range(memory.size):
+                memory.set_flag(rank, 64 + 4 * memory.rank, epoch, torch.tensor([epoch], dtype=torch.int32))
+            memory.barrier()
+            flags = memory.peer(memory.rank, (memory.size + 1,), torch.int32, 64)
+            assert flags.tolist() == [epoch] * memory.size + [0]
+            written = [call.args[2] for call in watched.mock_calls] if watched else []
+            assert written == ([] if memory.copied_flags else [2**32 - 7] * memory.size)
+            wanted = reason and f"torch {torch.__version__}'s stream_write_value32 cannot set them: {reason}"
+            assert memory.copied_flags == wanted
 
 
 def test_torch_has_the_operation_that_writes_flags() -> None:
