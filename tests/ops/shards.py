@@ -7,8 +7,8 @@ them. No tests.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -114,7 +114,8 @@ def with_gradients(
 def check(run: Callable[..., Any], cases: Sequence[Case], dtype: torch.dtype) -> list[dict[str, Tensor]]:
     """Compare the ranks' results, put together, with plain torch, and their collectives with the list of each case.
 
-    run: that of the world, or of `on`. All cases run in one session of ranks. Returns what was put together.
+    run: that of the world, perhaps with `on_transport`. All cases run in one session of ranks. Returns what was put
+    together.
     """
     found = []
     for case, by_rank in zip(cases, zip(*run(on_ranks, cases, dtype), strict=True), strict=True):
@@ -129,19 +130,10 @@ def check(run: Callable[..., Any], cases: Sequence[Case], dtype: torch.dtype) ->
     return found
 
 
-def on(ranks: Any, t: int, transport: str, device: str = "cpu", timeout: float = 400) -> Callable[..., Any]:
-    """ranks(t).run, with the linears of cases on one transport, and on a device as in `on_device`."""
-    return partial(ranks(t).run, on_device, device, on_transport, transport, timeout=timeout)
-
-
 def on_transport(transport: str, function: Callable[..., Any], *args: Any) -> Any:
     """Call the function with this transport in the linears of its cases; fail if another one ran."""
-    before, Here.transport = Here.transport, transport
-    try:
-        with ops.record_transports() as ran:
-            result = function(*args)
-    finally:
-        Here.transport = before
+    with mock.patch.object(Here, "transport", transport), ops.record_transports() as ran:
+        result = function(*args)
     assert {name for _, name in ran} <= {transport} and (ran or dist.get_world_size() == 1), ran
     return result
 
@@ -153,11 +145,8 @@ def on_device(device: str, function: Callable[..., Any], *args: Any) -> Any:
     if place.type == "cuda":
         torch.cuda.init()  # else a device mesh chooses a device by LOCAL_RANK
         torch.cuda.set_device(place)
-    before, Here.device = Here.device, place
-    try:
+    with mock.patch.object(Here, "device", place):
         return tree_map_only(Tensor, Tensor.cpu, function(*args))
-    finally:
-        Here.device = before
 
 
 class Seen(TorchDispatchMode):

@@ -63,20 +63,6 @@ def choice(*args, **options) -> tuple[str, str]:
     return transport.choose_transport(request(*args, **options))
 
 
-def test_where_there_are_other_groups_their_collectives_find_free_processors(monkeypatch):
-    pytest.importorskip("triton")
-    from tpformer.ops.transports.fused import Fused
-
-    group = SimpleNamespace(size=lambda: 2)
-    for world, allowed, spare in ((2, None, 0), (4, None, 32), (4, "8", 8), (2, "8", 0)):
-        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.distributed, "get_world_size", lambda world=world: world)
-        monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
-        if allowed is not None:
-            monkeypatch.setenv("NCCL_MAX_CTAS", allowed)
-        assert Fused(group).spare == spare  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     "described, options, name, reason",
     [
@@ -119,15 +105,19 @@ def test_auto_does_not_fuse_the_gather_for_experts_with_few_tokens(node, table, 
     assert choice(**sizes, grouped=Grouped(8, 16, 1536)) == experts
 
 
-def test_the_model_knows_the_processors_that_are_left_to_others(node, monkeypatch):
+def test_where_there_are_other_groups_their_collectives_find_free_processors(node, monkeypatch):
     """The o projection of 405B on 2 of more ranks: with 100 of 132 SMs the fused kernel loses more than it hides."""
+    from tpformer.ops.transports.fused import Fused
+
     shape = {"op": SCATTER, "m": 8192, "n": 16384, "k": 8192, "ranks": 2}
-    assert choice(**shape)[0] == "fused"
-    monkeypatch.setattr(transport, "spare_processors", lambda group: 32)
-    name, reason = choice(**shape)
-    assert name == "sequential"
-    gemms = [int(number) for number in re.findall(r"GEMM (\d+)", reason)]
-    assert gemms[0] == pytest.approx(1.32 * gemms[1], rel=2e-3)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for world, allowed, spare, name in ((2, None, 0, "fused"), (4, None, 32, "sequential"), (4, "0", 0, "fused")):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda world=world: world)
+        monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+        if allowed is not None:
+            monkeypatch.setenv("NCCL_MAX_CTAS", allowed)
+        assert Fused(SimpleNamespace(size=lambda: 2)).spare == spare  # type: ignore[arg-type]
+        assert choice(**shape)[0] == name
 
 
 @pytest.mark.parametrize(
@@ -254,19 +244,14 @@ def test_recording_ends_with_its_context():
 
 
 def test_performance_model():
-    """Figures worked out by hand, for bfloat16 on 8 H100."""
+    """For bfloat16 on 8 H100. test_explain.py has figures worked out by hand."""
     h100, sizes = machine_for(H100), (8192, 1792, 4096)
     assert h100 is not None and machine_for("NVIDIA T4") is None
     assert [machine_for(f"NVIDIA {machine.name}") for machine in MACHINES] == list(MACHINES)
-    assert [round(break_even_width(t, h100, 2)) for t in (1, 2, 4, 8)] == [0, 921, 1382, 1612]
-    assert break_even_width(8, h100, 4) == 2 * break_even_width(8, h100, 2)
-    assert gemm_seconds(*sizes, 2, h100) == 2 * 8192 * 1792 * 4096 / 700e12
     # one row takes the time to read the weights
     assert gemm_seconds(1, 4096, 4096, 2, h100) == 2 * (4096 * 4096 + 2 * 4096) / h100.memory
-    moved = communication_bytes(GATHER, *sizes, 8, 2)
-    assert moved == 7 * 8192 * 4096 * 2 // 8
     assert communication_bytes(ALL_REDUCE, *sizes, 8, 2) == 2 * communication_bytes(SCATTER, *sizes, 8, 2)
     # at the break-even width, with enough chunks, the two times are the same
-    width = break_even_width(8, h100, 2)
+    width, moved = break_even_width(8, h100, 2), communication_bytes(GATHER, *sizes, 8, 2)
     assert 2 * 8192 * width * 4096 / h100.flops == pytest.approx(moved / h100.link, rel=1e-6)
     assert (overlapped_seconds(8.0, 2.0, 8), overlapped_seconds(8.0, 9.0, 8)) == (8.0, 10.0)
