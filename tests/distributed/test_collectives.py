@@ -135,6 +135,15 @@ def test_scalars_and_views_are_taken_and_what_is_impossible_is_refused() -> None
     assert torch.equal(got, x.detach().repeat(size, 1)) and not got.requires_grad
 
 
+@on_every_rank(2)
+def test_a_workspace_made_in_inference_mode_works_outside() -> None:
+    close(dist.group.WORLD)
+    with torch.inference_mode():
+        all_gather(torch.ones(2), dist.group.WORLD)
+    x = torch.ones(2, requires_grad=True)
+    assert all_gather(x * 2, dist.group.WORLD).sum() == 4 * dist.get_world_size()
+
+
 @on_every_rank(1, 2)
 def test_the_recorder_counts_full_tensors_and_nothing_on_one_rank() -> None:
     """Without a group the input itself comes back."""

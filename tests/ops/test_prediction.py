@@ -252,6 +252,8 @@ def counts(op: str, m: int, n: int, k: int, t: int, programs: int = 132) -> Exch
         (ALL_REDUCE, (4096, 8192, 1024), 8, {"waits": 1 + 8, "releases": 8 + 1, "idle": 0, "early": 1}),
         # where tiles are few, a band of one is added at once: 32 tiles of 128 rows are 128 bands of 32
         (ALL_REDUCE, (1024, 8192, 1024), 8, {"tiles": 2, "waits": 1 + 11, "releases": 2 + 1}),
+        # 8 chunks of 8 x 7 tiles; one flag of each peer; rows are padded to 16 bytes
+        (GATHER, (8192, 1792, 4095), 8, {"tiles": 4, "waits": 7, "sent": 7 * 1024 * 4096 * 2}),
         # of 2 ranks 32 rows are added at a time
         (SCATTER, (8192, 4096, 1792), 2, {"in_flight": 2 * 32 * 256 * 2}),
     ],
