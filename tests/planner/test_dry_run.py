@@ -1,7 +1,6 @@
 """What a dry run counts on fake tensors is what ranks of a real run hold and communicate. Its formulas give the counted
 bytes, and the largest example is counted in one process."""
 
-import dataclasses
 import re
 from pathlib import Path
 from unittest import mock
@@ -10,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tpformer.config import OptimizerSection, RunConfig, build_config, read_toml, to_toml
+from tpformer.config import RunConfig, build_config, read_toml, to_toml
 from tpformer.planner.bubbles import schedule_order
 from tpformer.planner.dry_run import _Rank, count_parameters, count_rank, default_ranks, plan_config
 from tpformer.planner.memory import layer_workspace
 from tpformer.planner.rank_memory import predicted_memory
-from tpformer.planner.report import head, rank_lines, rank_plan, report, size
+from tpformer.planner.report import rank_lines, rank_plan, report, size
 
 ROOT = Path(__file__).parents[2]
 COUNTED = [ROOT / "examples" / f"{name}.toml" for name in ("gpt_tiny", "moe_tiny", "gpt_7.5b", "gpt_145b", "llama3_8b")]
@@ -28,11 +27,18 @@ MOE = {
     **LLAMA, "sliding_window": None, "n_experts": 8, "experts_per_token": 4, "expert_ffn_size": 12,
     "shared_expert_size": 8, "first_dense_layers": 1, "router_bias": True,
 }  # fmt: skip
+TP2, ZERO1 = {"tensor_parallel": 2}, {"data_parallel_shard": 2}
+ZERO2, ZERO3 = ({**ZERO1, "zero_stage": stage} for stage in (2, 3))
+PP2 = {"pipeline_parallel": 2}
+GPIPE, ILV, ZB, ZBV = (
+    {**PP2, "pipeline_schedule": name}
+    for name in ("GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+)
 
 
-def configuration(parallel: dict, train: dict | None = None, model: dict | None = None) -> RunConfig:
+def configuration(parallel: dict, train: dict | None = None, model: dict | None = None, **sections: dict) -> RunConfig:
     values = {"global_batch_size": 8, "device": "cpu", **(train or {})}
-    return build_config({"model": model or MODEL, "parallel": parallel, "train": values})
+    return build_config({"model": model or MODEL, "parallel": parallel, "train": values, **sections})
 
 
 def order_of(config: RunConfig):
@@ -43,55 +49,14 @@ def order_of(config: RunConfig):
     return schedule_order(layout.pipeline_schedule, *size)
 
 
-def test_what_is_kept_with_regions_and_offloading():
-    """There are 4 layers. A region keeps its input; what the last layer or region keeps stays on the device."""
-    model, unit, kept, again = {**MODEL, "seq_length": 512, "hidden_size": 256, "n_heads": 8}, 2 * 512 * 256 * 4, {}, {}
-
-    def stage(**parallel):
+def test_a_region_has_its_layers_at_once_when_it_computes_them_again():
+    model, again = {**MODEL, "seq_length": 512, "hidden_size": 256, "n_heads": 8}, {}
+    for interval in (1, 2, 4):
+        parallel = {"recompute": "full", "recompute_interval": interval}
         config = plan_config(configuration(parallel, {"global_batch_size": 2, "dtype": "float32"}, model))
-        count = count_rank(config, 0)
-        assert rank_plan(config, count, None).host == count.stages[0].offloaded
-        return config, count.stages[0]
-
-    for interval, offloaded in ((1, 3), (2, 1), (3, 1), (4, 0)):
-        config, kept[interval] = stage(recompute="full", recompute_interval=interval, offload_activations=True)
         again[interval] = layer_workspace(config, 0)
-        assert kept[1].saved - kept[interval].saved == (4 - -(-4 // interval)) * unit
-        assert kept[interval].offloaded == offloaded * unit
-        assert again[interval] - again[1] == (interval - 1) * 10 * unit, "q, k, v, attention, fc1, two residuals"
-    (_, plain), (_, moved) = stage(), stage(offload_activations=True)
-    assert plain.saved == moved.saved and plain.offloaded == 0
-    # each of three layers has 10 units: two residuals, q, k, v, attention's output, and four of fc1's
-    assert moved.offloaded == 3 * 10 * unit
-
-
-SHARDED = {"data_parallel_shard": 4}
-# layout, optimizer -> bytes of a parameter in shards, copies and sums, on one of 4 ranks
-STATES = {
-    "0": ({"data_parallel_replicate": 4}, {}, 16, 2, 4),
-    "1": (SHARDED, {}, 16 / 4, 2, 4),
-    "2": ({**SHARDED, "zero_stage": 2}, {}, 16 / 4, 2, 0),
-    "3": ({**SHARDED, "zero_stage": 3}, {}, 16 / 4, None, 0),
-    "1, SGD": (SHARDED, {"name": "sgd"}, 8 / 4, 2, 4),
-    "1, momentum": (SHARDED, {"name": "sgd", "momentum": 0.9}, 12 / 4, 2, 4),
-}
-
-
-@pytest.mark.parametrize("name", STATES)
-def test_states_of_every_zero_stage_and_optimizer_are_the_formulas(name):
-    """Parameters and gradients have 8 bytes and AdamW 8 more, each divided by the ranks that share them."""
-    parallel, optimizer, shards, copies, accumulated = STATES[name]
-    train = {"dtype": "bfloat16", "microbatch_size": 1}
-    config = configuration(parallel, train, {**MODEL, "n_layers": 2, "vocab_size": 256})
-    config = plan_config(dataclasses.replace(config, optimizer=OptimizerSection(**optimizer)))
-    count, m = count_rank(config, 0), config.model.n_parameters
-    assert count.parameters + count.gradients + count.optimizer == shards * m
-    assert count.accumulated == accumulated * m
-    assert copies is None or count.copies == copies * m
-    by_name = {state.name: state.nbytes for state in rank_plan(config, count, None).states}
-    counted = {"unsharded copies": count.copies, "accumulated gradients": count.accumulated}
-    counted |= {each: getattr(count, each) for each in ("parameters", "gradients", "optimizer")}
-    assert {each: by_name.get(each, 0) for each in counted} == counted
+    unit = 2 * 512 * 256 * 4  # q, k, v, attention's output, four of fc1's, two residuals
+    assert [again[interval] - again[1] for interval in (2, 4)] == [10 * unit, 3 * 10 * unit]
 
 
 def test_a_layout_that_does_not_fit_is_told_what_to_change():
@@ -138,8 +103,6 @@ def test_a_thousand_billion_parameters_on_3072_ranks():
     assert default_ranks(config) == [0, 1536, 3024]
     lines = list(report(config, [3024], 80e9))
     assert lines[0].startswith("1008.0B parameters, world size 3072: pp 64 x dp_replicate 6 x dp_shard 1 x tp 8")
-    (bubble,) = [line for line in lines if "bubble / computing time" in line]
-    assert re.search(r" = \d+\.\d% \(theory\)$", bubble), bubble
     # arXiv:2104.04473, table 1, by hand: 2 layers of 25600 and the head on 8 tensor-parallel ranks
     h, t = 25600, 8
     layer = 12 * h * h // t + (3 + 4) * h // t + 2 * h + 4 * h
@@ -174,7 +137,7 @@ def test_a_rank_that_does_not_exist_is_one_line_and_exit_code_2(commands):
 @pytest.mark.proof
 @pytest.mark.parametrize("path", COUNTED, ids=lambda path: path.stem)
 def test_an_example_is_counted_and_fits(path):
-    """What its comment says of it. A count takes half a minute; test_rank_memory.py has all examples."""
+    """A count takes half a minute; test_rank_memory.py has all examples."""
     tiny = path.stem.endswith("_tiny")
     config = plan_config(build_config(read_toml(path), {"model": {"vocab_size": 257}} if tiny else {}))
     assert count_parameters(config) == config.model.n_parameters
@@ -185,14 +148,8 @@ def test_an_example_is_counted_and_fits(path):
         counted = (count.parameters, count.gradients, count.optimizer, count.copies, count.accumulated)
         for state, found in zip(plan.states, counted, strict=False):
             assert found == state.nbytes, (rank, state.name)
-        assert plan.total < 80e9, (path.stem, rank, plan)
-        if rank == 0 and not tiny:
-            comment, lines = path.read_text(), [*head(config), *rank_lines(config, count, order, 80e9)]
-            parameters, gpus = re.search(r"([\d.]+B parameters).* on (\d+) GPUs", comment).groups()
-            assert lines[0].startswith(f"{parameters}, world size {gpus}:")
-            (gigabytes,) = re.findall(r"predicted: ([\d.]+) GB of 80.00 GB: fits", "\n".join(lines))
-            wanted = int(re.search(r"# predicted: (\d+) GB of 80,", comment)[1])
-            assert float(gigabytes) == pytest.approx(wanted, rel=0.03)
+        predicted = predicted_memory(config, rank * config.parallel.pipeline_parallel // config.parallel.world_size)
+        assert plan.total == pytest.approx(predicted.total, rel=0.02) and plan.total < 80e9, (path.stem, rank, plan)
 
 
 @pytest.mark.proof

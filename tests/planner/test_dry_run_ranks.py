@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_dry_run import LLAMA, MODEL, MOE, configuration, order_of
+from test_dry_run import GPIPE, ILV, LLAMA, MODEL, MOE, PP2, TP2, ZBV, ZERO1, ZERO2, ZERO3, configuration, order_of
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
@@ -113,48 +113,38 @@ def check_rank(config: RunConfig, rank: int, found: dict, *, fsdp: bool) -> None
     assert calls == found["collectives"]
 
 
-TP2, PP2, TP4_NO_SP = (
-    {"tensor_parallel": 2},
-    {"pipeline_parallel": 2},
-    {"tensor_parallel": 4, "sequence_parallel": False},
-)
-ZERO2, ZERO3 = ({"data_parallel_shard": 2, "zero_stage": stage} for stage in (2, 3))
-GPIPE, ILV, ZBV = ({"pipeline_schedule": name} for name in ("GPipe", "Interleaved1F1B", "ZBVZeroBubble"))
+TP4_NO_SP = {"tensor_parallel": 4, "sequence_parallel": False}
 MLP, FULL = {"recompute": "mlp"}, {"recompute": "full"}
 ONE, TWO = {"microbatch_size": 1}, {"microbatch_size": 2}
-WITHOUT_FSDP = {
+CASES = {
     "tp2": (TP2, TWO, MODEL),
     "tp2-llama-mlp-recomputed": ({**TP2, **MLP}, {"microbatch_size": 4}, LLAMA),
     "pp2-tp2-regions": ({**PP2, **TP2, **FULL, "recompute_interval": 3}, {}, {**LLAMA, "n_layers": 6}),
     "tp4-no-sp": (TP4_NO_SP, {"dtype": "float64"}, LLAMA),
     "pp2": (PP2, {}, MODEL),
-    "pp2-gpipe-tp2": ({**PP2, **GPIPE, **TP2}, {}, LLAMA),
-    "pp2-interleaved": ({**PP2, **ILV}, {}, MODEL),
+    "pp2-gpipe-tp2": ({**GPIPE, **TP2}, {}, LLAMA),
+    "pp2-interleaved": (ILV, {}, MODEL),
     "pp4-naive": ({"pipeline_parallel": 4, "pipeline_schedule": "naive"}, {}, MODEL),
     "tp2-experts": (TP2, {**TWO, "balance_loss": 0.01}, MOE),
     "tp4-no-sp-experts-mlp-recomputed": ({**TP4_NO_SP, **MLP}, {"dtype": "float64"}, MOE),
     "pp2-tp2-experts-recomputed": ({**PP2, **TP2, **FULL}, {"balance_loss": 0.01}, MOE),
-}
-WITH_FSDP = {
-    "zero1": ({"data_parallel_shard": 2}, ONE, MODEL),
+    "zero1": (ZERO1, ONE, MODEL),
     "zero2": (ZERO2, ONE, LLAMA),
     "zero3-tp2": ({**ZERO3, **TP2}, TWO, LLAMA),
     "zero3-regions": ({**ZERO3, **FULL, "recompute_interval": 2}, ONE, LLAMA),
     "zero3-hybrid": ({**ZERO3, "data_parallel_replicate": 2}, {**ONE, "dtype": "bfloat16"}, MODEL),
     "zero0-pp2": ({**PP2, "data_parallel_replicate": 2}, {"dtype": "bfloat16"}, MODEL),
-    "zero1-zbv": ({**PP2, **ZBV, "data_parallel_shard": 2}, {}, MODEL),
-    "zero1-zbv-experts": ({**PP2, **ZBV, "data_parallel_shard": 2}, {}, MOE),
+    "zero1-zbv": ({**ZBV, **ZERO1}, {}, MODEL),
+    "zero1-zbv-experts": ({**ZBV, **ZERO1}, {}, MOE),
     "zero3-tp2-experts": ({**ZERO3, **TP2}, {}, MOE),
-    "zero2-interleaved": ({**PP2, **ILV, **ZERO2}, {}, LLAMA),
+    "zero2-interleaved": ({**ILV, **ZERO2}, {}, LLAMA),
 }
-
-
 IN_SUITE = {"tp2": 0, "pp2": 0, "zero2": 1, "pp2-tp2-experts-recomputed": 3}  # the proof compares all other ranks
 
 
 def compare(ranks, name: str, wanted: Callable[[int], bool]) -> None:
-    fsdp = name in WITH_FSDP
-    config = plan_config(configuration(*(WITH_FSDP if fsdp else WITHOUT_FSDP)[name]))
+    config = plan_config(configuration(*CASES[name]))
+    fsdp = config.parallel.data_parallel > 1
     found = ranks(config.parallel.world_size).run(real, config, not fsdp)
     for rank in filter(wanted, range(config.parallel.world_size)):
         check_rank(config, rank, found[rank], fsdp=fsdp)
@@ -166,6 +156,6 @@ def test_a_rank_holds_and_moves_what_was_counted(ranks, name):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("name", [*WITHOUT_FSDP, *WITH_FSDP])
+@pytest.mark.parametrize("name", CASES)
 def test_every_rank_holds_and_moves_what_was_counted(ranks, name):
     compare(ranks, name, lambda rank: rank != IN_SUITE.get(name))

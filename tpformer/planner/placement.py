@@ -64,8 +64,8 @@ def axis_bytes(config: RunConfig, pipeline_rank: int = 0) -> dict[str, float]:
     neighbours = [other for stage in stages for other in (stage - 1, stage + 1) if other not in stages]
     sent["pp"] = m * boundary_bytes(config) * sum(0 <= other < layout.n_stages for other in neighbours)
     ends = (0 in stages) + (layout.n_stages - 1 in stages)
-    if config.model.tie_embeddings and ends == 1:  # both stages hold the table, and add up its gradients
-        sent["pp"] += sent_bytes("all_reduce", _table_bytes(config), 2)
+    if config.model.tie_embeddings and ends == 1:  # both stages hold the table, and add up its gradients' shards
+        sent["pp"] += sent_bytes("all_reduce", _table_bytes(config) / layout.data_parallel_shard, 2)
     model, tokens = config.model, config.microbatch_size * config.model.seq_length
     ranges = stage_ranges(model, layout.pipeline_split, layout.n_stages)
     of_stages = [model.has_experts(layer) for stage in stages for layer in ranges[stage]]
