@@ -18,7 +18,6 @@ from tpformer.planner.advice import (
     step_law,
 )
 from tpformer.planner.costs import (
-    ARITHMETIC,
     HOUR,
     YEAR,
     arithmetic_table,
@@ -46,9 +45,6 @@ def test_the_page_has_what_the_functions_give():
 
 
 def test_the_cost_of_gpt3():
-    float32, paper = ARITHMETIC[0], ARITHMETIC[2]
-    assert float32.parameters * PRINTED == 700e9
-    assert all(counted.nbytes(0, 1) * PRINTED > 2e12 for counted in (float32, paper))
     flops = flops_by_rule(GPT3.n_parameters, 300e9)
     assert f"{flops:.2e}" == "3.14e+23"
     cost, many = training_cost(flops, 1, 28e12, price_per_hour=1.5), training_cost(flops, 1024, 28e12)
@@ -56,7 +52,7 @@ def test_the_cost_of_gpt3():
     assert many.days * 1024 == pytest.approx(cost.days) and many.device_years == pytest.approx(cost.device_years)
     # arXiv:2104.04473, section 5.1: 34 days on 1024 A100s at 140 TFLOP/s, with forwards computed twice
     assert round(training_cost(flops_by_rule(PRINTED, 300e9, recompute=True), 1024, 140e12).days) == 34
-    assert many.price is None and len(list(cost_lines(many))) == 2
+    assert many.price is None
 
 
 # arXiv:2104.04473, table 1: the times on 8 and on 32 devices
@@ -71,8 +67,7 @@ TABLE_1 = [
 @pytest.mark.parametrize("name, unit, on_8, on_32", TABLE_1)
 def test_training_times_of_table_1(name, unit, on_8, on_32):
     """8 T P / (n X), with the parameters as the table prints them: in billions, to one digit."""
-    parameters = round(preset_config(name).n_parameters, -8)
-    flops = flops_by_rule(parameters, 300e9, recompute=True)
+    flops = flops_by_rule(round(preset_config(name).n_parameters, -8), 300e9, recompute=True)
     for devices, printed in ((8, on_8), (32, on_32)):
         seconds = training_cost(flops, devices, 140e12).seconds
         assert f"{seconds / unit:.{len(printed.partition('.')[2])}f}" == printed

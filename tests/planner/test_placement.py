@@ -13,7 +13,6 @@ import pytest
 from tpformer.cli.plan import plan_command
 from tpformer.config import RunConfig, build_config, read_toml
 from tpformer.distributed.mesh import AXES
-from tpformer.parallel import Layout
 from tpformer.planner.costs import pipeline_speedup
 from tpformer.planner.devices import load_device
 from tpformer.planner.dry_run import fake_world, plan_config
@@ -84,17 +83,15 @@ def test_tensor_parallelism_over_two_nodes():
 
 
 def test_splits_of_sixteen_cores():
-    data, model, both, expert, all_three = (
-        [split.pieces(axes) for axes in (split.weights, split.data)] for split in SPLITS
-    )
-    every, one = list(range(16)), [0] * 16
-    assert data == [one, every] and model == [every, one] and expert == [every, every]
-    assert both == [[0, 1, 2, 3] * 4, sorted([0, 1, 2, 3] * 4)]
-    assert all_three == [every, sorted([0, 1, 2, 3] * 4)]
-    grid = rank_grid(Layout(data_parallel_shard=4, tensor_parallel=4))
-    assert [both[0][rank] for rank in grid[0, 0, 2]] == [0, 1, 2, 3] and len(
-        {both[1][rank] for rank in grid[0, 0, 2]}
-    ) == 1
+    pieces = {split.name: (split.pieces(split.weights), split.pieces(split.data)) for split in SPLITS}
+    every, one, both = list(range(16)), [0] * 16, [0, 1, 2, 3] * 4
+    assert pieces == {
+        "data parallel": (one, every),
+        "model parallel": (every, one),
+        "model + data parallel": (both, sorted(both)),
+        "expert + data parallel": (every, every),
+        "expert + model + data parallel": (every, sorted(both)),
+    }
 
 
 def test_a_picture_of_many_nodes_shows_the_first_ones():
@@ -103,7 +100,6 @@ def test_a_picture_of_many_nodes_shows_the_first_ones():
     texts = [element.text for element in ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}text")]
     assert "128 ranks on 16 nodes of 8" in texts and "12 more nodes, filled in the same order" in texts
     assert texts.count("node 3") == 1 and "rank 31" in texts and "rank 32" not in texts
-    assert [each for each in texts if each.startswith("tp, ")] == ["tp, 8 ranks in one node: 0, 1, 2, 3, ..."]
     assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), "it loads nothing"
 
 

@@ -6,6 +6,7 @@ import random
 import re
 from collections import Counter
 from functools import partial
+from unittest import mock
 
 import pytest
 
@@ -26,8 +27,6 @@ from tpformer.planner.search import (
     brute_force,
     evaluate,
     every_layout,
-    least_offloaded,
-    least_seconds,
     model_of,
     most_memory,
     nearest,
@@ -106,25 +105,12 @@ def test_experts_are_shared_by_ranks_that_divide_them(n_experts):
     assert ("whole experts" in str(reason)) == (n_experts == 6)
 
 
-def test_only_what_may_be_among_the_best_is_looked_at(monkeypatch):
-    """The layouts of a shape are listed, and the memory and time of a layout are worked out, only if a lower bound of
-    its time is not above the tenth's. All others only cost their bounds."""
+def test_most_layouts_are_left_out_by_a_lower_bound_of_their_time():
     asked = question({"preset": "megatron-7.5b"}, 16, 64, load_device("a100-80"))
-    bounds = {
-        "_layouts": lambda shape: least_seconds(asked, shape, {}),
-        "fitting": lambda configs: least_offloaded(configs.values(), model_of(asked, next(iter(configs.values())))),
-    }
-    looked = {name: [] for name in bounds}
-
-    def watched(name, right, _, what, *others):
-        looked[name].append(bounds[name](what))
-        return right(asked, what, *others)
-
-    for name in bounds:
-        monkeypatch.setattr(planner, name, partial(watched, name, getattr(planner, name)))
-    tenth = search(asked).choices[9].step.seconds
-    assert max(looked["_layouts"]) <= tenth and max(looked["fitting"]) <= tenth
-    assert 10 <= len(looked["fitting"]) < sum(1 for _ in every_layout(asked)) / len(OFFLOADS)
+    with mock.patch.object(planner, "most_memory", side_effect=most_memory) as looked:
+        found = search(asked)
+    assert 10 <= looked.call_count < 20 < sum(1 for _ in every_layout(asked)) / 100
+    assert found.dropped["slower by a lower bound of their time"] > 500
 
 
 def test_a_layout_that_cannot_work_gets_the_reason_and_the_nearest_that_does():
@@ -221,11 +207,8 @@ def test_files(tmp_path, capsys):
     assert sum(rows[0][f"{name}_seconds"] for name in items) == pytest.approx(rows[0]["step_seconds"])
     assert rows[0]["price"] == pytest.approx(rows[0]["days"] * 24 * 8 * 2)
     text = paths["html"].read_text()
-    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
-    assert not re.search(r"<script|src=|url\((?!#)", text)
-    assert text.count('class="track"') == 2 * 3 and text.count("<circle") == 3 and text.count("%<br>") == 3 * 4
-    price = f"${rows[0]['price']:,.0f} at $2.00 an hour"
-    for line in ("in one node, ", price, "warm-up, GPT-3: ", "[arXiv:2005.14165, "):
+    assert not re.search(r"<script|src=|url\((?!#)|http(?!://www.w3.org/2000/svg)", text), "it loads nothing"
+    for line in ("in one node, ", f"${rows[0]['price']:,.0f} at $2.00 an hour", "warm-up, GPT-3: "):
         assert printed.count(line) == text.count(line) > 0, line
     plan_command(["--preset", "gpt2-355m", "--gpus", "8", "--batch", "64", "--explain", "dp=4"])
     assert "cannot work" in capsys.readouterr().out
@@ -239,14 +222,11 @@ def test_the_sentence_names_what_limits():
         evaluate(asked, with_layout(asked.config, parse_layout(text))) for text in ("tp=2,pp=16,dp=2", "tp=8,dp=8")
     )
     first, second = sorted((many, other), key=lambda choice: choice.key)
-    name, limit = layout_text(first.config), r"[\d.]+% of its step computes, and most of the rest is .+ \([\d.]+%\)\."
-    assert re.fullmatch(f"{name} is the only layout shown: {limit}", why([first]))
-    assert re.fullmatch(f"{name} is the fastest: {limit}", why([first, first]))
-    wins = f"{name} wins by {second.step.seconds / first.step.seconds - 1:.1%} over {layout_text(second.config)}, which"
-    assert re.fullmatch(rf"{wins} spends [\d.e-]+ s more of a step on .+; {limit}", why([first, first, second]))
-    text = page(asked, [many], 1e9)
-    assert "<title>Layouts of megatron-39.1b on 64 x a100-80: predicted</title>" in text
-    lanes = re.findall(r">rank (\d+)<", text)
+    said = why([first, first, second])
+    assert said.startswith(f"{layout_text(first.config)} wins by {second.step.seconds / first.step.seconds - 1:.1%}")
+    assert layout_text(second.config) in said and "is the only layout shown" in why([first])
+    assert "is the fastest: " in why([first, first])
+    lanes = re.findall(r">rank (\d+)<", page(asked, [many], 1e9))
     assert lanes[:8] == ["0", "2", "4", "6", "9", "11", "13", "15"] and set(lanes) == set(lanes[:8])
 
 
@@ -333,25 +313,6 @@ def test_a_files_transport_dtypes_and_device_are_planned_for(tmp_path):
     asked = _question(Plan(file=str(path)))
     assert (asked.config.train.device, asked.config.train.dtype) == ("cuda", "float16")
     assert (asked.software.forward_transport, asked.software.gradient_bytes) == ("pipelined", 2)
-
-
-@pytest.mark.parametrize("gpus, batch, device, layout", [
-    (32, 64, load_device("a100-80", 2), "tp=2,pp=2,dp=8,zero=3"),
-    (12, 48, load_device("h200", 2), "tp=2,pp=3,dp=2,zero=2,schedule=Interleaved1F1B,stages=2,recompute=full"),
-    (6, 48, load_device("a100-80"), "tp=1,pp=3,dp=2,zero=2,schedule=Interleaved1F1B,stages=2"),
-])  # fmt: skip
-def test_bounds_on_which_the_search_relies(gpus, batch, device, layout):
-    """No step takes less than its bound, and models that share their parts give what models with their own give."""
-    asked, values = question({"preset": "megatron-18.4b"}, gpus, batch, device), parse_layout(layout)
-    configs = [with_layout(asked.config, {**values, "offload": each}) for each in OFFLOADS]
-    models = [model_of(asked, config) for config in configs]
-    seconds = [model.step().seconds for model in models]
-    assert all(model.least() <= each * (1 + 1e-9) for model, each in zip(models, seconds, strict=True))
-    assert least_offloaded(configs, models[0]) <= min(seconds)
-    for schedule in ("ZBVZeroBubble", "Interleaved1F1B"):
-        other = with_layout(asked.config, {**values, "zero": 1, "schedule": schedule, "stages": 2})
-        configs, models = [*configs, other], [*models, model_of(asked, other)]
-    assert [models[0].variant(config).step() for config in configs] == [model.step() for model in models]
 
 
 def test_gradients_are_reduced_while_activations_move_to_the_host():
