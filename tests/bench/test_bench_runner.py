@@ -13,7 +13,7 @@ from testing import ROUNDING
 from bench import runner, timing
 from bench.plain import check_against_plain
 from bench.ranks import Ranks
-from bench.ratios import Row, draw_ratios, make_row, ratios, table
+from bench.ratios import Row, draw_ratios, make_row, ratios
 from bench.runner import Bench, Report, WrongCall, main, readable
 from bench.timing import Comparison, compare, interleave, timed
 from tpformer.models import GPT, GPTConfig
@@ -58,7 +58,6 @@ def test_the_result_file_and_its_picture(tmp_path, capsys):
     ratio = {"value": 2.0, "baseline_value": 1.0, "ratio": 2.0, "ratio_min": 1.8, "ratio_max": 2.2}
     assert required == {**names, **ratio, "bar": 1.5, "ok": True} and free["bar"] is None and free["ok"]
     texts = list(ElementTree.parse(tmp_path / "cpu" / "toy.svg").getroot().itertext())
-    assert "3: fast" in texts and "4: faster" in texts and "addition, against slow & <steady>" in texts
     assert texts.count("2.00 (2 calls/s)") == 2
 
 
@@ -111,25 +110,16 @@ def test_options_problems_and_further_files(tmp_path, capsys):
             raise WrongCall("--size 0 is nothing")
         return Report(["a table"], {"size": options.size}, ["too small"], "", lambda folder: (folder / "more").touch())
 
-    bench = Bench(
-        name="sized", description="", run=run, draw=lambda path: None, options={"--size": {"type": int}}, note="a note"
-    )
+    options = {"--size": {"type": int}}
+    bench = Bench(name="sized", description="", run=run, draw=lambda path: None, options=options, note="a note")
     assert main(["sized", "--size", "4"], [toy(), bench], tmp_path) == 1
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        *("a table", "a note", "nothing is written: called with an option", "sized: too small")
-    ]
+    printed = capsys.readouterr().out
+    assert "nothing is written: called with an option" in printed and "sized: too small" in printed
     assert list(tmp_path.iterdir()) == []
     assert main(["sized", "--size", "0"], [toy(), bench], tmp_path) == 2
     assert "sized: --size 0 is nothing" in capsys.readouterr().out
     assert main(["sized"], [toy(), bench], tmp_path) == 1 and (tmp_path / "cpu" / "more").exists()
     assert json.loads((tmp_path / "cpu" / "sized.json").read_text())["note"] == "a note"
-
-
-def test_a_table_is_grouped_and_narrow():
-    names = {"shape": "405B gate+up 16384x13312x16384", "provider": "tpformer, recompute full"}
-    lines = table([*toy_rows(), *({**row, **names} for row in toy_rows())]).splitlines()  # type: ignore[list-item]
-    assert lines[1] == "addition, against slow & <steady>" and lines[2].split()[:4] == ["3", "fast", "2.0", "1.0"]
-    assert lines[2].split()[-2:] == ["1.5", "yes"] and max(map(len, lines)) <= 120
 
 
 def test_ratios_are_taken_round_by_round():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bench import bubbles, generate, in_place, learning_rate, moe, pretrain
 from bench.__main__ import BENCHES
-from bench.data_parallel import messages, servers, strategies
+from bench.data_parallel import messages, strategies
 from bench.layer_memory import Layer, expected_items
 from bench.live import Live
 from bench.runner import main
@@ -32,37 +32,22 @@ from tpformer.training.setup import build_model
 TINY = GPTConfig(vocab_size=50, vocab_multiple=1, seq_length=16, n_layers=2, hidden_size=8, n_heads=2)
 
 
-@pytest.fixture
-def tiny_generate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "CONFIG", TINY)
-    monkeypatch.setattr(generate, "CONTEXTS", (4, 9))
-
-
-def test_generate_refuses_a_wrong_cache(tiny_generate, monkeypatch):
-    generate.check()
-    right = generate.next_logits
-    monkeypatch.setattr(generate, "next_logits", lambda *arguments: right(*arguments) + 1e-11)
-    with pytest.raises(AssertionError, match="logits: error"):
-        generate.check()
-
-
-def test_generate_has_all_rows(tiny_generate, monkeypatch):
-    monkeypatch.setattr(generate, "roofs", lambda: (1e9, 1e9))
+def test_generate_has_its_rows_and_refuses_a_wrong_cache(monkeypatch):
+    for name, value in {"CONFIG": TINY, "CONTEXTS": (4, 9), "roofs": lambda: (1e9, 1e9)}.items():
+        monkeypatch.setattr(generate, name, value)
     monkeypatch.setattr(generate, "timed", lambda function, repetitions: lambda: function() is None or 1e-3)
     threads = torch.get_num_threads()
     pairs = [(row["provider"], row["baseline"], row["ratio"]) for row in generate.rows(True)]
     assert torch.get_num_threads() == threads
     assert {("cached", "uncached", 1.0), ("8 texts", "1 text", 8.0), ("32 texts", "1 text", 32.0)} <= set(pairs)
-    assert [baseline for _, baseline, _ in pairs].count("bytes and FLOPs") == 4
-
-
-def test_generate_predicts_what_is_read_or_multiplied(tiny_generate):
     # a layer: 12 h^2 weights, 9 h biases (3 h, h, 4 h, h) and 4 h of norms; then the table and the last norm
-    weights = 2 * (12 * 64 + 13 * 8) + 50 * 8 + 2 * 8
-    kept = 2 * 2 * 3 * 9 * 8
+    weights, kept = 2 * (12 * 64 + 13 * 8) + 50 * 8 + 2 * 8, 2 * 2 * 3 * 9 * 8
     assert generate.predicted(9, 3, 1e9, 1e30) == pytest.approx(4 * (weights + kept) / 1e9)
-    assert generate.predicted(9, 3, 1e30, 1e9) == pytest.approx(3 * (2 * weights + 4 * 2 * 9 * 8) / 1e9)
-    assert generate.predicted(9, 1, 1e30, 1e9, cache=False) == pytest.approx(9 * (2 * weights + 2 * 2 * 9 * 8) / 1e9)
+    generate.check()
+    right = generate.next_logits
+    monkeypatch.setattr(generate, "next_logits", lambda *arguments: right(*arguments) + 1e-11)
+    with pytest.raises(AssertionError, match="logits: error"):
+        generate.check()
 
 
 def test_in_place_has_its_row(forked, monkeypatch):
@@ -177,12 +162,6 @@ def test_strategies_train_and_send_their_share(forked, monkeypatch):
     assert strategies.problems(content) == ["4 stages hold [1, 2, 2, 1] versions"]
 
 
-def test_turns_of_servers_take_as_long_as_their_slowest_worker_lets_them():
-    for server, span in (("sync", 24), ("stale", 8)):
-        turns = servers.turns(server)
-        assert len(turns) == 24 and max(end for *_, end in turns) == span
-
-
 def test_learning_rates_are_scaled_by_each_rule():
     small, large = learning_rate.Case("small batch", 8, 1e-3, True), 64
     found = learning_rate.cases(1e-3)
@@ -205,9 +184,6 @@ def test_models_of_moe_differ_in_experts_alone():
     for section in ("data", "parallel", "optimizer", "checkpoint", "log"):
         assert getattr(sparse, section) == getattr(dense, section)
     assert sparse.train.seed == dense.train.seed == 1 and sparse.train.steps == dense.train.steps
-    logged = [{"tokens_per_second": speed, "expert_load": 1.5} for speed in (9.0, 5.0)]
-    row = moe.make_row(moe.SPARSE, sparse, [[*logged, {"val_loss": 1.4}]])
-    assert row["tokens_per_second"] == 5 and row["expert_load"] == [1.5] and row["losses"] == [1.4]
 
 
 def test_models_of_pretrain_are_the_named_ones():

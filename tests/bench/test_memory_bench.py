@@ -15,13 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench import memory
 from bench.layer_memory import (
-    BEFORE_NORMS,
-    EXPERTS,
     RESIDUALS,
-    ROUTING,
-    SCORES,
-    SHARED,
-    STATISTICS,
     UNPACKED,
     Counted,
     Layer,
@@ -83,25 +77,14 @@ def test_layers_keep_what_they_should(ranks, t):
     ] + [Layer("GPT", GPT, t, torch=True)]
     first, *others = ranks(t).run(counted, layers) if t > 1 else [counted(layers)]
     assert all(other == first for other in others)
-    by_name = {(each.layer.model, each.layer.recompute): each for each in first if not each.layer.torch}
-    for each in by_name.values():
+    *ours, torchs = first
+    for each in ours:
         assert memory.item_problems(each.layer, each.items) == []
         assert memory.collective_problems(each) == []
-    unit = first[0].layer.unit
+    unit, torch_items = torchs.layer.unit, torchs.items
     assert unit == 32 * 64 / t
-    sizes = {mode: sum(by_name["GPT", mode].items.values()) / unit for mode in MODES}
-    head_dim = 64 // 4
-    assert sizes == {"none": 20 + 16 / 64 + 4 / head_dim, "mlp": 12 + 8 / 64 + 4 / head_dim, "full": 2}
-    expected = {"q", "k", "v", "attention output", "gate pre-activation", "up pre-activation", STATISTICS, SCORES}
-    assert set(by_name["Llama", "none"].items) == {*expected, *RESIDUALS, BEFORE_NORMS}
-    assert set(by_name["Llama", "full"].items) == {RESIDUALS[0]}
-    experts = by_name["MoE", "none"].items
-    assert sum(experts[name] for name in (RESIDUALS[1], EXPERTS, SHARED)) / unit == 2 + 4 * (4 * 24 + 16) / 64
-    assert experts[ROUTING] == 32 / t * (12 * 4 + 4 * 8) + 4 * 8
-    assert by_name["MoE", "full"].items == {RESIDUALS[0]: 2 * unit, ROUTING: experts[ROUTING]}
-    torch_items = first[-1].items
     # 34 without parallelism; gathered norm outputs are whole on every rank; its norms' statistics have 2 bytes here
-    assert sum(torch_items.values()) / unit == 34 + 4 * (t - 1) + 8 / 64 + 4 / head_dim
+    assert sum(torch_items.values()) / unit == 34 + 4 * (t - 1) + 8 / 64 + 4 / (64 // 4)
     assert torch_items["norm output before MLP"] == 2 * t * unit and OTHER not in torch_items
 
 
@@ -132,10 +115,8 @@ def test_nothing_lives_that_autograd_does_not_show():
             gc.collect()
             alive = {storage for storage in (each() for each in storages) if storage is not None}
             alive -= {x.untyped_storage() for x in (step.x, *step.block.parameters())}  # seen as the base of views
-            shared = (
-                8 * config.seq_length if config.dropout else 0
-            )  # where each row's random numbers begin: once for all
-            shared += 8 * (config.n_experts or 0)  # how many tokens each expert has had
+            shared = 8 * (config.n_experts or 0)  # how many tokens each expert has had
+            shared += 8 * config.seq_length if config.dropout else 0  # where rows' random numbers begin: once for all
             size = sum(storage.nbytes() for storage in alive - {y.untyped_storage()})
             assert size - table - shared == sum(expected.values()), mode
 
@@ -145,16 +126,9 @@ def test_no_gemm_is_recomputed():
         for mode in MODES:
             layer = Layer("layer", config, 1, mode)
             assert memory.gemm_problems(layer, memory.gemm_row(layer)) == []
-    row = memory.gemm_row(Layer("layer", GPT, 1))
-    assert row["recomputed"] == 0 and row["backward"] == 2 * row["forward"]
 
 
-def test_formulas():
-    rows = memory.formula_rows(Layer("GPT layer", GPT, 2))
-    assert [(row["recompute"], row["items"]) for row in rows] == [
-        ("attention", {"total": 34 * 32 * 64 // 2}),
-        ("attention +norms", {"total": 30 * 32 * 64 // 2}),
-    ]
+def test_published_formulas():
     narrow = replace(GPT, ffn_hidden_size=2 * GPT.hidden_size)
     rows = memory.formula_rows(Layer("GPT layer", narrow, 1))
     assert [row["items"]["total"] / row["unit"] for row in rows] == [26, 22]
@@ -203,9 +177,8 @@ def test_the_result_file(tiny, tmp_path, capsys):
     totals = {(row["model"], row["recompute"]): sum(row["items"].values()) / row["unit"] for row in result["rows"]}
     assert totals["GPT layer", "none"] == 20.5 and totals["GPT layer", "full"] == 2
     assert totals["GPT layer, Megatron (formula)", "attention"] == 34
-    assert {row["recompute"]: row["recomputed"] for row in result["gemms"][:3]}["none"] == 0
     svg = (tmp_path / "cpu" / "memory.svg").read_text()
-    assert svg.count(">20.50<") == 1 and "GPT layer, PyTorch TP+SP" in svg and "fc1 output" in svg
+    assert svg.count(">20.50<") == 1 and "GPT layer, PyTorch TP+SP" in svg
 
 
 def test_layers_keep_packed_what_they_should(tiny, tmp_path, capsys):
@@ -246,8 +219,7 @@ def test_other_sizes_and_counts_are_problems():
     row = {"model": "GPT layer", "recompute": "none", "forward": 30, "backward": 90, "recomputed": 30}
     assert [problem.split(": ")[1].split()[0] for problem in memory.gemm_problems(layer, row)] == ["forward", "30"]
     calls = {"forward": [("all_gather", 2 * 32 * 64)] * 2 + [("reduce_scatter", 8000)] * 3}
-    first, *others = memory.collective_problems(Counted(layer, {}, calls))
-    assert "forward: {'all_gather': 2" in first
+    _, *others = memory.collective_problems(Counted(layer, {}, calls))
     assert others == [f"{where}, forward: reduce_scatter of 8000 bytes, above 4096"] * 3
 
 

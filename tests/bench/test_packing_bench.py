@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from bench.packing import bench, outliers, page
+from bench.packing import outliers, page
 from bench.packing.forms import (
     LARGEST_GROUP,
     Form,
@@ -85,11 +85,6 @@ def test_a_mean_keeps_outliers_from_driving_the_others_out():
     made = outliers.distributions([[plain, plain], [plain[:, :512], plain[:, :512]]])
     assert [x.shape[1] for x in made[outliers.MADE]] == [2000, 1024]
     assert [x.shape[1] for x in made[outliers.DENSER]] == [1000, 1000, 512, 512]
-
-
-def test_the_choices_beside_packing():
-    rows = {row["recompute"]: (row["kept"], round(72 * row["gemms"], 9)) for row in bench.recompute_rows()}
-    assert rows == {"none": (20, 0), "qkv": (14, 6), "mlp": (12, 8), "full": (2, 16)}  # h^2 FLOPs of a token, of 72
 
 
 def test_steps_that_overflow_are_those_with_more_escapes_than_slots():

@@ -74,8 +74,6 @@ def test_further_files_are_those_of_the_results(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in data_parallel.PICTURES.iterdir()}
     for path in tmp_path.iterdir():
         assert path.read_text() == (data_parallel.PICTURES / path.name).read_text(), path.name
-    ring = "".join(ElementTree.parse(tmp_path / "ring.svg").getroot().itertext())
-    assert "step 6" in ring and "step 7" not in ring and "24 values in all" in ring
     strategies.write_csv(result, tmp_path / "curves.csv")
     assert (tmp_path / "curves.csv").read_bytes() == (RESULTS / "cpu" / "data_parallel.csv").read_bytes()
 
@@ -111,12 +109,7 @@ def test_all_cells_of_families_are_right():
 
 # (results, where in them is another value, the value, what is said of it)
 WRONGS = [
-    (
-        "data_parallel",
-        "servers times 1 slow",
-        1.8,
-        "a slow worker makes a stale step 1.61 times as long, not 1.0 to 1.5",
-    ),
+    ("data_parallel", "servers times 1 slow", 1.8, "a slow worker makes a stale step 1.61 times as long, not 1.0"),
     ("data_parallel", "servers counts 1 ok", False, "the server on 4 ranks is not as its formula says"),
     ("data_parallel", "strategies 0 valid 0", math.nan, "synchronous ends at no number"),
     ("data_parallel", "depths 2 versions", [1, 2, 2, 1], "4 stages hold [1, 2, 2, 1] versions"),
@@ -153,7 +146,7 @@ def test_a_wrong_number_is_named(name, where, value, said):
 
 def test_few_cells_that_are_divided_are_a_problem():
     rows = committed("families")["rows"]
-    for row in rows:
-        row["cells"] = {column: {**cell, "share": 0.0} for column, cell in row["cells"].items()}
+    for cell in (cell for row in rows for cell in row["cells"].values()):
+        cell["share"] = 0.0
     (said,) = families.problems(rows)
     assert said.startswith("only 0 of ") and said.endswith("are right and divided, fewer than 80%")

@@ -15,13 +15,13 @@ from xml.etree import ElementTree
 
 import pytest
 from commands import Commands
-from test_results import PROBLEMS
+from test_results import PROBLEMS, committed
 from testing import build_small_split
 
 from bench import learning_rate, moe, pretrain
 from bench.__main__ import BENCHES
 from bench.packing import bench as packing
-from bench.packing import outliers, page
+from bench.packing import outliers
 from bench.packing.forms import LARGEST_GROUP
 from bench.packing.training import SHAPES, Size
 from bench.runner import main
@@ -123,8 +123,7 @@ def test_packing(commands, tmp_path):
     assert steps == [(shape, step) for shape in ("GPT", "Llama", "MoE") for step in (1, 4)]
     sizes = {(row["shape"], row["tensor"]): row["values"] for row in result["rows"] if row["step"] == 4}
     assert len(sizes) == 7 + 8 + 8 and sizes["Llama", "gate pre-activation"] == 2 * LARGEST_GROUP  # filled up
-    assert [line[0] for line in page.tensor_cells(result)][:3] == ["saved tensor", "all of step 1", "all of step 4"]
-    assert len(page.tensor_cells(result)) == 1 + 2 + 11
+    assert result["recompute"] == committed("packing")["recompute"]  # it depends on no size
     watched = {row["shape"]: row for row in result["watched"] if row["group"] == 8192}
     assert len(watched["MoE"]["worst"]) == 4 and all(", " in where for where in watched["MoE"]["where"])
 
@@ -136,9 +135,5 @@ def test_pretrain(commands, tmp_path):
     (row,) = result["rows"]
     assert len(row["losses"]) == row["steps"] == 6 and row["first_loss"] == row["losses"][0]
     assert row["final_loss"] == pytest.approx(math.fsum(row["losses"]) / 6)
-    assert row["mfu"] is None and row["peak_is"] == "ru_maxrss of the process" and row["peak_bytes"] > 2**26
-    assert row["dtype"] == "float32" and row["parameters"] == TINY.n_parameters
+    assert row["mfu"] is None and row["peak_bytes"] > 2**26
     assert row["tokens_per_second"] > 0 and row["saved_bytes"] > 0 and 2 < row["unigram_entropy"] < 4
-    svg = ElementTree.parse(tmp_path / "results" / "cpu" / "pretrain.svg")
-    (curve,) = svg.iter("{http://www.w3.org/2000/svg}polyline")
-    assert len(curve.attrib["points"].split()) == 6
