@@ -77,7 +77,6 @@ def test_tensor_parallelism_over_two_nodes():
     eight, sixteen = tensor_parallel_times(config, a100)
     assert (eight.nodes, sixteen.nodes) == (1, 2) and sixteen.compute == eight.compute / 2
     assert sixteen.communication / eight.communication == pytest.approx(15 / 16 / (7 / 8) * 0.874 * 250 / (8 * 21))
-    assert sixteen.communication / sixteen.compute > 2.7 * eight.communication / eight.compute
     lines = list(across_nodes_lines(example("gpt_145b")))
     assert len(lines) == 4 and "```\n" + "\n".join(lines) + "\n```" in (ROOT / "docs/placement.md").read_text()
 

@@ -27,6 +27,7 @@ from tpformer.planner.search import (
     brute_force,
     evaluate,
     every_layout,
+    least_offloaded,
     model_of,
     most_memory,
     nearest,
@@ -313,6 +314,14 @@ def test_a_files_transport_dtypes_and_device_are_planned_for(tmp_path):
     asked = _question(Plan(file=str(path)))
     assert (asked.config.train.device, asked.config.train.dtype) == ("cuda", "float16")
     assert (asked.software.forward_transport, asked.software.gradient_bytes) == ("pipelined", 2)
+
+
+def test_a_layout_that_offloads_may_be_faster_than_one_that_does_not():
+    """None takes less than the bound of all kinds of offloading together."""
+    asked, values = question({"preset": "megatron-18.4b"}, 32, 64, load_device("a100-80", 2)), "tp=2,pp=2,dp=8,zero=3"
+    configs = [with_layout(asked.config, {**parse_layout(values), "offload": each}) for each in OFFLOADS]
+    models = [model_of(asked, config) for config in configs]
+    assert least_offloaded(configs, models[0]) <= min(model.step().seconds for model in models)
 
 
 def test_gradients_are_reduced_while_activations_move_to_the_host():

@@ -114,11 +114,6 @@ def test_experts_take_longer_than_an_mlp_of_their_width():
     assert first.forward["attention"] == second.forward["attention"]
     alone = model({"data_parallel_shard": 8, "zero_stage": 1}, **EXPERTS).layer.work(experts=True)
     assert second.forward["wait"] == 2 * OURS.host_kernel > 0 == first.forward["wait"] == alone.forward["wait"]
-    groups = [linear for linear in experts.layer.linears[True] if linear.experts]
-    assert [(each.rows, each.n, each.k, each.experts) for each in groups] == [
-        (2048 * 8 // 64, 2 * 1024, 4096, 16),
-        (2048 * 8 // 64, 4096, 1024, 16),
-    ]
     step = experts.step()
     assert all(each >= 0 for each in step) and experts.least() <= step.seconds
     assert step.optimizer > 5 * plain.step().optimizer, "the optimizer has all experts"
@@ -154,11 +149,10 @@ def test_the_rank_with_most_parameters_counts():
 
 
 def test_data_parallel_ranks_in_a_node_share_its_adapters():
-    parallel = {"tensor_parallel": 2, "data_parallel_replicate": 16}
-    found = model(parallel)
-    fast, slow = found.fast, found.slow
+    found = model({"tensor_parallel": 2, "data_parallel_replicate": 16})
     nbytes = 4 * found.elements(0)
-    assert found.collective(nbytes, replicas=True) == all_reduce_seconds("ring", nbytes, 4, 4, fast, slow)
+    expected = all_reduce_seconds("ring", nbytes, 4, 4, found.fast, found.slow)
+    assert found.collective(nbytes, replicas=True) == expected
 
 
 UNIT = 2 * 256 * 512 * 2  # bytes of two samples' residual stream
