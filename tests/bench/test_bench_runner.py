@@ -14,7 +14,7 @@ from bench import runner, timing
 from bench.plain import check_against_plain
 from bench.ranks import Ranks
 from bench.ratios import Row, draw_ratios, make_row, ratios
-from bench.runner import Bench, Report, WrongCall, main, readable
+from bench.runner import Bench, Report, WrongCall, main
 from bench.timing import Comparison, compare, interleave, timed
 from tpformer.models import GPT, GPTConfig
 
@@ -162,11 +162,3 @@ def test_ranks_run_calls_and_report_failures(forked):
         assert ranks.sample("seconds") == 3.0
         with pytest.raises(RuntimeError, match="rank 0 of 2: (.|\n)*ZeroDivisionError"):
             ranks.call("fail")
-
-
-def test_results_files_have_a_row_on_a_line():
-    content = {"rows": [{"name": f"row {n}", "values": [0.5] * n, "none": None} for n in (1, 80)], "empty": []}
-    text = readable(content)
-    assert json.loads(text) == content
-    assert text.splitlines()[1:3] == [' "rows": [', '  {"name": "row 1", "values": [0.5], "none": null},']
-    assert len(text.splitlines()) > 80 and max(map(len, text.splitlines())) < 280

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,7 +23,6 @@ from bench.layer_memory import (
     expected_items,
 )
 from bench.runner import main
-from bench.step_counts import Gemms
 from tpformer.distributed import build_mesh
 from tpformer.models import GPTConfig
 from tpformer.planner.storages import OTHER, new_objects
@@ -37,24 +35,6 @@ MOE = replace(
     LLAMA, n_layers=2, first_dense_layers=1, n_experts=8, experts_per_token=4, expert_ffn_size=24, shared_expert_size=16
 )
 MODES = ("none", "mlp", "full")
-
-
-def test_gemms_by_hand():
-    a, b, c = torch.randn(2, 3), torch.randn(3, 5), torch.randn(2, 5)
-    once = 2 * 2 * 3 * 5
-    for run, expected in (
-        (lambda: a @ b, once),
-        (lambda: torch.mm(a, b, out=c), once),
-        (lambda: torch.addmm(c, a, b), once),
-        (lambda: c.addmm_(a, b), once),
-        (lambda: torch.bmm(a.expand(4, 2, 3), b.expand(4, 3, 5)), 4 * once),
-        (lambda: torch.baddbmm(c.expand(4, 2, 5), a.expand(4, 2, 3), b.expand(4, 3, 5)), 4 * once),
-        (lambda: nn.functional.linear(a, b.t(), torch.zeros(5)), once),
-        (lambda: a * 2, 0),
-    ):
-        with Gemms() as gemms:
-            run()
-        assert gemms.flops == expected
 
 
 def counted(layers: Sequence[Layer]) -> list[Counted]:

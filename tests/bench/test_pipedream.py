@@ -71,7 +71,7 @@ def test_stages_are_late_as_the_formula_says(stages):
         options = {"sample_index": torch.arange(2) + 2 * minibatch, "step": minibatch + 1}
         inputs, options["targets"] = rows(minibatch)[:, :-1], rows(minibatch)[:, 1:]
         loss = torch.func.functional_call(model, used, (inputs,), options)
-        losses.append(float(loss) / 12)
+        losses.append(float(loss.detach()) / 12)
         for parameter, gradient in zip(
             model.parameters(), torch.autograd.grad(loss, [*used.values()], torch.full_like(loss, 1 / 12)), strict=True
         ):
