@@ -9,13 +9,13 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from copies import copy
-from execution import SCHEDULES, Execution, Schedule, executing, small_tiles
+from execution import GATHER_ALONE, PLAIN, SCHEDULES, Execution, Schedule, executing, small_tiles
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,17 +39,60 @@ KERNELS, COPIES = 0, 1  # streams
 FILES = ("kernel_workspace.py", "fused.py", "execute_copies.py")  # reports name the first that a copy comes from
 
 
-class Group:
-    """What the transport asks of its process group."""
+# An engine has done all of a copy before it begins the stream's next one, so whoever sees the word knows of them all.
+FLAG = """setp.eq.b32 %p1, %r1, 0;
+ld.global.b32 %r2, [%rd1];
+@%p1 atom.global.sys.release.exch.b32 %r3, [%rd2], %r2;
+"""
+PAYLOAD = """mov.u32 %r2, 0;
+$L__BB0_1:
+setp.lt.u32 %p1, %r1, {units};
+mad.wide.u32 %rd3, %r1, 2, %rd1;
+mad.wide.u32 %rd4, %r1, 2, %rd2;
+@%p1 ld.global.b16 %rs1, [%rd3];
+@%p1 st.global.b16 [%rd4], %rs1;
+add.u32 %r1, %r1, 32;
+add.u32 %r2, %r2, 32;
+setp.lt.u32 %p2, %r2, {units};
+@%p2 bra $L__BB0_1;
+"""
+COPY = """.file 1 "{file}"
+.visible .entry copy(
+.param .u64 source,
+.param .u64 target,
+.param .u64 scratch,
+.param .u64 more
+)
+{{
+.reg .pred %p<3>;
+.reg .b16 %rs<2>;
+.reg .b32 %r<4>;
+.reg .b64 %rd<5>;
+.loc 1 {line} 0
+mov.u32 %r1, %tid.x;
+ld.param.b64 %rd1, [source];
+ld.param.b64 %rd2, [target];
+{body}ret;
+}}
+"""
 
-    def __init__(self, rank: int) -> None:
-        self.number = rank
 
-    def rank(self) -> int:
-        return self.number
+def copy(execution: Execution, target: Tensor, source: Tensor, file: str, line: int) -> None:
+    """Put a copy by an engine into the execution's current stream, as a kernel of one warp, so that it is interleaved
+    and checked as programs are. Reports name the line of a file.
 
-    def size(self) -> int:
-        return WORLD
+    A copy of 4 bytes sets a flag: it is one store, which releases what its stream did before. Others move two bytes at
+    a time, and release nothing.
+    """
+    assert target.is_contiguous() and source.is_contiguous() and target.nbytes == source.nbytes
+    assert source.nbytes % 2 == 0
+    body = FLAG if source.nbytes == 4 else PAYLOAD.format(units=source.nbytes // 2)
+    kernel = SimpleNamespace(
+        asm={"ptx": COPY.format(file=file, line=line, body=body)},
+        src=SimpleNamespace(signature={"source": "*u8", "target": "*u8"}),
+        metadata=SimpleNamespace(num_warps=1, shared=0),
+    )
+    execution.launch("copy", kernel, {"source": source, "target": target}, (1,))
 
 
 class Memory:
@@ -111,7 +154,7 @@ def transports(execution: Execution, copied_flags: str | None) -> Iterator[list[
     """Each rank's fused transport, by copy engines for gathers of any size. Within, torch's streams and copies are the
     execution's. copied_flags: as in SymmetricMemory."""
     streams = [CudaStream(execution, number) for number in (KERNELS, COPIES)]
-    groups = [Group(rank) for rank in range(WORLD)]
+    groups = [mock.Mock(**{"rank.return_value": rank, "size.return_value": WORLD}) for rank in range(WORLD)]
     whole = torch.full((WORLD, 1 << 14), 0xFF, dtype=torch.uint8)
     execution.memory.add(whole)
     cpu = torch.device("cpu")
@@ -159,11 +202,10 @@ def gathered_too(gemm: gemms.Gemm) -> gemms.Gemm:
     return gemm._replace(reference=reference)
 
 
-ROWS_ALONE = gemms.Gemm(lambda rank, world, rows, n, k: gemms.shapes(a=(rows, k)), None, lambda xs: [[]] * WORLD)  # type: ignore
 OPERATIONS: dict[str, tuple[Callable[[Fused, dict[str, Tensor]], list[Tensor | None]], gemms.Gemm]] = {
     "linear": (linear, gathers.linear(1)),
     "derivative": (derivative, gathered_too(gathers.derivative("gelu", False))),
-    "without a GEMM": (without_gemm, gathered_too(ROWS_ALONE)),
+    "without a GEMM": (without_gemm, GATHER_ALONE),
 }
 
 
@@ -189,37 +231,36 @@ def is_copy(cta: Any) -> bool:
     return "source" in cta.code.kernel.parameters
 
 
-# which programs go first, as long as any of them can go on
-FIRST: dict[str, Callable[[Any], bool]] = {
-    "copies at once": is_copy,
-    "late copies": lambda cta: not is_copy(cta),
-    "rank 0's copies late": lambda cta: not (is_copy(cta) and cta.place[0] == 0),
-}
-ORDERS: list[Any] = [*SCHEDULES, *FIRST]
+# which programs go first, as long as any of them can go on: copies at once, late ones, and those of rank 0 late
+FIRST: list[Callable[[Any], bool]] = [
+    is_copy,
+    lambda cta: not is_copy(cta),
+    lambda cta: not (is_copy(cta) and cta.place[0] == 0),
+]
+EXTREME = [(PLAIN, first) for first in FIRST]
+ORDERS = [*((schedule, lambda cta: True) for schedule in SCHEDULES), *EXTREME]
 
 
 @contextlib.contextmanager
-def executing_in(order: Schedule | str, clean: bool = True) -> Iterator[Execution]:
-    """`executing`, with a schedule, or with those first that FIRST names."""
+def executing_in(order: tuple[Schedule, Callable[[Any], bool]], clean: bool = True) -> Iterator[Execution]:
+    """`executing`, with a schedule of the programs that go first."""
+    (schedule, first), usual = order, scheduler.choose
 
-    def choose(ready, weights, generator, schedule):
-        return generator.choice([cta for cta in ready if FIRST[order](cta)] or ready)
+    def choose(ready, *rest):
+        return usual([cta for cta in ready if first(cta)] or ready, *rest)
 
-    with contextlib.ExitStack() as stack:
-        if isinstance(order, str):
-            stack.enter_context(mock.patch.object(scheduler, "choose", choose))
-        yield stack.enter_context(executing(*[order] * (not isinstance(order, str)), clean=clean))
+    with mock.patch.object(scheduler, "choose", choose), executing(schedule, clean=clean) as execution:
+        yield execution
 
 
 @pytest.mark.parametrize("name, copied_flags", [*((name, None) for name in OPERATIONS), ("linear", "no operation")])
 def test_gathers_by_copies(name: str, copied_flags: str | None) -> None:
-    for order in ORDERS if (name, copied_flags) == ("linear", None) else FIRST:
+    for order in ORDERS if (name, copied_flags) == ("linear", None) else EXTREME:
         with executing_in(order) as execution:
             for result in run(name, execution, copied_flags):
                 gemms.compare(*result)
 
 
-PAYLOAD, FLAG = "target.copy_(", "set_flag(peer"
 WAIT = "self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))"
 JOIN = "torch.cuda.current_stream(self.device).wait_stream(self._copy_stream)"
 
@@ -227,7 +268,7 @@ JOIN = "torch.cuda.current_stream(self.device).wait_stream(self._copy_stream)"
 @pytest.mark.parametrize(
     "method, edit, sides",
     [
-        ("_send", move(PAYLOAD, FLAG), ("kernel_workspace.py", "tile.py")),
+        ("_send", move("target.copy_(", "set_flag(peer"), ("kernel_workspace.py", "tile.py")),
         ("copy_gather", replace(WAIT, "pass"), ("kernel_workspace.py", "reuse.py")),
         ("join", replace(JOIN, "pass"), ("kernel_workspace.py", "reuse.py")),
     ],

@@ -7,10 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from copies import copy
 from execution import PLAIN, SCHEDULES, Execution
 
-from checks.execute.arithmetic import reduce_lanes, shuffle
 from checks.execute.code import Code
 from checks.execute.log import Log
 from checks.execute.memory import Fault
@@ -171,68 +169,6 @@ def test_a_weaker_hand_over_is_found(name) -> None:
         assert any(re.search(r"race: .* global memory .*snippet.ptx:7", report) for report in reports), reports
 
 
-FILL = """mov.u32 %r1, %tid.x;
-ld.param.b64 %rd1, [data];
-mad.wide.u32 %rd2, %r1, 4, %rd1;
-add.s32 %r2, %r1, 100;
-st.global.b32 [%rd2], %r2;
-ret;
-"""
-
-
-def hand_over_by_copies(schedule, flag_first: bool = False, waits: tuple[bool, bool] = (True, True)) -> tuple:
-    """(the reports, whether the words arrived). A kernel of rank 0 fills a source, and fills it again at the end.
-    Between, its copy engine sends the words and a flag. waits: whether the engine waits for the kernel, and the second
-    kernel for the engine."""
-    source, data, out = (torch.zeros_like(WORDS) for _ in range(3))
-    flag, one = torch.zeros(4).int(), torch.ones(1).int()
-    execution = Execution(schedule)
-    fill = kernel(FILL, ("data",))
-    with execution.on(0):
-        execution.launch("kernel", fill, {"data": source}, (1,))
-    with execution.on(0, stream=1):
-        if waits[0]:
-            execution.wait(0)
-        for number in (1, 0) if flag_first else (0, 1):
-            copy(execution, (data, flag[:1])[number], (source, one)[number], "host.py", 7 + number)
-    with execution.on(0):
-        if waits[1]:
-            execution.wait(1)
-        execution.launch("kernel", fill, {"data": source}, (1,))
-    with execution.on(1):
-        execution.launch("kernel", kernel(RECEIVE), {"data": data, "flag": flag, "out": out}, (1,))
-    execution.run()
-    return execution.log.reports, torch.equal(out, WORDS)
-
-
-def test_copies_hand_over() -> None:
-    """To a kernel that already polls, or has yet to begin."""
-    assert [hand_over_by_copies(schedule) for schedule in SCHEDULES] == [([], True)] * len(SCHEDULES)
-
-
-KERNEL, ENGINE = "snippet.ptx:7", "host.py:7"
-
-
-@pytest.mark.parametrize(
-    "options, reader, writer",
-    [
-        ({"flag_first": True}, KERNEL, ENGINE),
-        ({"waits": (False, True)}, ENGINE, KERNEL),
-        ({"waits": (True, False)}, ENGINE, KERNEL),
-    ],
-)
-def test_a_weaker_hand_over_by_copies_is_found(options, reader, writer) -> None:
-    race = f"race: (a read of .*{reader}.*{writer}|a write of .*{writer}.*{reader})"
-    for schedule in SCHEDULES:
-        reports, _ = hand_over_by_copies(schedule, **options)
-        assert any(re.search(race, found) for found in reports), reports
-
-
-def test_a_copy_is_whole() -> None:
-    with pytest.raises(ValueError, match="contiguous tensors of equal, even sizes"):
-        copy(Execution(), torch.zeros(4, 2)[:, 0], torch.zeros(4), "host.py", 7)
-
-
 @pytest.mark.parametrize("number", [0, 1])
 def test_each_barrier_of_shared_memory_matters(number) -> None:
     first, second, third = RECEIVE.split("bar.sync 0;\n")
@@ -275,24 +211,32 @@ def test_shared_memory(text, report) -> None:
     assert any(report in each for each in found) if report else not found
 
 
-def test_reductions_are_those_of_a_warp() -> None:
-    """Of lane - 8 in each lane: an integer is signed."""
-    for operation, expected in (("min", [-8, 24]), ("max", [23, 55])):
-        data = torch.zeros(64, dtype=torch.int32)
-        text = f"add.s32 %r3, %r1, -8;\nredux.sync.{operation}.s32 %r4, %r3, -1;\nst.global.b32 [%rd2], %r4;\nret;"
-        assert not execute(PLACE + text, data)
-        assert data.view(2, 32).unique(dim=1)[:, 0].tolist() == expected and len(data.unique()) == 2
+THREADS = np.arange(64)
+FIRST = THREADS // 32 * 32  # of a thread's warp
+NEGATIVE = "add.s32 %r3, %r1, -8;\n"  # the first lanes of the first warp: integers are signed
+BYTES = "mov.b32 %r3, 0x00FF807F;\nmov.b32 %r4, 0x00332211;\n"  # 7f 80 ff 00, then 11 22 33 00
 
 
 @pytest.mark.parametrize(
-    "selector, expected", [("0x7701U", 0x00007F80), ("0x4210", 0x11FF807F), ("0xA98D", 0xFFFF0000)]
+    "text, expected",
+    [
+        (NEGATIVE + "redux.sync.min.s32 %r5, %r3, -1;", FIRST - 8),
+        (NEGATIVE + "redux.sync.max.s32 %r5, %r3, -1;", FIRST + 23),
+        (NEGATIVE + "redux.sync.add.s32 %r5, %r3, 5;", 2 * FIRST - 14),  # of lanes 0 and 2
+        ("shfl.sync.idx.b32 %r5, %r1, 5, 31, -1;", FIRST + 5),
+        ("shfl.sync.bfly.b32 %r5, %r1, 6, 31, -1;", THREADS ^ 6),
+        # a lane that has none so far below keeps its own value
+        ("shfl.sync.up.b32 %r5, %r1, 4, 0, -1;", np.where(THREADS - FIRST < 4, THREADS, THREADS - 4)),
+        # by number, or 8 more for a byte's sign
+        (BYTES + "prmt.b32 %r5, %r3, %r4, 0x7701U;", 0x00007F80),
+        (BYTES + "prmt.b32 %r5, %r3, %r4, 0x4210;", 0x11FF807F),
+        (BYTES + "prmt.b32 %r5, %r3, %r4, 0xA98D;", 0xFFFF0000),
+    ],
 )
-def test_bytes_are_permuted(selector, expected) -> None:
-    """Bytes 7f 80 ff 00, then 11 22 33 00: by number, or 8 more for a byte's sign."""
+def test_lanes_of_a_warp_and_bytes_of_a_word(text, expected) -> None:
     data = torch.zeros(64, dtype=torch.int32)
-    words = "mov.b32 %r3, 0x00FF807F;\nmov.b32 %r4, 0x00332211;\n"
-    assert not execute(f"{PLACE}{words}prmt.b32 %r5, %r3, %r4, {selector};\nst.global.b32 [%rd2], %r5;\nret;", data)
-    assert {int(x) & 0xFFFFFFFF for x in data} == {expected}
+    assert not execute(f"{PLACE}{text}\nst.global.b32 [%rd2], %r5;\nret;", data)
+    assert (data.numpy() == np.broadcast_to(expected, 64).astype(np.uint32).view(np.int32)).all()
 
 
 @pytest.mark.parametrize(
@@ -315,19 +259,3 @@ def test_what_cannot_go_on(text, message) -> None:
 def test_unknown_instructions_are_errors(text) -> None:
     with pytest.raises(Unsupported, match=re.escape(text.split()[0])):
         Code(parse(kernel(text).asm["ptx"]))
-
-
-def test_reductions_of_lanes() -> None:
-    values = np.arange(64, dtype=np.int32) - 40
-    assert (reduce_lanes(values, np.int32(-1), "max") == np.repeat([-9, 23], 32)).all()
-    assert (reduce_lanes(values, np.int32(5), "add") == np.repeat([-40 - 38, -8 - 6], 32)).all()
-    assert reduce_lanes(values, np.int32(-1), "add").dtype == np.int32
-
-
-def test_lanes_of_a_shuffle() -> None:
-    """Each of two warps takes from its own lanes; a lane that has none so far below keeps its own value."""
-    lanes = np.arange(64)
-    first, lane = lanes // 32 * 32, lanes % 32
-    assert (shuffle(lanes, np.uint32(5), "idx") == first + 5).all()
-    assert (shuffle(lanes, np.uint32(6), "bfly") == first + (lane ^ 6)).all()
-    assert (shuffle(lanes, np.uint32(4), "up") == np.where(lane < 4, lanes, lanes - 4)).all()
