@@ -35,6 +35,18 @@ from tpformer.kernels.protocol import ERROR_WORDS, Channel, bump  # noqa: E402
 TILE = Tile(16, 16, 16, 2, 2, False)
 SCHEDULES = (PLAIN, Schedule(1, lockstep=False), Schedule(2, lockstep=False, priorities=True))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# name of a tile that ships for sm_80 -> (dtype, (rows, N, K)): two tiles or more in each direction, and more steps of K
+# than stages; then those for few rows, with columns for the two SMs that there are
+SHIPPED = {
+    "ampere": (torch.bfloat16, (136, 144, 176)),
+    "ampere_small": (torch.bfloat16, (64, 80, 264)),
+    "exact": (torch.float32, (72, 40, 56)),
+}
+FEW = {
+    "ampere_small": (torch.bfloat16, (40, 80, 264)),
+    "ampere_narrow": (torch.bfloat16, (40, 40, 520)),
+    "exact": (torch.float32, (40, 40, 56)),
+}
 # two programs of two warps are resident
 DEVICE = SimpleNamespace(multi_processor_count=2, shared_memory_per_multiprocessor=4096)
 
@@ -51,6 +63,18 @@ def executing(
     ):
         yield execution
     assert not (clean and execution.log.reports), execution.log.reports
+
+
+@contextlib.contextmanager
+def executing_with(tile: str) -> Iterator[Execution]:
+    """`executing`, in which every GEMM must have as many warps as this tile; those of one dtype differ in that."""
+
+    def check(name: str, ptx: str) -> str:
+        assert "matmul" not in name or f".reqntid {32 * TILES[tile].warps}\n" in ptx, f"{name} has another tile"
+        return ptx
+
+    with executing(mutate=check) as execution:
+        yield execution
 
 
 def group(world: int, capacity: int = 1 << 14, writer_flags: int = 16, limit: int = 10**8) -> list[Channel]:

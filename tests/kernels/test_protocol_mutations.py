@@ -2,8 +2,8 @@
 survives.
 
 schedules.py arranges the order of events, so that no result depends on timing. The interpreter runs in order, so it
-does not see barriers, releases, fences and the place of waits: tests/checks/test_compile_mutations.py checks those, and
-tests/execute/execute_blindness.py shows it.
+does not see barriers, releases, fences and the place of waits: tests/checks/test_compile_mutations.py checks those in
+compiled code, and tests/execute/execute_mutants.py executes them.
 """
 
 import pytest
