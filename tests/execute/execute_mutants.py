@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from mutant_survivors import complaint, reason_of, stale
+from mutant_table import complaint, reason_of, stale
 from mutant_trials import CASES, judge, mutants, sample
 
 

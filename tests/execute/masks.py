@@ -89,10 +89,6 @@ def norm(shape: Shape, watch: Watch) -> None:
         norms.check_finish_norm(kernel("norm"), x, finish, dy, dresidual, widest=widest)
 
 
-def dropout(shape: Shape, watch: Watch) -> None:
-    dropouts.check_finish(kernel("dropout"), *shape, FLOAT)
-
-
 def rope(shape: Shape, watch: Watch) -> None:
     """The table ends with the last position that is used."""
     tokens, half = shape
@@ -117,15 +113,6 @@ def strange_targets(shape: Shape, watch: Watch) -> None:
     infinite = torch.full((1, 8), torch.inf)
     loss, gradient = losses.in_slices(kernel("cross_entropy"), infinite, torch.tensor([-100]), None, 8, 8)
     assert loss.tolist() == [0] and bool((gradient == 0).all())
-
-
-def weighted_activation(shape: Shape, watch: Watch) -> None:
-    weighted.check(kernel("weighted_activation"), "silu", *weighted.draw(*shape, FLOAT))
-
-
-def combine(shape: Shape, watch: Watch) -> None:
-    tokens, h = shape
-    combinations.check(kernel("combine"), *combinations.draw(tokens, 3, h, FLOAT))
 
 
 def pack(shape: Shape, watch: Watch) -> None:
@@ -246,14 +233,23 @@ def matmul_all_reduce(shape: Shape, watch: Watch) -> None:
 
 
 # the check, and the shapes: those of mutants, then those that leave every remainder
-CASES: dict[str, tuple[Callable[[Shape, Watch], None], list[Shape]]] = {
+CASES: dict[str, tuple[Callable[[Shape, Watch], object], list[Shape]]] = {
     "activation": (activation, [(13,), (15,), *[(n,) for n in range(1, 18)]]),
     "norm": (norm, [(3, 7), (5, 3), *every_remainder(2, 4)]),
-    "dropout": (dropout, [(3, 7), (5, 3), (3, 8), *every_remainder(2, 4)]),
+    "dropout": (
+        lambda shape, watch: dropouts.check_finish(kernel("dropout"), *shape, FLOAT),
+        [(3, 7), (5, 3), (3, 8), *every_remainder(2, 4)],
+    ),
     "rope": (rope, [(3, 3), *every_remainder(4, 4)]),
     "cross entropy": (cross_entropy, [(3, 13, 3), (13, 3, 2), (1, 17, 5), *every_remainder(4, 8, 8)]),
-    "weighted activation": (weighted_activation, [(3, 7), (5, 3), *every_remainder(2, 4)]),
-    "combine": (combine, [(3, 7), (5, 3), *every_remainder(2, 4)]),
+    "weighted activation": (
+        lambda shape, watch: weighted.check(kernel("weighted_activation"), "silu", *weighted.draw(*shape, FLOAT)),
+        [(3, 7), (5, 3), *every_remainder(2, 4)],
+    ),
+    "combine": (
+        lambda shape, watch: combinations.check(kernel("combine"), *combinations.draw(shape[0], 3, shape[1], FLOAT)),
+        [(3, 7), (5, 3), *every_remainder(2, 4)],
+    ),
     "pack": (pack, [(GROUP - 1,), (GROUP + 3,), (2 * GROUP,), (5,), (50,), (4097,)]),
     "route": (route, [(3, 5), (5, 3), (3, 1), *every_remainder(2, 4)]),
     "targets outside": (strange_targets, [()]),
@@ -276,11 +272,6 @@ def several_shares(m: int, rows: int, device: Any, warps: int, programs: None, b
 def small_row_tile(n: int, widest: int, elements: int = 0) -> tuple:
     """rows.row_tile for tiles of two rows."""
     return row_kernels.RowTile(2, min(triton.next_power_of_2(n), widest), 4)
-
-
-def small_form(experts: int, groups: int, k: int) -> tuple:
-    """route's form_of for two tokens."""
-    return kernel("route").Form(2, *map(triton.next_power_of_2, (groups, experts // groups, k)))
 
 
 def uneven_finishing(rows: int, n: int, tile: Tile, *rest: int) -> tuple[int, int, int]:
@@ -308,7 +299,9 @@ def small_tiles() -> Iterator[None]:
         "rope.kernel": {"BLOCK_BYTES": 64},
         "weighted_activation.kernel": {"row_tile": small_row_tile, "FORWARD_COLUMNS": 4, "BACKWARD_COLUMNS": 4},
         "combine.kernel": {"row_tile": small_row_tile, "COLUMNS": 4},
-        "route.kernel": {"form_of": small_form},
+        "route.kernel": {"form_of": lambda experts, groups, k: kernel("route").Form(
+            2, *map(triton.next_power_of_2, (groups, experts // groups, k))  # for two tokens
+        )},
         "cross_entropy.kernel": {
             "COMBINE_TOKENS": 4, "block_options": lambda logits: {"LANES": 4, "VECTOR": 2, "num_warps": 4},
         },

@@ -1,7 +1,7 @@
 """Executes mutants of kernels, and says which check catches each.
 
 Belongs here: the launches that a kernel is tried in, and the verdict. Which mutants there are is in ptx_mutants.py and
-source_mutants.py; those that nothing catches are listed with reasons in mutant_survivors.py.
+source_mutants.py; those that nothing catches are listed with reasons in mutant_table.py.
 """
 
 import dataclasses
