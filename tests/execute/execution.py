@@ -147,8 +147,7 @@ def run_group(
 
 
 EPOCHS = 3  # the third writes into the slots of the first
-# of a wait that is to expire: a multiple of 16 as in a workspace, so that no kernel is compiled for this number
-POLLS = 16
+FEW_POLLS = 3  # of a wait that is to expire: it may do so while others, slower ones, go on
 
 
 class Try(NamedTuple):
@@ -161,6 +160,8 @@ class Try(NamedTuple):
     """The ranks that run. If some are absent, waits of the others expire."""
     gone: bool = False
     """Whether the absent ranks began before the others, pushed what they had, and gave up."""
+    polls: int = FEW_POLLS
+    """After how many a wait expires if ranks are absent."""
 
     @property
     def expires(self) -> bool:
@@ -200,7 +201,7 @@ def expire(run: Execution, launch: Callable[[Channel], object], world: int, way:
     """Launch an operation on the ranks that are present, for each epoch. In the first their waits expire, and they
     report that; then they wait no more. The first absent rank reads the first one's report in place of the host. The
     absent ranks come when it is too late, and change no report."""
-    channels, report = group(world, limit=POLLS, **room), torch.zeros(ERROR_WORDS.value, dtype=torch.int32)
+    channels, report = group(world, limit=way.polls, **room), torch.zeros(ERROR_WORDS.value, dtype=torch.int32)
     running = channels[way.present]
     present = [channel.rank for channel in running]
     absent = [channel for channel in channels if channel.rank not in present]
@@ -224,8 +225,8 @@ def expire(run: Execution, launch: Callable[[Channel], object], world: int, way:
     # a rank that has pushed all that the first epoch takes is missed in the second
     missed = [[gemms.BEFORE_WRAP + epoch, gemms.BEFORE_WRAP + epoch + 1] for epoch in (0, int(way.gone))]
     for channel, (expired, peer, *epochs) in zip(running, reports, strict=True):
-        others = {*range(world)} - {channel.rank} if way.schedule.impatient else {*range(world)} - {*present}
-        named = expired == 1 and peer in others and epochs in missed
+        slow = {*present} - {channel.rank} if way.schedule.impatient or way.polls == FEW_POLLS else set()
+        named = expired == 1 and peer in slow | {each.rank for each in absent} and epochs in missed
         assert named, f"the report of rank {channel.rank} is {channel.error.tolist()}, {way}"
         assert channel.stopped.all() and not channel.counters.any(), "a rank has not stopped"
     assert report.tolist() == reports[0], f"the report that is read is {report.tolist()}"
