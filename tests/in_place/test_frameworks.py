@@ -67,19 +67,6 @@ def test_fsdp_on_top(ranks, family, sequence_parallel):
     assert_same(results, [expected] * 4)
 
 
-ONE_LAYER = {"num_hidden_layers": 1}  # the compiler takes seconds for each
-
-
-def under_compiler():
-    return train(torch.compile(parallel(**ONE_LAYER)[0], backend="eager"), BATCHES, clip)
-
-
-@pytest.mark.proof
-def test_the_compiler(ranks):
-    """In every run plain modules are compiled, by test_parallelize.py and test_linears.py."""
-    assert_same(ranks(2).run(under_compiler), [expected_of(tiny("llama", torch.float64, **ONE_LAYER))] * 2)
-
-
 def adapted(model):
     """The model with adapters, in its own dtype."""
     config = LoraConfig(r=3, target_modules="all-linear", lora_alpha=6, bias="none")

@@ -8,13 +8,14 @@ from functools import partial
 
 import pytest
 import torch
+from block import HIDDEN, Model, in_place
 from testing import assert_same
+from tiny import VOCAB, batch, train
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from tpformer import ops
 from tpformer.distributed import build_mesh
 from tpformer.distributed.collectives import record_collectives
 from tpformer.distributed.dtensor import full_tensor
@@ -23,84 +24,11 @@ from tpformer.in_place.siblings import share_inputs
 from tpformer.layers import TensorParallel
 from tpformer.parallel import reduce_partial_gradients
 
-BATCH, SEQ, HIDDEN, VOCAB, STEPS = 4, 8, 10, 13, 3
-
-
-class Scale(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 2, size))
-
-    def forward(self, x):
-        return x * self.weight
-
-
-class Model(nn.Module):
-    """Tied tables around a block with a fused projection, heads that share a scale, and a norm on rows."""
-
-    enter = leave = nn.Identity()
-
-    def __init__(self, linear, wide):
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(VOCAB, HIDDEN, padding_idx=1)
-        self.norm, self.heads = Scale(HIDDEN), Scale(2)
-        self.fused, self.column, self.row = linear(HIDDEN, 2 * wide), linear(HIDDEN, wide), linear(wide, HIDDEN)
-        self.split = linear(HIDDEN, HIDDEN)
-        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
-        self.head.weight = self.table.weight
-        for module in (self.double(), self.fused, self.column, self.row, self.split):
-            if hasattr(module, "bias"):
-                nn.init.normal_(module.bias)
-
-    def forward(self, ids):
-        x = self.enter(self.table(ids))
-        y = self.norm(x)
-        gate, up = self.fused(y).chunk(2, -1)
-        heads = (torch.tanh(gate) * up * self.column(y)).unflatten(-1, (-1, 2))
-        x = self.leave(x + self.row(self.heads(heads).flatten(-2)))
-        return self.head(x + self.split(x))
+STEPS = [batch(8, number, 4) for number in range(3)]
 
 
 def conv(k, n):
     return Conv1D(n, k)
-
-
-def train(model, compute=None):
-    """Every result, gradient and parameter of some AdamW steps; the loss is a sum over the samples."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    found = {}
-    for step in range(STEPS):
-        ids = torch.randint(VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(step))
-        logits = (model if compute is None else compute)(ids)
-        nn.functional.cross_entropy(logits.flatten(0, 1), ids.roll(1, 1).flatten(), reduction="sum").backward()
-        reduce_partial_gradients(model)  # a loop that calls it changes nothing
-        found |= {f"logits {step}": logits.detach()}
-        found |= {f"{name} {step}": full_tensor(p.grad).clone() for name, p in model.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
-    return found | {name: full_tensor(p.detach()).clone() for name, p in model.named_parameters()}
-
-
-def in_place(model, tp):
-    """The model, sharded; with sequence shards between `enter` and `leave`."""
-    width = model.column.weight.shape[0] if isinstance(model.column, nn.Linear) else model.column.nf
-    chunk = -(-width // tp.size)
-    first, last = tp.rank * chunk, min((tp.rank + 1) * chunk, width)
-    dim = None
-    if tp.sequence_parallel:
-        dim = 1
-        model.enter = lambda x: ops.scatter_rows(x.movedim(1, 0), tp.group).movedim(0, 1)
-        model.leave = lambda x: ops.gather_rows(x.movedim(1, 0), tp.group).movedim(0, 1)
-        sum_gradients(model.norm, tp)
-    make_embedding(model.table, tp)
-    make_column(model.fused, tp, rows=[slice(first, last), slice(width + first, width + last)], sequence_dim=dim)
-    make_column(model.column, tp, sequence_dim=dim)
-    sum_gradients(model.heads, tp)
-    make_row(model.row, tp, sequence_dim=dim)
-    make_row(model.split, tp, split_input=True)
-    make_column(model.head, tp, gather_output=True)
-    return model
 
 
 def copies(model, tp):
@@ -110,7 +38,7 @@ def copies(model, tp):
     file.seek(0)
     with torch.device("meta"):
         meta = Model(conv, 16)
-        meta.table, meta.head = nn.Embedding(VOCAB, HIDDEN, padding_idx=1), nn.Linear(HIDDEN, VOCAB, bias=False)
+        meta.table, meta.head = nn.Embedding(VOCAB, HIDDEN, padding_idx=5), nn.Linear(HIDDEN, VOCAB, bias=False)
         meta.head.weight = meta.table.weight
     in_place(meta.double(), tp)
     assert all(p.is_meta for p in meta.parameters())
@@ -132,10 +60,10 @@ def on_rank(t, linear, wide, sequence_parallel):
     assert all(isinstance(module, own) for module, own in zip(model.modules(), classes, strict=True))
     models = {} if sequence_parallel or linear is nn.Linear or t > 2 else copies(model, tp)
     assert all(each.head.weight is each.table.weight for each in (model, *models.values()))
-    found = {name: train(each) for name, each in models.items()}
-    return found | {
-        "compiled" if found else "": train(model, torch.compile(model, backend="aot_eager") if found else None)
-    }
+    if models:
+        models["compiled"] = torch.compile(model, backend="aot_eager")
+    # a loop that reduces partial gradients itself changes nothing
+    return {name: train(each, STEPS, reduce_partial_gradients) for name, each in (models or {"": model}).items()}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +72,7 @@ def on_rank(t, linear, wide, sequence_parallel):
 )
 def test_same_as_plain_modules(ranks, t, linear, wide, sequence_parallel):
     """In one case also of copies and compiled: enter and leave of the others are not to be pickled."""
-    expected = train(Model(linear, wide))
+    expected = train(Model(linear, wide), STEPS, reduce_partial_gradients)
     for found in ranks(t).run(on_rank, t, linear, wide, sequence_parallel):
         assert_same(found, dict.fromkeys(found, expected))
 

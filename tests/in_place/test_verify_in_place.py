@@ -6,52 +6,17 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from block import Model, in_place
+from tiny import batch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from tpformer.distributed import build_mesh
-from tpformer.in_place.linears import make_column, make_embedding, make_row, sum_gradients
 from tpformer.in_place.verify import Report, verify
+from tpformer.layers import TensorParallel
 from tpformer.models import GPT, GPTConfig
 
-WIDTH, HEADS, VOCAB = 16, 4, 24
-IDS = torch.arange(12).view(2, 6) * 5 % VOCAB
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mlp_norm, self.q_norm = (nn.LayerNorm(n) for n in (WIDTH, WIDTH, WIDTH // HEADS))
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        nn.init.normal_(self.o.bias)  # so large that bfloat16 does not hide it
-        self.up, self.act, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        q, k, v = (y.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for y in (self.q(h), self.k(h), self.v(h)))
-        y = F.scaled_dot_product_attention(self.q_norm(q), k, v, is_causal=True)
-        x = x + self.o(y.transpose(1, 2).flatten(2))
-        return x + self.down(self.act(self.up(self.mlp_norm(x))))
-
-
-class Model(nn.Module):
-    """Two blocks between a table and a head that are tied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.blocks = nn.Embedding(VOCAB, WIDTH), nn.Sequential(Block(), Block())
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, ids: Tensor) -> dict[str, Tensor]:
-        x = self.blocks(self.table(ids))
-        return {"logits": self.head(x), "hidden": x}
-
-
-def others_rows(tp):
-    first = (tp.get_local_rank() + 1) % tp.size() * WIDTH // tp.size()
-    return [slice(first, first + WIDTH // tp.size())]
+IDS = batch(6, 0)["input_ids"]
 
 
 def alone(linear: nn.Module) -> None:
@@ -59,56 +24,46 @@ def alone(linear: nn.Module) -> None:
     linear.forward = lambda x: F.linear(x, linear.weight.to_local(), linear.bias.to_local())
 
 
-def bias_twice(block: Block) -> None:
-    block.o.register_forward_hook(lambda module, _, y: y + module.bias.to_local())
+def bias_twice(model: Model) -> None:
+    model.row.register_forward_hook(lambda module, _, y: y + module.bias.to_local())
 
 
-def wrong_rows(block: Block) -> None:
+def wrong_rows(model: Model) -> None:
     with torch.no_grad():
-        block.up.weight.to_local().copy_(block.up.weight.to_local().roll(1, 0))
+        model.column.weight.to_local().copy_(model.column.weight.to_local().roll(1, 0))
 
 
-# each fault of block 1: (what is done to it, the first tensor that departs)
-FAULTS: dict[str, tuple[Callable[[Block], None], str]] = {
-    "a row bias is added twice": (bias_twice, "output of blocks.1.o"),
-    "a column is cut at the wrong rows": (wrong_rows, "parameter blocks.1.up.weight"),
-    "a row's forward is not reduced": (lambda block: alone(block.down), "output of blocks.1.down"),
-    "a column's backward is not reduced": (lambda block: alone(block.up), "gradient of blocks.1.mlp_norm.weight"),
+def cut_loose(model: Model) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+
+
+# each fault: (the first tensor that departs, what is done to the model, if in_place does not do it)
+FAULTS: dict[str, tuple[str, Callable[[Model], None] | None]] = {
+    "a norm's gradient is not summed": ("gradient of heads.weight", None),
+    "heads are permuted": ("input 0 of row", None),
+    "a row bias is added twice": ("output of row", bias_twice),
+    "a column is cut at the wrong rows": ("parameter column.weight", wrong_rows),
+    "a row's forward is not reduced": ("output of row", lambda model: alone(model.row)),
+    "a column's backward is not reduced": ("gradient of norm.weight", lambda model: alone(model.column)),
+    "a tied table is cut loose": ("parameter head.weight", cut_loose),
 }
-FIRST = {
-    "a norm's gradient is not summed": "gradient of blocks.1.q_norm.weight",
-    "heads are permuted": "input 0 of blocks.1.o",
-    **{name: first for name, (_, first) in FAULTS.items()},
-    "a tied table is cut loose": "parameter head.weight",
-}
-COMPARED = {"output logits", "input 0 of blocks.0.o", "gradient of table.weight", "output of blocks.1.q"}
+COMPARED = {"output logits", "input 0 of row", "gradient of table.weight", "output of fused"}
 DTYPES = {2: (torch.float64, torch.bfloat16), 4: (torch.float32,)}  # by ranks
 
 
-def in_place(model: Model, tp, fault: str | None = None) -> Model:
-    make_embedding(model.table, tp)
-    make_column(model.head, tp, gather_output=True)
-    for number, block in enumerate(model.blocks):
-        for linear in (block.q, block.k, block.v, block.up):
-            permuted = fault == "heads are permuted" and linear is block.q and number == 1
-            make_column(linear, tp, rows=others_rows(tp) if permuted else None)
-        for linear in (block.o, block.down):
-            make_row(linear, tp)
-        if fault != "a norm's gradient is not summed" or number == 0:
-            sum_gradients(block.q_norm, tp)
-    if fault in FAULTS:
-        FAULTS[fault][0](model.blocks[1])
-    if fault == "a tied table is cut loose":
-        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+def faulty(model: Model, tp: TensorParallel, fault: str | None) -> Model:
+    in_place(model, tp, fault)
+    if fault is not None and (change := FAULTS[fault][1]):
+        change(model)
     return model
 
 
 def in_place_on_rank(t: int) -> dict[tuple[torch.dtype, str | None], Report]:
-    tp = build_mesh("cpu", tensor_parallel=t)["tp"]
+    tp = TensorParallel(build_mesh("cpu", tensor_parallel=t)["tp"], False)
     return {
-        (dtype, fault): verify(Model().to(dtype), partial(in_place, tp=tp, fault=fault), IDS)
+        (dtype, fault): verify(Model().to(dtype), partial(faulty, tp=tp, fault=fault), IDS)
         for dtype in DTYPES[t]
-        for fault in (None, *FIRST)
+        for fault in (None, *FAULTS)
     }
 
 
@@ -122,7 +77,7 @@ def test_right_models_pass_and_each_fault_is_found_at_its_tensor(ranks, t):
             assert not report.skipped and f"tensors on {t} ranks are those of one process" in str(report)
             report.check()
             continue
-        first = FIRST[fault]
+        first, _ = FAULTS[fault]
         if dtype == torch.bfloat16:  # it may hide the first tensor, but not all of them
             first = report.sentence.split(" is ")[0]
         assert report.sentence.startswith(f"{first} is the first tensor that departs"), (fault, str(report))
@@ -133,7 +88,7 @@ def test_right_models_pass_and_each_fault_is_found_at_its_tensor(ranks, t):
 def layers_on_rank(zero: bool) -> Report:
     """A GPT of this library's layers: with sequence shards and fused layers, or with FSDP2 on top."""
     mesh = build_mesh("cpu", tensor_parallel=2, data_parallel_shard=1 + zero)
-    config = GPTConfig(vocab_size=30, vocab_multiple=8, seq_length=6, n_layers=2, hidden_size=WIDTH, n_heads=HEADS)
+    config = GPTConfig(vocab_size=50, vocab_multiple=8, seq_length=6, n_layers=2, hidden_size=16, n_heads=4)
 
     def parallel(whole: GPT) -> GPT:
         model = GPT(config, tp=mesh["tp"], dtype=torch.float64)
