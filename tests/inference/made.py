@@ -1,8 +1,11 @@
-"""A tokenizer of bytes and pairs of them, as GPT-2's is, which tests of inference share."""
+"""What tests of inference share: a tokenizer of bytes and pairs of them, as GPT-2's is, and text without a cache."""
 
 from pathlib import Path
 
 import pytest
+import torch
+
+from tpformer.models import GPT
 
 
 def byte_level(path: Path, texts: list[str], first: str = "", special: tuple[str, ...] = ("</s>",)):
@@ -18,3 +21,12 @@ def byte_level(path: Path, texts: list[str], first: str = "", special: tuple[str
         made.post_processor = begin
     made.save(str(path))
     return made
+
+
+@torch.no_grad()
+def greedy(model: GPT, prompt: list[int], n: int) -> list[int]:
+    """The n most likely tokens without a cache: for each one the model runs on the whole text."""
+    ids = list(prompt)
+    for _ in range(n):
+        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]

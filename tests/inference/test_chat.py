@@ -7,54 +7,49 @@ import pty
 import select
 import signal
 import time
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import commands as command_processes
 import pytest
 import torch
+from made import greedy
 
 from tpformer.config import build_config, to_toml
 from tpformer.inference.chat import Speaker
 from tpformer.inference.sampling import Sampling
 from tpformer.models import GPT
-from tpformer.training.checkpoint import Checkpointer
+from tpformer.training.checkpoint_files import write_checkpoint
 from tpformer.training.data import PLAIN_STOP, ByteTokenizer, chat_ids
-from tpformer.training.source import open_source
 
 MODEL = {"vocab_size": 257, "n_layers": 2, "hidden_size": 48, "n_heads": 4, "position": "rope"}
 GREEDY = Sampling(temperature=0)
 
 
-def save_model(run, seq_length=256) -> None:
-    """A run whose checkpoint is a random model of bytes."""
+def save_model(run, seq_length=256) -> GPT:
+    """A run whose checkpoint is a random model of bytes, and the model."""
     config = build_config({"model": MODEL | {"seq_length": seq_length}, "data": {"tokenizer": "bytes"}})
     run.mkdir()
     (run / "config.toml").write_text(to_toml(config))
-    model = GPT(config.model.architecture, seed=4)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4)  # so that the most likely token is not a matter of rounding
-    saver = Checkpointer(run / "checkpoints")
-    saver.save(1, [model], [torch.optim.AdamW(model.parameters())])
-    saver.wait()
+    model = GPT(config.model.architecture, seed=4).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.mul_(4)  # so that the most likely token is not a matter of rounding
+    write_checkpoint(run / "checkpoints" / "step-1", dict(model.named_parameters()), 1)
+    return model
 
 
 @pytest.fixture(scope="module")
-def run(ranks, tmp_path_factory):
+def run(tmp_path_factory) -> Path:
     """The directory of a run with a random model."""
     path = tmp_path_factory.mktemp("chat") / "run"
-    ranks(1).run(save_model, path)
+    save_model(path)
     return path
 
 
 @pytest.fixture(scope="module")
-def model(run) -> GPT:
+def model(tmp_path_factory) -> GPT:
     """The run's model in this process."""
-    source = open_source(run)
-    model = GPT(source.architecture).eval()
-    source.load([model])
-    return model
+    return save_model(tmp_path_factory.mktemp("chat") / "run")
 
 
 def conversation(*contents: str) -> list[dict[str, str]]:
@@ -65,16 +60,10 @@ def ids_of(messages) -> list[int]:
     return chat_ids(ByteTokenizer(), messages).tolist()
 
 
-@torch.no_grad()
 def uncached(model: GPT, messages, most: int) -> str:
     """The most likely answer, by the whole model for every token."""
-    ids, answer = ids_of(messages), []
-    while len(answer) < most and PLAIN_STOP not in ByteTokenizer().decode(answer):
-        token = int(model(torch.tensor([ids + answer]))[0, -1, :257].argmax())
-        if token == 256:
-            break
-        answer.append(token)
-    return ByteTokenizer().decode(answer).partition(PLAIN_STOP)[0]
+    answer = [*greedy(model, ids_of(messages), most), 256]
+    return ByteTokenizer().decode(answer[: answer.index(256)]).partition(PLAIN_STOP)[0]
 
 
 def piped(text: bytes, *arguments: str) -> None:
@@ -259,7 +248,7 @@ def test_what_cannot_work_is_refused_in_a_line(commands, run):
 
 
 def on_terminal(name: str, *arguments: str) -> None:
-    """Run a command on a terminal of its own."""
+    """Run a command on a terminal."""
     os.login_tty(os.open(name, os.O_RDWR))
     command_processes.main(*arguments)
 
@@ -286,39 +275,33 @@ class Person:
         if select.select([self.fd], [], [], 0.1)[0]:
             self.unread += os.read(self.fd, 4096).decode(errors="replace")
 
-    def leave(self) -> None:
+    def close(self) -> None:
         os.close(self.fd)
         os.close(self.theirs)
 
 
-@pytest.fixture
-def person() -> Iterator[Person]:
-    person = Person()
-    yield person
-    person.leave()
-
-
 @pytest.mark.parametrize("tp", [1, 2])
-def test_ctrl_c_stops_an_answer_and_ctrl_d_the_session(commands, ranks, tmp_path, person, tp):
-    ranks(1).run(save_model, tmp_path / "run", 100_000)
-    arguments = ("--temperature", "0", "--max-new-tokens", "50000", "--tensor-parallel", str(tp))
-    command = commands.call(on_terminal, person.name, "chat", str(tmp_path / "run"), *arguments)
-    for question in ("hello", "once more"):
+def test_ctrl_c_stops_an_answer_and_ctrl_d_the_session(commands, tmp_path, tp):
+    save_model(tmp_path / "run", 100_000)
+    with closing(Person()) as person:
+        arguments = ("--temperature", "0", "--max-new-tokens", "50000", "--tensor-parallel", str(tp))
+        command = commands.call(on_terminal, person.name, "chat", str(tmp_path / "run"), *arguments)
+        for question in ("hello", "once more"):
+            person.reads("> ")
+            person.press(f"{question}\n")
+            person.reads(f"{question}\r\n")
+            while not person.unread:  # until the answer has begun
+                person.look()
+            person.press("\x03")
+            person.reads("the answer was stopped")
         person.reads("> ")
-        person.press(f"{question}\n")
-        person.reads(f"{question}\r\n")
-        while not person.unread:  # until the answer has begun
+        person.press("dropped")
+        person.reads("dropped")
+        # a key may be lost: Python's input() does not see a signal that comes while it takes in a character
+        while "\r\n> " not in person.unread:
+            person.press("\x03")
             person.look()
-        person.press("\x03")
-        person.reads("the answer was stopped")
-    person.reads("> ")
-    person.press("dropped")
-    person.reads("dropped")
-    # a key may be lost: Python's input() does not see a signal that comes while it takes in a character
-    while "\r\n> " not in person.unread:
-        person.press("\x03")
-        person.look()
-    while command.poll() is None:
-        person.press("\x04")
-        person.look()
-    assert command.finish(5)[0] == 0
+        while command.poll() is None:
+            person.press("\x04")
+            person.look()
+        assert command.finish(5)[0] == 0

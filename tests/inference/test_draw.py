@@ -21,7 +21,6 @@ LOGITS = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)) * 3
         {"temperature": 1.7, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
         {"temperature": 0.3, "top_k": 3, "top_p": 0.5},
     ],
-    ids=str,
 )
 def test_filters_are_those_of_transformers(options):
     transformers = pytest.importorskip("transformers")

@@ -5,16 +5,15 @@ from itertools import count
 
 import pytest
 import torch
-import torch.distributed as dist
+from made import greedy
 
 from tpformer.distributed import build_mesh, record_collectives
-from tpformer.inference.generate import GREEDY, generate, generate_text, load_model, next_logits
+from tpformer.inference.generate import generate, generate_text, next_logits
 from tpformer.inference.sampling import Sampling
 from tpformer.layers import TensorParallel
 from tpformer.layers.moe import routers
 from tpformer.models import GPT, GPTConfig, KVCache
 from tpformer.training.data import ByteTokenizer
-from tpformer.training.source import source_config
 
 LLAMA = GPTConfig(
     **{"vocab_size": 257, "seq_length": 24, "n_layers": 2, "hidden_size": 48, "n_heads": 12, "n_kv_heads": 4},
@@ -51,15 +50,6 @@ def texts(model: GPT, prompts=PROMPTS, max_new_tokens: int = 12, **options) -> l
     return found
 
 
-@torch.no_grad()
-def greedy(model: GPT, prompt: list[int], n: int) -> list[int]:
-    """n tokens without a cache: for each one the model runs on the whole text."""
-    ids = list(prompt)
-    for _ in range(n):
-        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
 def by_config(tp: int, configs: dict[str, GPTConfig]) -> dict[str, list[list[list[int]]]]:
     return {name: of_config(config, tp) for name, config in configs.items()}
 
@@ -88,20 +78,6 @@ def test_every_layout_gives_each_prompts_text_alone(ranks, tp, configs):
         assert len({tuple(text) for text in found[0]}) == 4
     for found in ranks(tp).run(by_config, tp, configs):
         assert found == expected
-
-
-def test_generation_leaves_the_loads_of_training():
-    model = build(DEEPSEEK).train()
-    ids = torch.tensor([[1, 2, 3, 4]])
-    model(ids, targets=ids)
-    (router,) = routers(model).values()
-    load, bias = router.load.clone(), router.bias.clone()
-    assert load.sum() == 4 * DEEPSEEK.experts_per_token
-    model.eval()
-    texts(model)
-    with torch.no_grad():
-        model(ids, targets=ids)
-    assert torch.equal(router.load, load) and torch.equal(router.bias, bias)
 
 
 def test_samples_are_the_texts_of_their_own_seeds():
@@ -146,32 +122,6 @@ def test_texts_end_where_they_should():
     third = [token.ended for token in generate(model, [[7]], max_new_tokens=9, ends=lambda token: next(asked) == 3)]
     assert third == [None, None, "stop"]
     assert list(generate(model, PROMPTS, max_new_tokens=0)) == [] == list(generate(model, [], max_new_tokens=3))
-
-
-def loaded(path: str) -> list[list[int]]:
-    model, source = load_model(source_config(path, {"parallel": {"tensor_parallel": dist.get_world_size()}}))
-    assert not model.training and not model.tp.sharded and source.architecture.n_kv_heads == 2
-    return texts(model, samples=2, sampling=GREEDY)
-
-
-def test_a_model_of_transformers_gives_the_texts_that_it_gives_there(ranks, tmp_path):
-    """One with experts in all layers but the first."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
-        "qwen3_moe",
-        **{"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.4},
-        **{"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
-        **{"mlp_only_layers": [0], "norm_topk_prob": True},
-    )
-    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
-    theirs.save_pretrained(tmp_path)
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected = [theirs.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in PROMPTS]
-    assert len({token for text in expected for token in text}) > 20
-    for found in ranks(2).run(loaded, str(tmp_path)):
-        assert found == [text for text in expected for _ in range(2)]
 
 
 def test_learned_positions_end_a_text_and_rope_goes_on():

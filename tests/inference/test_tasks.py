@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from made import greedy
 from testing import assert_same
 
 from tpformer.distributed import build_mesh
@@ -30,13 +31,8 @@ PAIRS = [
 def likelihoods(tp: int, dp: int):
     mesh = build_mesh("cpu", tensor_parallel=tp, data_parallel_replicate=dp)["tp"]
     model = GPT(CONFIG, tp=mesh, seed=3, dtype=torch.float64).eval()
-    greedy = []
-    for context in ([1, 2, 3], [9]):  # a continuation of the most probable tokens
-        for _ in range(3):
-            logits = GPT(CONFIG, seed=3, dtype=torch.float64).eval()(torch.tensor([context]))[0, -1]
-            context = [*context, int(logits.argmax())]
-        greedy.append(Pair(context[:-3], context[-3:]))
-    pairs = [*PAIRS, *greedy]
+    alone = GPT(CONFIG, seed=3, dtype=torch.float64).eval()
+    pairs = [*PAIRS, *(Pair(context, greedy(alone, context, 3)) for context in ([1, 2, 3], [9]))]
     answers = [partial(log_likelihoods, model, longest=12, batch_size=size) for size in (1, 3)]
     return pairs, [answer_shared(model, pairs, answer) for answer in answers]
 
@@ -47,13 +43,13 @@ def test_likelihoods_equal_plain_torch_in_every_layout(ranks, tp, dp):
     model = GPT(CONFIG, seed=3, dtype=torch.float64).eval()
     for pairs, found in ranks(tp * dp).run(likelihoods, tp, dp):
         for results in found:
-            for (context, continuation), (value, greedy) in zip(pairs, results, strict=True):
+            for (context, continuation), (value, most_likely) in zip(pairs, results, strict=True):
                 ids = torch.tensor([*context, *continuation])[-13:]
                 with torch.no_grad():
                     logs = model(ids[None, :-1])[0].log_softmax(-1)[-len(continuation) :]
                 assert_same(value, logs.gather(1, ids[-len(continuation) :, None]).sum().item())
-                assert greedy == (logs.argmax(-1).tolist() == continuation)
-            assert [greedy for _, greedy in results][-2:] == [True, True]
+                assert most_likely == (logs.argmax(-1).tolist() == continuation)
+            assert all(most_likely for _, most_likely in results[-2:])
 
     with pytest.raises(ValueError, match="13 tokens, more than the model's 12"):
         log_likelihoods(model, [Pair([1], [2] * 13)], longest=12, batch_size=1)
@@ -121,11 +117,11 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("line", "words"), BAD.items(), ids=range(len(BAD)))
-def test_a_malformed_line_is_named(tmp_path, line, words):
-    (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n\n" + line + "\n")
-    with pytest.raises(ValueError, match=f"t.jsonl:3.* {words}"):
-        read_tasks(tmp_path / "t.jsonl")
+def test_a_malformed_line_is_named(tmp_path):
+    for line, words in BAD.items():
+        (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n\n" + line + "\n")
+        with pytest.raises(ValueError, match=f"t.jsonl:3.* {words}"):
+            read_tasks(tmp_path / "t.jsonl")
 
 
 SPOKEN = GPTConfig(vocab_size=257, seq_length=32, n_layers=1, hidden_size=32, n_heads=4, init_std=0.5)
@@ -145,13 +141,8 @@ def spoken():
 
 def test_greedy_texts_equal_a_plain_loop(ranks):
     """Each ends by its own limit, its own stops or a stop token, whatever is beside it."""
-    model, whole = GPT(SPOKEN, seed=1, dtype=torch.float64).eval(), []
-    for prompt in PROMPTS:
-        ids = prompt.ids
-        while len(ids) < len(prompt.ids) + prompt.limit:
-            with torch.no_grad():
-                ids = [*ids, int(model(torch.tensor([ids]))[0, -1].argmax())]
-        whole.append(ByteTokenizer().decode(ids[len(prompt.ids) :]))
+    model = GPT(SPOKEN, seed=1, dtype=torch.float64).eval()
+    whole = [ByteTokenizer().decode(greedy(model, prompt.ids, prompt.limit)) for prompt in PROMPTS]
     assert ">" in whole[0][1:] and 0 < whole[1].index("\n") < whole[1].index("j"), "otherwise it would show little"
     expected = [whole[0], whole[1].partition("j")[0], whole[2], whole[0].partition(">")[0], whole[1].partition("\n")[0]]
     assert ranks(4).run(spoken) == [expected] * 4

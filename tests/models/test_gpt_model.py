@@ -1,5 +1,5 @@
-"""A GPT's loss is that of its logits; evaluation pads, documents are packed, wrong batches are refused. tests/layers
-compares the model with modules of torch.nn."""
+"""A GPT's loss is that of its logits, and of one process in any layout; evaluation pads, documents are packed, wrong
+batches are refused. tests/layers compares the model with modules of torch.nn."""
 
 import math
 
@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from testing import assert_same
+from steps import Results, gradients
+from testing import assert_identical, assert_same
 from torch import Tensor
 
 from tpformer.config import selected_layers
 from tpformer.distributed import build_mesh
+from tpformer.layers import TensorParallel
 from tpformer.models import GPT, GPTConfig
 
 TINY = {"vocab_size": 50, "vocab_multiple": 16, "seq_length": 8, "n_layers": 2, "hidden_size": 24, "n_heads": 6}
@@ -32,8 +34,8 @@ def build(config: dict, mesh=None, **options) -> GPT:
     return GPT(GPTConfig(**config), tp=mesh, seed=3, dtype=torch.float64, **options)
 
 
-def tokens(batch: int, seq: int) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(TINY["vocab_size"], (batch, seq + 1), generator=torch.Generator().manual_seed(0))
+def tokens(batch: int, seq: int, vocab: int = TINY["vocab_size"]) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(vocab, (batch, seq + 1), generator=torch.Generator().manual_seed(0))
     return ids[:, :-1], ids[:, 1:].clone()
 
 
@@ -53,6 +55,44 @@ def test_loss_is_the_cross_entropy_of_the_logits(config):
         module = mode()
         assert_same(module(ids, targets=targets), expected)
         assert_same(module(ids, targets=targets, reduction="mean"), expected / 12)
+
+
+# 2, 3 and 4 ranks divide the 2 * 12 tokens
+WIDE = {"vocab_size": 250, "seq_length": 12, "n_layers": 2, "hidden_size": 48, "n_heads": 4, "dropout": 0.1}
+TWO_HEADS = {**WIDE, "n_kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "position": "rope"}
+# all that Llama 3.1, Qwen and Mistral add, in one model
+NEWER = {
+    **{**TWO_HEADS, "bias": False, "head_dim": 8, "qk_norm": True, "qkv_bias": True, "sliding_window": 5},
+    **{"rope_base": 100.0, "rope_scaling_factor": 8.0, "rope_original_length": 16},
+}
+UNTIED, FULL = {"tie_embeddings": False}, {"recompute": "full"}
+# config, tensor_parallel, sequence_parallel, further options of GPT
+LAYOUTS = [
+    (WIDE, 2, True, {"recompute": "mlp"}),
+    ({**WIDE, **UNTIED}, 4, False, {}),
+    (TWO_HEADS, 4, False, {}),
+    (TWO_HEADS, 4, True, {**FULL, "recompute_layers": "1"}),
+    (NEWER, 2, False, {**FULL, "recompute_interval": 2}),
+    ({**NEWER, **UNTIED, "n_heads": 12, "n_kv_heads": 4}, 3, True, {}),
+    ({**WIDE, "n_heads": 6, "vocab_size": 300, "vocab_multiple": 100, "position": "rope"}, 3, True, {}),
+]
+
+
+def trained(config: dict, t: int, sequence_parallel: bool, options: dict) -> Results:
+    """Loss and gradients of a step of training."""
+    mesh = build_mesh("cpu", tensor_parallel=t)["tp"] if t > 1 else None
+    model, (ids, targets) = build(config, TensorParallel(mesh, sequence_parallel), **options), tokens(2, 12, 250)
+    loss = model(ids, targets=targets, sample_index=torch.arange(2), step=1)
+    loss.backward()
+    return {"loss": loss.detach()} | gradients(model)
+
+
+@pytest.mark.parametrize(("config", "t", "sequence_parallel", "options"), LAYOUTS)
+def test_any_layout_trains_as_one_process(ranks, config, t, sequence_parallel, options):
+    """Among them are fewer key-value heads than ranks, and vocabularies that the ranks do not share equally."""
+    results = ranks(t).run(trained, config, t, sequence_parallel, options)
+    assert_same(results, [trained(config, 1, True, {})] * t)
+    assert_identical(results, [results[0]] * t, "else parameters that all ranks share would drift apart")
 
 
 @pytest.mark.parametrize("config", [TINY, LLAMA], ids=["gpt", "llama"])
@@ -116,7 +156,6 @@ def of_meta(**options) -> GPT:
 
 ZEROS = torch.zeros(2, 8, dtype=torch.int64)
 DROPPING = {**TINY, "dropout": 0.1}
-FULL = {"recompute": "full"}
 REFUSED = [
     (lambda: GPT(GPTConfig()), "GPTConfig.vocab_size is unset: give it"),
     (lambda: of_meta(n_heads=7), "hidden_size=24 is not a multiple of n_heads=7"),
