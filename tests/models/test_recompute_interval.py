@@ -139,15 +139,6 @@ def test_one_input_is_kept_for_each_region():
     row_bytes = 4 * BATCH * SEQ * HIDDEN
     differences = {k: (by_interval[1] - nbytes) / row_bytes for k, nbytes in by_interval.items()}
     assert differences == {1: 0, 2: 2, 3: 3, LAYERS: 4}
-
-
-def test_regions_are_of_consecutive_selected_layers_of_a_part():
-    def regions(part: range, layers: str, interval: int) -> list[list[str]]:
-        options = {"recompute_layers": layers, "recompute_interval": interval, "part": part, "device": "meta"}
-        model = GPT(GPTConfig(**{**CONFIG, "n_layers": 8}), **FULL, **options)
-        names = {layer: name for name, layer in model.layers.items()}
-        return [[names[layer] for layer in layers] for layers, region in model._units() if region]
-
-    assert regions(range(8), "", 3) == [["0", "1", "2"], ["3", "4", "5"], ["6", "7"]]
-    assert regions(range(3, 8), "", 3) == [["3", "4", "5"], ["6", "7"]]
-    assert regions(range(8), "0:2,3:7", 2) == [["0", "1"], ["3", "4"], ["5", "6"]]
+    # a region has consecutive layers alone: of "0,2,3" it is the last two
+    selected = [kept(recompute_layers="0,2,3", recompute_interval=k) for k in (1, 2)]
+    assert selected[0] - selected[1] == row_bytes

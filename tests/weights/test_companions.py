@@ -4,7 +4,6 @@ import json
 
 import numpy
 import oracle
-import pytest
 import torch
 from testing import assert_kernel_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -34,20 +33,16 @@ def test_the_byte_tokenizer_is_exact(tmp_path):
     assert theirs_one.decode(ours.encode(every)) == every and theirs_one.eos_token_id == 256
 
 
-@pytest.fixture
-def run(tmp_path):
-    """A run of the byte tokenizer, with the checkpoint of a random model."""
+def test_a_trained_run_generates_in_transformers(commands, tmp_path):
+    """It has the byte tokenizer, and the checkpoint of a random model."""
     model = {"vocab_size": 257, "seq_length": 16, "n_layers": 2, "hidden_size": 32, "n_heads": 4}
     model |= {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "qkv_bias": True}
     config = build_config({"model": model, "data": {"train": ["none"], "tokenizer": "bytes"}})
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.toml").write_text(to_toml(config))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(to_toml(config))
     tensors = {name: value.detach() for name, value in GPT(config.model.architecture).named_parameters()}
-    write_checkpoint(tmp_path / "run" / "checkpoints" / "step-7", tensors, 7)
-    return tmp_path / "run"
-
-
-def test_a_trained_run_generates_in_transformers(commands, run, tmp_path):
+    write_checkpoint(run / "checkpoints" / "step-7", tensors, 7)
     code, out, err = commands.run("export", str(run), "--format", "hf", "--out", str(tmp_path / "out"))
     assert code == 0 and "step 7" in out, err
     model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)

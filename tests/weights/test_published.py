@@ -112,9 +112,6 @@ GPT2 = {
     "vocab_size": 50257,
 }
 DISTILLED = {"_num_labels": 1, "id2label": {"0": "LABEL_0"}, "is_decoder": True, "label2id": {"LABEL_0": 0}}
-TINY_LLAMA = preset_config(
-    "llama2-7b", seq_length=2048, n_layers=22, hidden_size=2048, ffn_hidden_size=5632, n_kv_heads=4
-)
 SMOL_LM = preset_config(
     "llama3-8b", vocab_size=49152, n_layers=30, hidden_size=576, n_heads=9, n_kv_heads=3, ffn_hidden_size=1536,
     rope_base=100000.0, tie_embeddings=True,
@@ -126,7 +123,6 @@ PUBLISHED = {
     "Meta-Llama-3-8B": (LLAMA | sizes(4096, 14336, 32, 32, 8, 128256, 8192, 5e5), preset_config("llama3-8b")),
     "Llama-3.1-8B": (LLAMA31 | sizes(4096, 14336, 32, 32, 8, 128256, 131072, 5e5), preset_config("llama3.1-8b")),
     "Llama-3.2-1B": (LLAMA32 | sizes(2048, 8192, 16, 32, 8, 128256, 131072, 5e5), preset_config("llama3.2-1b")),
-    "TinyLlama-1.1B": (LLAMA2 | sizes(2048, 5632, 22, 32, 4, 32000, 2048, 1e4), TINY_LLAMA),
     "SmolLM2-135M": (SMOL | sizes(576, 1536, 30, 9, 3, 49152, 8192, 100000), SMOL_LM),
     "Mistral-7B-v0.1": (MISTRAL | sizes(4096, 14336, 32, 32, 8, 32000, 32768, 1e4), preset_config("mistral-7b")),
     "Mistral-7B-v0.3": (
@@ -178,7 +174,6 @@ def test_published_files_are_read(name):
     for written in (values, newer(values)):
         found: GPTConfig = family_of(written).read(written)
         assert meaning(found) == meaning(expected)
-        assert found.n_parameters == expected.n_parameters
 
 
 def test_other_families_are_refused():

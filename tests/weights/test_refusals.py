@@ -168,12 +168,6 @@ DAMAGES = {
         tensors(lambda s: s.update({FIFTH: s[FIRST].clone()})),
         f"has {FIFTH}, which no part",
     ),
-    "narrow expert": (
-        "experts",
-        tensors(lambda s: s.update({FIRST: s[FIRST][:-1].clone()})),
-        f"{FIRST} as (55, 32)",
-        "config.json makes it (56, 32)",
-    ),
     "truncated": ("shards", truncate, "model-00002-of-", "is damaged"),
     "absent": (*index(lambda w: w.update({Q: "model-7.safetensors"})), "model-7.safetensors does not exist"),
     "unlisted": (*index(lambda w: w.pop(Q)), f"differ in {Q}"),
