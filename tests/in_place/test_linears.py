@@ -118,24 +118,22 @@ REFUSED = [
 
 
 def refusals():
-    """What each refusal says; the module is then as it was."""
-    tp, said = build_mesh("cpu", tensor_parallel=2)["tp"], []
+    """What is refused is then as it was."""
+    tp = build_mesh("cpu", tensor_parallel=2)["tp"]
     for make, module, options, error, words in REFUSED:
         module = module()
         before = type(module), {name: id(p) for name, p in module.named_parameters()}
-        with pytest.raises(error, match=words) as raised:
+        with pytest.raises(error, match=words):
             make(module, tp, **options)
         assert before == (type(module), {name: id(p) for name, p in module.named_parameters()})
-        said.append(str(raised.value))
     twice = nn.LayerNorm(4)
     sum_gradients(twice, tp)
     with pytest.raises(ValueError, match="summed already"):
         sum_gradients(twice, tp)
-    return said
 
 
 def test_refused(ranks):
-    assert all(len(said) == len(REFUSED) for said in ranks(2).run(refusals))
+    ranks(2).run(refusals)
 
 
 class Siblings(nn.Module):

@@ -1,58 +1,21 @@
-"""Sequence shards in models of one's own: which layers run on them, what that communicates, and why it is refused."""
+"""Sequence shards in models of one's own: which layers run on them, what they gather, and why it is refused."""
 
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
+from steps import tp_mesh
 from testing import assert_same
-from tiny import HIDDEN, batch, tiny
+from tiny import batch, tiny
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tpformer import parallelize
-from tpformer.distributed import build_mesh
 from tpformer.distributed.collectives import record_collectives
 from tpformer.distributed.dtensor import full_tensor
 
 BATCH = 2
-
-
-def llama(checkpointed: bool = False) -> nn.Module:
-    model = tiny("llama", torch.float64).train()
-    parallelize(model, build_mesh("cpu", tensor_parallel=2)["tp"], sequence_parallel=True)
-    if checkpointed:
-        model.gradient_checkpointing_enable()
-    return model
-
-
-def ids(seq: int) -> torch.Tensor:
-    return batch(seq, 0)["input_ids"]
-
-
-def counted_on_rank() -> tuple[list, list]:
-    model = llama()
-    first, second = model.model.layers
-    kept = {}
-    second.register_forward_hook(lambda _, args, kwargs, __: kept.update(kwargs), with_kwargs=True)
-    model(ids(8), use_cache=False)
-    x = torch.randn(BATCH, 4, HIDDEN, dtype=torch.float64, requires_grad=True)
-    second._forward_hooks.clear()  # the gather after the last layer
-    with record_collectives() as forward:
-        y = second(x, **kept)
-    with record_collectives() as backward:
-        y.sum().backward()
-    return forward, backward
-
-
-def test_collectives_of_one_layer(ranks):
-    whole, norm = BATCH * 8 * HIDDEN * 8, HIDDEN * 8
-    gather, scatter = ("all_gather", whole), ("reduce_scatter", whole)
-    for forward, backward in ranks(2).run(counted_on_rank):
-        assert forward == [gather, scatter, gather, scatter]
-        assert sorted(backward) == sorted(
-            [gather, scatter, gather, gather, ("all_reduce", whole), *[("all_reduce", norm)] * 2]
-        )
 
 
 PLAIN, MIXING, FLAT = "plain", "mixing", "flat"
@@ -105,8 +68,7 @@ def tokens(seq: int) -> torch.Tensor:
 
 
 def own_model(model: type[Skips], kinds: tuple[str, ...], t: int) -> nn.Module:
-    mesh = None if t == 1 else build_mesh("cpu", tensor_parallel=t)["tp"]
-    return parallelize(model(kinds), mesh, sequence_parallel=t > 1, example=(tokens(4),))
+    return parallelize(model(kinds), tp_mesh() if t > 1 else None, sequence_parallel=t > 1, example=(tokens(4),))
 
 
 def own_on_rank(model: type[Skips], kinds: tuple[str, ...], t: int) -> tuple[list[str], dict]:
@@ -148,9 +110,10 @@ def refused_on_rank() -> list[str]:
     own, recomputed = (own_model(each, (PLAIN,) * 4, 2) for each in (Skips, Recomputed))
     refused(lambda: own(tokens(8), late=True))
     refused(lambda: recomputed(tokens(7)).sum().backward())
-    checkpointed = llama(checkpointed=True)
-    refused(lambda: checkpointed(ids(7)))
-    refused(lambda: checkpointed(ids(8), output_hidden_states=True))
+    checkpointed = parallelize(tiny("llama").train(), tp_mesh(), sequence_parallel=True)
+    checkpointed.gradient_checkpointing_enable()
+    refused(lambda: checkpointed(**batch(7, 0)))
+    refused(lambda: checkpointed(**batch(8, 0), output_hidden_states=True))
     return said
 
 

@@ -20,11 +20,8 @@ pytestmark = [pytest.mark.proof, pytest.mark.filterwarnings("ignore")]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 SIZES = {"vocab_size": 300, "max_position_embeddings": 24, "num_hidden_layers": 2, "hidden_size": 32}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
-SIZES |= {
-    "initializer_range": 0.4,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}  # some tokens are far more probable than others
+# some tokens are far more probable than others
+SIZES |= {"initializer_range": 0.4, "bos_token_id": 0, "eos_token_id": 1}
 CHOICES = [
     {"prompt": "the thing ", "choices": ["they", "then", "thenthen", "é✓"], "answer": 1},
     {"prompt": "a prompt that is longer than the model's twenty-four tokens, q", "choices": ["x", " xy"], "answer": 0},
@@ -65,12 +62,8 @@ def tasks(tmp_path_factory):
     for name, rows in (("choices", CHOICES), ("rolling", TEXTS), ("generated", TEXTS)):
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        content = {
-            "task": f"own_{name}",
-            "dataset_kwargs": {"data_files": {"test": str(data)}},
-            **COMMON,
-            **TASKS[name],
-        }
+        content = {"task": f"own_{name}", **COMMON, **TASKS[name]}
+        content["dataset_kwargs"] = {"data_files": {"test": str(data)}}
         (folder / f"{name}.yaml").write_text(json.dumps(content))  # JSON is YAML
     byte_level(folder / "tokenizer.json", [text["text"] for text in TEXTS] * 9, "<s>", ("<s>", "</s>"))
     return folder
