@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from block import HIDDEN, Model, in_place
-from testing import assert_same
+from testing import assert_same, on_every_rank
 from tiny import VOCAB, batch, train
 from torch import nn
 from torch.nn.utils import prune
@@ -117,8 +117,8 @@ REFUSED = [
 ]
 
 
-def refusals():
-    """What is refused is then as it was."""
+@on_every_rank(2)
+def test_what_is_refused_stays_as_it_was():
     tp = build_mesh("cpu", tensor_parallel=2)["tp"]
     for make, module, options, error, words in REFUSED:
         module = module()
@@ -130,10 +130,6 @@ def refusals():
     sum_gradients(twice, tp)
     with pytest.raises(ValueError, match="summed already"):
         sum_gradients(twice, tp)
-
-
-def test_refused(ranks):
-    ranks(2).run(refusals)
 
 
 class Siblings(nn.Module):

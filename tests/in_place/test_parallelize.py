@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from steps import tp_mesh
-from testing import assert_same
+from testing import assert_same, on_every_rank
 from tiny import VOCAB, tiny
 from torch import nn
 
@@ -75,7 +75,8 @@ REASONS = (
 )
 
 
-def refused_on_rank():
+@on_every_rank(2)
+def test_what_would_be_silently_wrong_is_refused():
     mesh = tp_mesh()
     rank = mesh.get_local_rank()
     bert, llama = parallelize(tiny("bert", hidden_dropout_prob=0.1), mesh), parallelize(tiny("llama"), mesh)
@@ -92,10 +93,6 @@ def refused_on_rank():
     for call, reason in zip(calls, REASONS, strict=True):
         with pytest.raises(ValueError, match=re.escape(reason)):
             call()
-
-
-def test_what_would_be_silently_wrong_is_refused(ranks):
-    ranks(2).run(refused_on_rank)
 
 
 def other_models_plan():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from testing import assert_same
+from testing import assert_same, on_every_rank
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -121,11 +121,8 @@ REFUSED = [
 ]
 
 
-def refused():
+@on_every_rank(1)
+def test_other_layouts_and_modules_are_refused():
     for make, options, words in REFUSED:
         with pytest.raises(TypeError if make is applied else ValueError, match=words):
             make(**options)
-
-
-def test_other_layouts_and_modules_are_refused(ranks):
-    ranks(1).run(refused)

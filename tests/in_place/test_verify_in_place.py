@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from block import Model, in_place
+from testing import on_every_rank
 from tiny import batch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -135,11 +136,8 @@ def test_what_cannot_be_verified_is_refused():
         verify(Odd(""), lambda whole: None, torch.randn(3, 4))
 
 
-def unequal_on_rank() -> None:
+@on_every_rank(2)
+def test_models_that_differ_between_ranks_are_refused() -> None:
     torch.manual_seed(build_mesh("cpu", tensor_parallel=2)["tp"].get_local_rank())
     with pytest.raises(ValueError, match="linear.weight has other values on rank"):
         verify(Odd(""), lambda whole: whole, torch.ones(3, 4))
-
-
-def test_models_that_differ_between_ranks_are_refused(ranks):
-    ranks(2).run(unequal_on_rank)
