@@ -6,7 +6,6 @@ but has an environment, standard output and exit code of its own, as if a shell 
 
 from __future__ import annotations
 
-import inspect
 import multiprocessing
 import os
 import signal
@@ -19,7 +18,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from pool import Server, getattr_path, import_module, on_account_of
+from pool import Server, on_account_of
 
 
 class Commands:
@@ -46,9 +45,8 @@ class Command:
         self.folder = tempfile.TemporaryDirectory(prefix="tpformer-command-")
         self.files = [Path(self.folder.name, name) for name in ("out", "err")]
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
-        place = (test, list(sys.path), function.__module__, inspect.getfile(function), function.__qualname__)
         # no daemon, because a daemon could not start ranks
-        self.process = server.start(enter, os.getcwd(), environment, self.files, *place, args, daemon=False)
+        self.process = server.start(enter, os.getcwd(), environment, self.files, test, function, args, daemon=False)
         self.pid: int = self.process.pid
 
     @property
@@ -100,22 +98,18 @@ def enter(
     environment: dict[str, str],
     files: list[Path],
     test: str,
-    path: list[str],
-    module: str,
-    file: str,
-    name: str,
+    function: Callable[..., None],
     args: tuple,
 ) -> None:
     """Take on the directory, environment and files that a shell would give a process, then call the function."""
     threading.Thread(target=stop_without_pytest, daemon=True).start()
     os.chdir(directory)
     os.environ.update(environment)
-    sys.path[:] = path
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     for number, output in enumerate(files, start=1):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), number)
     with on_account_of(test):
-        getattr_path(import_module(module, file), name)(*args)
+        function(*args)
 
 
 def stop_without_pytest() -> None:

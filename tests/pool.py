@@ -10,9 +10,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import importlib
-import importlib.util
-import inspect
 import itertools
 import multiprocessing
 import os
@@ -134,16 +131,14 @@ class World:
         Raises RankFailure naming the rank if one raises, dies, or has not returned after `timeout` seconds. The world
         is then replaced before the next run, because its other ranks may be stuck in a collective.
         """
-        if "<" in function.__qualname__:
-            raise ValueError(f"{function.__qualname__} must be a module-level function: workers import it by name")
-        task = (function.__module__, inspect.getfile(function), function.__qualname__, pickle.dumps(args))
+        task = pickle.dumps((function, args))  # a function by its name, by which workers import it
         if not all(process.is_alive() for process in self.processes):  # one was killed since the last run
             self.kill()
         if not self.processes:
             self.start()
         try:
             for conn in self.connections:
-                conn.send((os.environ.get("PYTEST_CURRENT_TEST", ""), list(sys.path), *task))
+                conn.send((os.environ.get("PYTEST_CURRENT_TEST", ""), list(sys.path), task))
             results = self.collect(timeout)
         except BaseException:  # at a KeyboardInterrupt too, else the next run would read these results
             self.kill()
@@ -248,16 +243,15 @@ def serve(rank: int, size: int, port: int, stack_file: str, conn: Any) -> None:
                 gc.collect()  # FSDP2's modules and others hold groups in cycles
 
 
-def run_task(
-    enter: Callable[[], None], test: str, path: list[str], module: str, file: str, name: str, args: bytes
-) -> bytes:
+def run_task(enter: Callable[[], None], test: str, path: list[str], task: bytes) -> bytes:
     """Return the pickled pair (whether the task returned, its result or traceback)."""
     sys.path[:] = path
     try:
         if not dist.is_initialized():
             enter()
         with on_account_of(test):
-            return pickle.dumps((True, getattr_path(import_module(module, file), name)(*pickle.loads(args))))
+            function, args = pickle.loads(task)
+            return pickle.dumps((True, function(*args)))
     except BaseException:
         return pickle.dumps((False, "raised\n" + traceback.format_exc()))
 
@@ -275,29 +269,3 @@ def on_account_of(test: str) -> Iterator[None]:
         yield
     finally:
         measured.save()
-
-
-def import_module(name: str, file: str) -> Any:
-    """Import the module `name` from `file`. A test module need not be importable by its name: two folders may have
-    files of one name, and pytest has an importlib mode."""
-    loaded = sys.modules.get(name)
-    if loaded is not None and getattr(loaded, "__file__", None) == file:
-        return loaded
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is not None and spec.origin == file:
-        return importlib.import_module(name)
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def getattr_path(value: Any, name: str) -> Any:
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
