@@ -12,6 +12,7 @@ import functools
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,17 +21,14 @@ from reach import RECORD, ROOT, Reach, functions_of, load
 
 # a change of these may change any test
 EVERYTHING = re.compile(r"tests/(conftest|pool|commands|versions)\.py|pyproject\.toml|constraints\.txt|Makefile")
-HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@", re.M)
 PROSE = ("tests/test_prose.py", "tests/test_docs.py", "tests/test_readme.py", "tests/test_repo.py")
 
 
 class Change(NamedTuple):
-    """A changed file: the text it had, and the lines that differ there and here. A new file had no text."""
+    """A changed file, and the text it had. A new file had none."""
 
     file: str
     before: str | None
-    old: set[int]
-    new: set[int]
 
 
 def git(*arguments: str) -> str:
@@ -46,13 +44,7 @@ def changes(base: str) -> list[Change]:
         if not name or name.endswith(RECORD.name):
             continue
         known = subprocess.run(["git", "show", f"{base}:{name}"], cwd=ROOT, capture_output=True)
-        old: set[int] = set()
-        new: set[int] = set()
-        for hunk in HUNK.finditer(git("diff", "-U0", "--no-renames", base, "--", name)):
-            for lines, first, count in ((old, hunk[1], hunk[2]), (new, hunk[3], hunk[4])):
-                lines.update(range(int(first), int(first) + int(count or 1)))
-        text = known.stdout.decode(errors="replace") if known.returncode == 0 else None
-        found.append(Change(name, text, old, new))
+        found.append(Change(name, known.stdout.decode(errors="replace") if known.returncode == 0 else None))
     return found
 
 
@@ -111,9 +103,8 @@ def reached(change: Change, reach: Reach) -> set[str]:
     if change.before is None or not known:  # new, or what coverage does not see: a kernel, a bench, a check
         return importing | (folder_of(change.file) if change.before is None or not importing else set())
     unknown = importing - {test.split("::")[0] for test in reach.seconds}  # test files that are newer than the record
-    names = names_at(change.before, change.old)
-    if (ROOT / path).exists():
-        names |= names_at((ROOT / path).read_text(), change.new)
+    before, now = (code_of(text) for text in (change.before, (ROOT / path).read_text() if exists(change.file) else ""))
+    names = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
     if None in names:  # a line outside of functions, which may matter to any of them
         return known | unknown
     return unknown.union(*(reach.functions.get(f"{change.file}::{name}", set()) for name in names))
@@ -126,11 +117,13 @@ def exists(test: str) -> bool:
     return path.exists() and (not function or re.search(rf"def {function}\b", path.read_text()) is not None)
 
 
-def names_at(source: str, lines: set[int]) -> set[str | None]:
-    """The functions at these lines, and None for lines outside of any. Blank lines and comments count for nothing."""
-    functions, text = functions_of(source), ["", *source.splitlines()]
-    code = {line for line in lines if line < len(text) and re.match(r"\s*[^\s#]", text[line])}
-    return {functions.get(line) for line in code}
+def code_of(source: str) -> dict[str | None, list[str]]:
+    """The lines of each function, and of None those outside of any, but for blank ones and comments."""
+    functions, found = functions_of(source), defaultdict(list)
+    for number, line in enumerate(source.splitlines(), 1):
+        if re.match(r"\s*[^\s#]", line):
+            found[functions.get(number)].append(line)
+    return found
 
 
 def nearest_first(tests: Iterable[str], files: Iterable[str], reach: Reach) -> list[str]:

@@ -1,8 +1,8 @@
 """`make mutations`: tries a fixed sample of wrong edits of tpformer/ and kernels/ against the tests that reach them.
 
 Belongs here: which edits there are, which are drawn, how one is tried, the table. A mutant is killed when a test fails.
-If it survives, no test asks the question, or the edit changes nothing. `make coverage` records which tests run a line;
-the table goes to build/mutations.json. Tests run in forks of a process that has imported all but the project.
+If it survives, no test asks the question, or the edit changes nothing. In a clone with the edit tests/changed.py finds
+the tests and runs them, by the record of `make coverage`; the table goes to build/mutations.json.
 """
 
 from __future__ import annotations
@@ -23,22 +23,10 @@ from queue import Queue
 from typing import NamedTuple
 
 import pytest
-from changed import importers, module_of, nearest_first, within
-from conftest import HUGGING_FACE
-from pool import Server
-from reach import COVERAGE, ROOT, Reach, read_lines, read_seconds
+from reach import RECORD, ROOT
 
 SEED, COUNT = 20261122, 240
 SECONDS = 60.0  # of tests, as recorded, that are tried at most: the nearest, and of those the shortest first
-# what the forks of a server have imported: everything large that is no part of the project
-PRELOAD = [
-    "pytest",
-    "hypothesis",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    *HUGGING_FACE,
-]
 COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
@@ -51,8 +39,6 @@ class Mutant(NamedTuple):
 
     file: str
     line: int
-    statement: int
-    """First line of the innermost statement, by which coverage may know a statement of several lines."""
     start: int
     end: int
     kind: str
@@ -64,8 +50,8 @@ class Outcome(NamedTuple):
     mutant: Mutant
     killed_by: str
     """The first test that failed; empty if the mutant survived."""
-    tests: int
-    """How many tests reach it."""
+    reached: str
+    """How many tests reach it, in words."""
     seconds: float
 
 
@@ -110,70 +96,33 @@ def mutants_of(file: str) -> list[Mutant]:
         offsets.append(offsets[-1] + len(line))
     tree, found = ast.parse(text), []
     left_out = skipped(tree)
-    statements: dict[ast.AST, int] = {}  # ast.walk comes to a statement after those around it
-    for statement in ast.walk(tree):
-        if isinstance(statement, ast.stmt):
-            statements.update(dict.fromkeys(ast.walk(statement), statement.lineno))
     for node in ast.walk(tree):
         if node in left_out:
             continue
         for kind, place, after in edits(node):
             start = offsets[place.lineno - 1] + place.col_offset  # type: ignore[attr-defined]
             end = offsets[place.end_lineno - 1] + place.end_col_offset  # type: ignore[attr-defined]
-            lines = (place.lineno, statements[node])  # type: ignore[attr-defined]
-            found.append(Mutant(file, *lines, start, end, kind, text.encode()[start:end].decode(), after))
+            before = text.encode()[start:end].decode()
+            found.append(Mutant(file, place.lineno, start, end, kind, before, after))  # type: ignore[attr-defined]
     return found
 
 
-def tests_of(mutant: Mutant, reach: dict[str, dict[int, set[str]]]) -> list[str]:
-    """The tests that run the mutant's line; if the line runs at imports, those that run its file."""
-    lines = reach[mutant.file]
-    tests = {test for test in lines.get(mutant.line) or lines.get(mutant.statement, ()) if test}
-    if not tests and mutant.statement in lines:
-        tests = {test for line in lines.values() for test in line if test}
-    return sorted({test.split("[")[0] for test in tests})
-
-
-def fork(clone: str, arguments: list[str], output: str) -> None:
-    """In a process of its own: run pytest in a clone. Its exit code is pytest's."""
-    with open(output, "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.chdir(clone)
-    os.environ.update(PYTHONPATH=clone, OMP_NUM_THREADS="1")
-    os.environ.pop("PYTEST_CURRENT_TEST", None)
-    sys.path[:] = [clone, *(path for path in sys.path if not path.startswith(str(ROOT / "tests")))]
-    for name, module in list(sys.modules.items()):
-        file = str(getattr(module, "__file__", ""))
-        if file.startswith(str(ROOT)) and "site-packages" not in file and name != __name__:
-            del sys.modules[name]  # the clone has its own
-    sys.exit(int(pytest.main(arguments)))
-
-
-def run_tests(server: Server, clone: Path, tests: list[str]) -> str:
-    """Return the first of these tests that fails in a clone, or ""."""
-    output = clone / "output.txt"
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=120", "--rootdir", str(clone)]
-    process = server.start(fork, str(clone), [*options, *tests], str(output), daemon=False)
-    process.join()
-    if process.exitcode in (0, 5):
-        return ""
-    failed = [line for line in output.read_text().splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0].split(" - ")[0] if failed else f"pytest ended with {process.exitcode}"
-
-
-def try_mutant(server: Server, clone: Path, mutant: Mutant, tests: list[str], reach: Reach) -> Outcome:
-    """Try the nearest tests. Nothing records who reaches a kernel: the test files that import it are tried."""
+def try_mutant(clone: Path, mutant: Mutant) -> Outcome:
+    """Have the tests that it reaches run in a clone, the nearest first, to the first that fails."""
     began, path = time.monotonic(), clone / mutant.file
-    tests = tests or sorted(importers(module_of(mutant.file)))
-    chosen = within(nearest_first(tests, [mutant.file], reach), reach, SECONDS)
+    options = {"PYTHONPATH": str(clone), "PYTHONUNBUFFERED": "1", "PYTEST_ADDOPTS": "-x --timeout=120"}
     original = path.read_bytes()
     path.write_bytes(original[: mutant.start] + mutant.after.encode() + original[mutant.end :])
     try:
-        killer = run_tests(server, clone, chosen) if chosen else ""
+        command = [sys.executable, "tests/changed.py", "--seconds", str(SECONDS)]
+        done = subprocess.run(command, cwd=clone, env=os.environ | options, capture_output=True, text=True)
     finally:
         path.write_bytes(original)
-    return Outcome(mutant, killer, len(tests), time.monotonic() - began)
+    reached, *lines = done.stdout.splitlines()
+    failed = [line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    survived = done.returncode in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
+    killer = "" if survived else next(iter(failed), f"pytest ended with {done.returncode}")
+    return Outcome(mutant, killer, reached, time.monotonic() - began)
 
 
 def draw(count: int, seed: int) -> list[Mutant]:
@@ -193,49 +142,34 @@ def draw(count: int, seed: int) -> list[Mutant]:
     return [candidates[key] for key in sorted(candidates)[:count]]
 
 
-def survivors_of(report: Path, mutants: list[Mutant]) -> list[Mutant]:
-    """Those of the mutants that survived when the report was written, perhaps of another version of the library."""
-
-    def edit(file: str, kind: str, before: str, after: str, **_: object) -> tuple[str, ...]:
-        return file, kind, before, after
-
-    survived = {edit(**row["mutant"]) for row in json.loads(report.read_text()) if not row["killed_by"]}
-    return [mutant for mutant in mutants if edit(**mutant._asdict()) in survived]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=COUNT)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--survivors", type=Path, help="only those that survived in this report, a mutations.json")
     options = parser.parse_args()
-    if not COVERAGE.exists():
-        sys.exit(f"{COVERAGE} does not exist: run `make coverage` first")
-    lines, reach = read_lines(), Reach(read_seconds(), {})
-    server = Server({}, PRELOAD)
-    mutants = draw(options.count, options.seed)
-    if options.survivors:
-        mutants = survivors_of(options.survivors, mutants)
+    if not RECORD.exists():
+        sys.exit(f"{RECORD} does not exist: run `make coverage` first")
     folder = ROOT / "build" / "mutants"
     clones: Queue[Path] = Queue()
     for number in range(options.jobs):
         shutil.rmtree(folder / str(number), ignore_errors=True)
         subprocess.run(["git", "clone", "--quiet", ROOT, folder / str(number)], check=True)
+        shutil.copy(RECORD, folder / str(number) / RECORD.relative_to(ROOT))
         clones.put(folder / str(number))
 
     def attempt(mutant: Mutant) -> Outcome:
         clone = clones.get()
         try:
-            return try_mutant(server, clone, mutant, tests_of(mutant, lines), reach)
+            return try_mutant(clone, mutant)
         finally:
             clones.put(clone)
 
     outcomes = []
     with ThreadPoolExecutor(options.jobs) as executor:
-        for outcome in executor.map(attempt, mutants):
+        for outcome in executor.map(attempt, draw(options.count, options.seed)):
             mutant = outcome.mutant
-            verdict = f"killed by {outcome.killed_by}" if outcome.killed_by else f"SURVIVED {outcome.tests} tests"
+            verdict = f"killed by {outcome.killed_by}" if outcome.killed_by else f"SURVIVED, {outcome.reached}"
             what = f"{mutant.kind} {mutant.before!r} -> {mutant.after!r}"
             print(f"{mutant.file}:{mutant.line} {what}: {verdict} ({outcome.seconds:.0f} s)", flush=True)
             outcomes.append(outcome)

@@ -5,18 +5,16 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 ROOT = Path(__file__).resolve().parent.parent
-TraceFunction = Callable[[FrameType, str, Any], Any]
 Function = tuple[str, str]  # file in the repository, qualified name: ("tpformer/cli/run.py", "parse_run")
 Order = dict[tuple[Function | None, Function], int]
 PAGE = (ROOT / "docs/architecture.md").read_text()
@@ -31,6 +29,12 @@ def library_file(name: str) -> str | None:
     return str(path.relative_to(ROOT)) if inside else None
 
 
+def function_of(frame: FrameType) -> Function | None:
+    """The function of the library that a frame runs; None for what is not of the library."""
+    file = library_file(frame.f_code.co_filename)
+    return None if file is None else (file, frame.f_code.co_qualname)
+
+
 @contextmanager
 def recorded_calls() -> Iterator[Order]:
     """Yield (caller, callee) -> how many pairs had been seen before, of this thread and those that it starts.
@@ -40,24 +44,14 @@ def recorded_calls() -> Iterator[Order]:
     interpreter that is three times as often.
     """
     order: Order = {}
-    local = threading.local()  # .running: the functions of a thread that have not yet returned
 
-    def called(frame: FrameType, event: str, _: object) -> TraceFunction | None:
-        file = library_file(frame.f_code.co_filename)
-        if file is None:
-            return None
-        function = file, frame.f_code.co_qualname
-        running = local.__dict__.setdefault("running", [None])
-        for caller in running:
-            order.setdefault((caller, function), len(order))
-        running.append(function)
-        frame.f_trace_lines = False
-        return returned
-
-    def returned(frame: FrameType, event: str, _: object) -> TraceFunction:
-        if event == "return":
-            local.running.pop()
-        return returned
+    def called(frame: FrameType, event: str, _: object) -> None:
+        function, above = function_of(frame), frame.f_back
+        if function is not None:
+            order.setdefault((None, function), len(order))
+            while above is not None:
+                order.setdefault((function_of(above), function), len(order))
+                above = above.f_back
 
     before = sys.gettrace()
     threading.settrace(called)

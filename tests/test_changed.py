@@ -18,6 +18,7 @@ def f(x):
 
 
 class G:
+    @decorated
     def g(self):
         def inner():
             return 2
@@ -57,6 +58,7 @@ def tree(tmp_path, monkeypatch):
     [
         ("tpformer/ops/a.py", ("x + 1", "x + 2"), [F, RUN]),
         ("tpformer/ops/a.py", ("return 2", "return 3"), [G]),
+        ("tpformer/ops/a.py", ("@decorated", "@checked"), [G]),
         ("tpformer/ops/a.py", ("LIMIT = 3", "LIMIT = 4"), [F, G, RUN]),
         ("tpformer/ops/a.py", ("# why", "# because"), []),
         ("tpformer/ops/a.py", ("def f(x):", "def h(x):"), [F, RUN]),
@@ -90,10 +92,3 @@ def test_tests_that_are_gone_are_not_asked_for_and_new_files_are(tree, capsys):
     (tree / "tests/ops/test_new.py").write_text("import tpformer.ops.a\n")
     changed.main(["--list"])
     assert capsys.readouterr().out.splitlines()[1:] == ["tests/ops/test_new.py", RUN]
-
-
-def test_a_function_is_known_by_its_outermost_name():
-    named = reach.functions_of(
-        "@decorated\ndef f():\n    def g():\n        pass\nclass A:\n    x = 1\n    def m(self): 1\n"
-    )
-    assert named == {1: "f", 2: "f", 3: "f", 4: "f", 7: "A.m"}
