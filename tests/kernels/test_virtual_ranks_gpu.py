@@ -7,7 +7,6 @@ all ranks in one launch, one rank in its own launch, replays without a graph.
 
 import contextlib
 import importlib
-import importlib.util
 import random
 from collections.abc import Iterator
 from dataclasses import replace
