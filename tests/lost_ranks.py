@@ -3,16 +3,14 @@
 Belongs here: starting such groups, and what their other ranks hear.
 """
 
-import importlib
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+from commands import Commands
 
 
 def die() -> None:
@@ -20,28 +18,26 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def heard(folder: Path, file: str, function: str, size: int, names: Sequence[str]) -> dict[str, list[str]]:
+def heard(
+    commands: Commands, folder: Path, function: Callable[[str], object], size: int, names: Sequence[str]
+) -> dict[str, list[str]]:
     """By name: the RuntimeErrors of the ranks that live on, "" of one that hears nothing.
 
-    function: of the test file `file`. Each of `size` ranks calls it with the name; one of them calls `die`.
+    function: each of `size` ranks calls it with the name; one of them calls `die`.
     """
-    here = Path(file).parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (here.parents[1], here.parent, here)))}
-    arguments = [Path(file).stem, function, str(folder), str(size), *names]
-    command = [sys.executable, "-c", "import sys, lost_ranks; lost_ranks.main(*sys.argv[1:])", *arguments]
-    subprocess.run(command, cwd=here, env=environment, check=True)
+    code, _, err = commands.call(_fork, folder, function, size, names).finish()
+    assert code == 0, err
     return {name: [each.read_text() for each in sorted(folder.glob(f"{name}-*"))] for name in names}
 
 
-def main(module: str, function: str, folder: str, size: str, *names: str) -> None:
+def _fork(folder: Path, function: Callable[[str], object], size: int, names: Sequence[str]) -> None:
     """Fork a group for each name, one after the other."""
-    call = getattr(importlib.import_module(module), function)
     for name in names:
         started = []
-        for rank in range(int(size)):
+        for rank in range(size):
             started.append(os.fork())
             if started[-1] == 0:
-                _live(call, name, Path(folder), rank, int(size))
+                _live(function, name, folder, rank, size)
         for process in started:
             os.waitpid(process, 0)
 

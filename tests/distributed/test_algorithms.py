@@ -110,9 +110,9 @@ def reduce_beside_a_dead_rank(name: str) -> None:
     reduce_by(name, torch.ones(1 << 16), dist.group.WORLD)
 
 
-def test_a_dead_rank_is_named(tmp_path):
+def test_a_dead_rank_is_named(commands, tmp_path):
     """By the ranks that wait for it, and at once: no timeout has to pass. What others say follows from that."""
-    heard = lost_ranks.heard(tmp_path, __file__, "reduce_beside_a_dead_rank", 5, RUNNABLE)
+    heard = lost_ranks.heard(commands, tmp_path, reduce_beside_a_dead_rank, 5, RUNNABLE)
     for name, said in heard.items():
         wanted = f"the {name} all-reduce failed on rank"
         assert len(said) == 4 and any(wanted in each and ": rank 2 has died" in each for each in said), said

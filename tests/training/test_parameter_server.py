@@ -5,7 +5,6 @@ import itertools
 import random
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 
 import lost_ranks
@@ -232,12 +231,8 @@ def train_beside_a_dying_worker(server: str) -> None:
 
 
 def test_a_worker_that_dies_is_named(commands, tmp_path):
-    names = ("sync", "stale")
-    arguments = (Path(__file__).stem, "train_beside_a_dying_worker", str(tmp_path), "3", *names)
-    code, _, err = commands.call(lost_ranks.main, *arguments).finish()
-    assert code == 0, err
-    for name in names:
-        said = [each.read_text() for each in sorted(tmp_path.glob(f"{name}-*"))]
+    heard = lost_ranks.heard(commands, tmp_path, train_beside_a_dying_worker, 3, ("sync", "stale"))
+    for said in heard.values():
         assert len(said) == 2 and any("the parameter server's exchange failed on rank" in each for each in said), said
         assert any(": rank 2 has died, or did not answer in time" in each for each in said), said
 
