@@ -13,12 +13,12 @@ from tpformer.processes.cpu import keep_freed_memory, share_cores
 def test_cores_are_shared_out_unless_the_user_says_otherwise(monkeypatch):
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for ranks in ("1", "2", "1000"):
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         share_cores()
-        monkeypatch.setenv("OMP_NUM_THREADS", "3")
-        share_cores()
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    share_cores()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     assert threads == [cores, max(1, cores // 2), 1], "nothing is set beside OMP_NUM_THREADS"
 

@@ -201,14 +201,8 @@ sys.exit(5)
 
 def test_a_sighup_that_nohup_ignores_stays_ignored(commands, tmp_path):
     """R19."""
-    script = (
-        READY
-        + """
-os.kill(os.getpid(), signal.SIGHUP)
-while not os.path.exists(f"{folder}/end"):
-    time.sleep(0.05)
-"""
-    )
+    waiting = 'while not os.path.exists(f"{folder}/end"): time.sleep(0.05)'
+    script = f"{READY}os.kill(os.getpid(), signal.SIGHUP)\n{waiting}"
     launcher = launched(commands, tmp_path, script, signal.SIGHUP)
     os.kill(launcher.pid, signal.SIGHUP)
     (tmp_path / "end").touch()

@@ -20,10 +20,6 @@ from tpformer.processes.watchdog import HANG_EXIT_CODE, Watchdog
 TIMEOUT = 2.0
 
 
-def nothing() -> None:
-    pass
-
-
 def stop() -> None:
     time.sleep(TIMEOUT / 3)  # in which it writes some heartbeats
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -70,7 +66,7 @@ def line_of(function, offset: int = 1) -> str:
     ],
 )
 def test_a_hang_ends_the_job_and_names_the_culprit(ranks, tmp_path, how, culprit, words):
-    ranks(3).run(nothing)  # start the ranks
+    ranks(3).run(os.getpid)  # start the ranks
     with pytest.raises(RankFailure) as failure:
         ranks(3).run(hang, str(tmp_path), how, culprit)
     assert f"died with exit code {HANG_EXIT_CODE}" in str(failure.value) and "Error" not in str(failure.value)
