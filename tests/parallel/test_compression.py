@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_replicas import built, config_of, save, take_step, train
-from testing import assert_identical
+from testing import assert_identical, on_every_rank
 
 from tpformer.config import Layout, check_config
 from tpformer.config.layout import COMPRESSIONS
@@ -97,9 +97,8 @@ def test_what_is_lost_is_kept_unless_a_step_is_skipped_and_what_is_sent_is_count
     assert [tuple(each) for each in found[0]["sent"]] == bytes_of(kind, size)
 
 
-def lossless(kind: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(what a compression without error feedback gives, the sum in rank order) of numbers that it can hold."""
-    pairs = []
+def lossless(kind: str) -> None:
+    """Without error feedback numbers that a compression can hold are added up in rank order."""
     for step in range(2):
         x = drawn(step, dist.get_rank())
         if kind == "bfloat16":
@@ -113,14 +112,12 @@ def lossless(kind: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
         compression.add(x)
         compression.settle(GOES_ON)
         assert not any(name in compression.state for name in ("error", "second"))
-        pairs.append((x, expected))
-    return pairs
+        assert torch.equal(x, expected)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "topk"])
 def test_without_loss_it_is_the_sum_bit_for_bit(ranks, kind):
-    for pairs in ranks(3).run(lossless, kind):
-        assert all(torch.equal(got, expected) for got, expected in pairs)
+    ranks(3).run(lossless, kind)
 
 
 SHARDED = {"data_parallel_replicate": 2, "data_parallel_shard": 2}
@@ -153,8 +150,9 @@ def test_a_run_learns_and_goes_on_bit_for_bit(ranks, tmp_path, kind, parallel):
         assert_identical(resumed, whole)
 
 
-def after_zeros() -> float:
-    """What PowerSGD gives of a gradient in rows of which it has only seen zeros."""
+@on_every_rank(2)
+def test_powersgd_sees_what_comes_after_zeros() -> None:
+    """A right factor of zeros stayed zero: nothing of the matrix was ever sent again."""
     compression = made("powersgd")
     for step in range(3):
         x = torch.zeros(N)
@@ -162,12 +160,7 @@ def after_zeros() -> float:
             x[20 * 30 : 40 * 30] = drawn(step, dist.get_rank())[20 * 30 : 40 * 30]
         compression.add(x)
         compression.settle(GOES_ON)
-    return float(x[: 40 * 30].abs().max())
-
-
-def test_powersgd_sees_what_comes_after_zeros(ranks):
-    """A right factor of zeros stayed zero: nothing of the matrix was ever sent again."""
-    assert all(largest > 0.1 for largest in ranks(2).run(after_zeros))
+    assert x[: 40 * 30].abs().max() > 0.1
 
 
 def load_elsewhere(directory, saved: dict, others: list[dict]) -> list[str]:
@@ -199,16 +192,12 @@ def test_errors_are_for_the_layout_that_saved_them(ranks, tmp_path):
         assert "for the ranks of another layout: go on in the layout that saved it, or without compression" in refused
 
 
-def two_runs() -> list[tuple[list[float], list[torch.Tensor]]]:
-    """Losses and ends of a run with top-k of everything, without error feedback, and of one without compression."""
+@on_every_rank(4)
+def test_a_run_that_loses_nothing_is_the_run_without_compression() -> None:
     lossless = {"compression": "topk", "compression_share": 1.0, "error_feedback": False}
     runs = [train(config_of(data_parallel_replicate=4, **each), 2) for each in (lossless, {"all_reduce": "all_pairs"})]
-    return [(losses, parameters) for losses, _, parameters in runs]
-
-
-def test_a_run_that_loses_nothing_is_the_run_without_compression(ranks):
-    for compressed, plain in ranks(4).run(two_runs):
-        assert_identical(compressed, plain)
+    (losses, _, parameters), (plain_losses, _, plain_parameters) = runs
+    assert_identical([losses, parameters], [plain_losses, plain_parameters])
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
 """Partial gradients are added up once; norms count every parameter once, and gradients on any mixture of meshes are
 clipped as torch's function does in one process."""
 
-import copy
 import math
 
 import pytest
 import torch
-from testing import assert_same
+from testing import assert_identical, assert_same, on_every_rank
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -20,7 +19,8 @@ from tpformer.parallel.gradients import local_part
 CONFIG = GPTConfig(vocab_size=60, seq_length=12, n_layers=2, hidden_size=24, n_heads=2, n_kv_heads=1)
 
 
-def reduce_twice():
+@on_every_rank(2)
+def test_one_all_reduce_and_idempotent() -> None:
     mesh = build_mesh("cpu", tensor_parallel=2)["tp"]
     model = GPT(CONFIG, tp=TensorParallel(mesh, True), dtype=torch.float64)
     ids = torch.arange(24).view(2, 12)
@@ -29,23 +29,16 @@ def reduce_twice():
         gradient_norm(model.parameters(), [mesh.get_group()])
     with record_collectives() as first:
         reduce_partial_gradients(model)
-    before = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
+    before = [p.grad.to_local().clone() for p in model.parameters()]
     with record_collectives() as second:
         reduce_partial_gradients(model)
-    same = all(torch.equal(before[name], p.grad.to_local()) for name, p in copy.deepcopy(model).named_parameters())
-    replicated = [name for name, p in model.named_parameters() if p.grad.placements[0].is_replicate()]
-    return first, second, same, replicated
-
-
-def test_one_all_reduce_and_idempotent(ranks):
-    for first, second, same, replicated in ranks(2).run(reduce_twice):
-        assert [name for name, _ in first] == ["all_reduce"]
-        assert second == [] and same
-        # all ranks share norms, row biases, positions, and the one key-value head
-        assert "layers.0.self_attn.k_proj.weight" in replicated and "layers.1.mlp.fc2.bias" in replicated
-        assert "embed_positions.weight" in replicated and "norm.weight" in replicated
-        elements = sum(dict(GPT(CONFIG).named_parameters())[name].numel() for name in replicated)
-        assert first[0][1] == elements * 8
+    assert_identical([p.grad.to_local() for p in model.parameters()], before)
+    replicated = {name: p for name, p in model.named_parameters() if p.grad.placements[0].is_replicate()}
+    assert [tuple(each) for each in first] == [("all_reduce", 8 * sum(p.numel() for p in replicated.values()))]
+    assert second == []
+    # all ranks share norms, row biases, positions, and the one key-value head
+    shared = {"layers.0.self_attn.k_proj.weight", "layers.1.mlp.fc2.bias", "embed_positions.weight", "norm.weight"}
+    assert shared <= replicated.keys()
 
 
 ROWS, WIDTH = 8, 6

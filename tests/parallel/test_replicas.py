@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from testing import assert_identical, assert_same
+from testing import assert_identical, assert_same, on_every_rank
 
 from tpformer.config import RunConfig, build_config, check_config
 from tpformer.config.layout import ALL_REDUCES
@@ -13,8 +13,7 @@ from tpformer.distributed import record_collectives
 from tpformer.distributed.algorithms import ALGORITHMS
 from tpformer.distributed.reductions import RUNNABLE
 from tpformer.parallel.replicas import ranks_of_a_node
-from tpformer.training.checkpoint import Checkpointer, load_checkpoint
-from tpformer.training.checkpoint_files import step_path
+from tpformer.training.checkpoint import Checkpointer
 from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import LocalUpdate, build_optimizer
 from tpformer.training.setup import build_model, run_mesh
@@ -52,24 +51,12 @@ def save(directory, step: int, model: ModelParts, optimizers: list[LocalUpdate])
 def train(config: RunConfig, steps: int) -> tuple[list[float], list[int], list[torch.Tensor]]:
     """Losses, bytes of the messages of the last step, and what this rank holds of the parameters."""
     model, optimizers = built(config)
-    own = config.parallel.all_reduce != "library"
-    refusing = refuse_float32(dist.all_reduce) if own else dist.all_reduce
     losses = []
     for step in range(1, steps + 1):
-        with record_collectives() as calls, mock.patch.object(dist, "all_reduce", refusing):
+        with record_collectives() as calls:
             losses.append(take_step(model, optimizers, step))
     sent = [nbytes for name, nbytes in calls if name == "send"]
     return losses, sent, [parameter.to_local().detach().clone() for parameter in model.parameters()]
-
-
-def refuse_float32(run):
-    """torch's all_reduce for anything but gradients, which must not reach it."""
-
-    def call(x, *arguments, **options):
-        assert x.dtype != torch.float32
-        return run(x, *arguments, **options)
-
-    return call
 
 
 def test_every_algorithm_has_a_name_in_the_configuration():
@@ -100,36 +87,14 @@ def test_replicas_send_what_the_algorithm_says_once_a_step(ranks, losses_of_one_
     assert_same(found[0][1], losses_of_one_process)
 
 
-def saved_and_loaded(directory, before: str, after: str) -> list[torch.Tensor]:
-    """What ranks of one algorithm hold, and of another that have loaded it: the sums over all of its elements."""
-    sums = []
-    for algorithm in (before, after):
-        model, optimizers = built(config_of(data_parallel_replicate=2, data_parallel_shard=2, all_reduce=algorithm))
-        if algorithm == before:
-            take_step(model, optimizers, 1)
-            save(directory, 1, model, optimizers)
-        load_checkpoint(step_path(directory, 1), model.parts, group=dist.group.WORLD)
-        sums.append(torch.stack([parameter.full_tensor().double().sum() for parameter in model.parameters()]))
-    return sums
-
-
-@pytest.mark.parametrize(("before", "after"), [("ring", "library"), ("library", "tree")])
-def test_checkpoints_do_not_depend_on_it(ranks, tmp_path, before, after):
-    for saved, loaded in ranks(4).run(saved_and_loaded, tmp_path, before, after):
-        assert torch.equal(saved, loaded) and saved.abs().sum() > 0
-
-
-def nodes(local: int) -> int | str:
-    with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": str(local)}):
-        group = dist.new_group([0, 2, 3])
-        try:
-            return ranks_of_a_node(group) if dist.get_rank() != 1 else 0
-        except ValueError as error:
-            return str(error)
-
-
-def test_the_ranks_of_a_node(ranks):
-    assert ranks(4).run(nodes, 4) == [3, 0, 3, 3]
-    assert ranks(4).run(nodes, 1) == [1, 0, 1, 1]
-    said = ranks(4).run(nodes, 2)[0]
-    assert "the ranks [0, 2, 3] are on the machines [0, 1, 1]: choose another all_reduce" in said
+@on_every_rank(4)
+def test_the_ranks_of_a_node() -> None:
+    group = dist.new_group([0, 2, 3])
+    if dist.get_rank() == 1:
+        return
+    for local, found in ((4, 3), (1, 1)):
+        with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": str(local)}):
+            assert ranks_of_a_node(group) == found
+    said = r"the ranks \[0, 2, 3\] are on the machines \[0, 1, 1\]: choose another all_reduce"
+    with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": "2"}), pytest.raises(ValueError, match=said):
+        ranks_of_a_node(group)

@@ -30,18 +30,14 @@ CHOSEN = (
 OTHERS = [(case, dtype) for case, dtype in zip(zero.CASES, itertools.cycle(zero.DTYPES)) if case not in dict(CHOSEN)]
 
 
-def problems(ranks: WorkerPool, case: str, dtype: str) -> list[str]:
-    """What four ranks hold or communicate otherwise than the planner's formulas say."""
+@pytest.mark.parametrize("case, dtype", [*CHOSEN, *(pytest.param(*each, marks=pytest.mark.proof) for each in OTHERS)])
+def test_bytes_and_collectives(ranks: WorkerPool, case: str, dtype: str) -> None:
+    """What four ranks hold and communicate is what the planner's formulas say."""
     config = run_config(zero.CASES[case], dtype, SMALL)
     measured, share = ranks(4).run(zero.measure, config), 4 // config.parallel.pipeline_parallel
     rows = [zero.zero_row(case, config, rank // share, each) for rank, each in enumerate(measured)]
     assert all(len(row["moments"]) == 5 for row in rows)
-    return zero.problems_of(rows)
-
-
-@pytest.mark.parametrize("case, dtype", [*CHOSEN, *(pytest.param(*each, marks=pytest.mark.proof) for each in OTHERS)])
-def test_bytes_and_collectives(ranks: WorkerPool, case: str, dtype: str) -> None:
-    assert problems(ranks, case, dtype) == []
+    assert zero.problems_of(rows) == []
 
 
 def test_reduction_in_16_bits(ranks: WorkerPool) -> None:

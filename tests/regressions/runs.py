@@ -3,14 +3,12 @@
 Belongs here: what several files of this folder build and compare. No test logic.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from testing import assert_same
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpformer.config import RunConfig, build_config, check_config
 from tpformer.distributed.dtensor import full_tensor
@@ -44,33 +42,18 @@ def own_batch(model: ModelParts, targets: float = 1.0) -> tuple[torch.Tensor, in
     return torch.where(drawn < targets, batch, ~batch)[first : first + share], first
 
 
-class Collectives(TorchDispatchMode):
-    """It counts the operations of torch.distributed by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.counts[func._schema.name.split("::")[1].strip("_")] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def full(x: torch.Tensor) -> torch.Tensor:
     return full_tensor(x).detach().clone()
 
 
 def step(model: Mapping, parallel: Mapping, train: Mapping) -> dict[str, Any]:
-    """Run a step; return its loss, norm and collectives. Of this rank's parts: initial values, whole gradients, its
+    """Run a step; return its loss and norm. Of this rank's parts: initial values, whole gradients, its
     copies of those that tensor-parallel ranks share, and the shares of parameters that it keeps."""
     whole = built(run_config(model, parallel, **train))
     parameters = [pair for part in whole.parts for pair in part.named_parameters()]
     result: dict[str, Any] = {"initial": [{n: full(p) for n, p in part.named_parameters()} for part in whole.parts]}
     rows, first = own_batch(whole)
-    with Collectives() as collectives:
-        result["loss"] = float(whole.gradients(rows, first_sample=first, step=1))
-    result["counts"] = collectives.counts
+    result["loss"] = float(whole.gradients(rows, first_sample=first, step=1))
     result["shares"] = {name: p.to_local().numel() / p.numel() for name, p in parameters if isinstance(p, DTensor)}
     result["meshes"] = len({p.device_mesh for _, p in parameters if isinstance(p, DTensor)})
     result["norm"] = float(whole.gradient_norm())

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from runs import BATCH, LLAMA, built, full, own_batch, run_config
-from testing import assert_kernel_close, assert_same
+from steps import tp_mesh
+from testing import assert_kernel_close, assert_same, on_every_rank
 
-from tpformer.distributed import build_mesh
 from tpformer.layers import MoE, Policy, TensorParallel
 from tpformer.layers.moe import routers
 from tpformer.models import GPT
@@ -157,16 +157,13 @@ def layer(tp: TensorParallel | None = None, **options: Any) -> MoE:
     return MoE(16, 8, Policy(2), ffn_hidden_size=12, tp=tp, **{"dtype": torch.float64} | options)
 
 
-def initial() -> list[float]:
-    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
-    pairs = zip(layer(TensorParallel(mesh)).parameters(), layer().parameters(), strict=True)
-    return [float((full(p) - q).abs().max()) for p, q in pairs]
-
-
-def test_item_40_initial_experts_do_not_depend_on_the_ranks(ranks):
+@on_every_rank(4)
+def test_item_40_initial_experts_do_not_depend_on_the_ranks() -> None:
     """Fails if an expert's initial values follow from its index on a rank."""
-    assert ranks(4).run(initial) == [[0.0] * 3] * 4
-    first, second = layer().experts.gate_up_proj[:2]
+    whole = layer()
+    for p, q in zip(layer(TensorParallel(tp_mesh())).parameters(), whole.parameters(), strict=True):
+        assert torch.equal(full(p), q)
+    first, second = whole.experts.gate_up_proj[:2]
     assert not torch.equal(first, second)
 
 
@@ -182,19 +179,14 @@ def test_item_41_a_router_computes_in_float32_whatever_the_rows_are():
     assert_kernel_close(routing.weights, *wanted, "weights")
 
 
-def zero_router(sequence_parallel: bool) -> list[list[int]]:
-    mesh = build_mesh("cpu", tensor_parallel=dist.get_world_size())["tp"]
-    moe = layer(TensorParallel(mesh, sequence_parallel))
-    with torch.no_grad():
-        moe.gate.weight.zero_()
-    return moe.gate(torch.randn(4, 16, dtype=torch.float64)).experts.tolist()
-
-
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_item_42_of_equal_scores_the_first_experts_are_chosen(ranks, sequence_parallel):
+@on_every_rank(2)
+def test_item_42_of_equal_scores_the_first_experts_are_chosen() -> None:
     """Fails if ties, as of a router that begins with zeros, are broken by chance: torch.topk promises no order."""
-    for experts in ranks(2).run(zero_router, sequence_parallel):
-        assert experts == [[0, 1]] * (8 if sequence_parallel else 4)
+    for sequence_parallel in (True, False):
+        moe = layer(TensorParallel(tp_mesh(), sequence_parallel))
+        torch.nn.init.zeros_(moe.gate.weight)
+        experts = moe.gate(torch.randn(4, 16, dtype=torch.float64)).experts
+        assert experts.tolist() == [[0, 1]] * (8 if sequence_parallel else 4)
 
 
 def test_item_43_evaluation_moves_no_bias_and_building_on_meta_sets_it_to_zero():
@@ -217,9 +209,8 @@ def test_item_44_repeated_steps_have_the_same_bits(ranks):
 
 
 def bits() -> list[float]:
-    mesh = build_mesh("cpu", tensor_parallel=4)["tp"]
-    moe = layer(TensorParallel(mesh, True), dtype=torch.float32)
-    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(mesh.get_local_rank()), requires_grad=True)
+    moe = layer(TensorParallel(tp_mesh(), True), dtype=torch.float32)
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(dist.get_rank()), requires_grad=True)
     moe(x).square().sum().backward()
     reduce_partial_gradients(moe)
     return [float(each.double().sum()) for each in (x.grad, *(full(p.grad) for p in moe.parameters()))]
