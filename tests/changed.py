@@ -79,7 +79,7 @@ def imported(path: Path) -> set[str]:
 def module_of(file: str) -> str:
     """The name by which a file is imported."""
     name = ".".join(Path(file).with_suffix("").parts).removesuffix(".__init__")
-    return f"tpformer.{name}" if name.startswith("kernels.") else name
+    return f"tpformer.{name}" if file.startswith("kernels/") else name
 
 
 def folder_of(file: str) -> set[str]:

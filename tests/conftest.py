@@ -125,30 +125,16 @@ def pytest_keyboard_interrupt() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    deselected = [item for item in items if left_out(item)]
-    if deselected:
-        config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if item not in set(deselected)]
+    config.hook.pytest_deselected(items=[item for item in items if left_out(item)])
+    items[:] = [item for item in items if not left_out(item)]
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for marker, (needed, reason) in DEVICES.items():
-        if devices < needed:
-            for item in items:
-                if item.get_closest_marker(marker) is not None:
-                    item.add_marker(pytest.mark.skip(reason=reason))
     for item in items:
-        if (reason := why_too_old(item)) is not None:
+        missing = [text for marker, (n, text) in DEVICES.items() if devices < n and item.get_closest_marker(marker)]
+        for reason in filter(None, [*missing, why_too_old(item)]):
             item.add_marker(pytest.mark.skip(reason=reason))
     places = {TESTS / name: place for place, name in enumerate(LONGEST)}
     assert all(path.exists() for path in places), places
     items.sort(key=lambda item: places.get(item.path, len(places)))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    reports = terminalreporter.stats.get("skipped", [])
-    for marker, (_, reason) in DEVICES.items():
-        number = sum(reason in str(report.longrepr) for report in reports)
-        if number:
-            terminalreporter.write_line(f"{number} {marker} tests skipped: {reason}")
 
 
 TESTS = Path(__file__).parent

@@ -1,24 +1,21 @@
 """Which tests run which code: read from what `make coverage` recorded, and kept in a file beside this one.
 
-Belongs here: lines of coverage's database, functions of the kept record. tests/mutants.py and tests/changed.py ask.
+Belongs here: what coverage's database says of functions, and the kept record, which tests/changed.py asks.
 `make coverage` keeps the record; it knows functions by name, so it stays useful while lines move.
 """
 
 from __future__ import annotations
 
 import ast
-import base64
 import gzip
 import json
 import os
-import sqlite3
 import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-from coverage.numbits import numbits_to_nums
+from coverage import CoverageData
 
 ROOT = Path(__file__).resolve().parent.parent
 COVERAGE = ROOT / "build" / "coverage" / "data"
@@ -31,26 +28,6 @@ def test_name(context: str) -> str:
     """The test in pytest-cov's "name|run" or PYTEST_CURRENT_TEST's "name (call)"; "" where a module was imported."""
     names = [part.rsplit(" (", 1)[0] for part in context.split("|") if "::" in part]
     return names[-1] if names else IMPORTED
-
-
-def read_lines() -> dict[str, dict[int, set[str]]]:
-    """file -> line -> the tests that run it, with their parameters."""
-    reach: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    with sqlite3.connect(COVERAGE) as data:
-        rows = data.execute(
-            "select file.path, context.context, arc.fromno, arc.tono from arc"
-            " join file on file.id = arc.file_id join context on context.id = arc.context_id"
-        )
-        for path, context, _, line in rows:
-            if line > 0:
-                reach[os.path.relpath(path, ROOT)][line].add(test_name(context))
-        for path, context, bits in data.execute(
-            "select file.path, context.context, line_bits.numbits from line_bits"
-            " join file on file.id = line_bits.file_id join context on context.id = line_bits.context_id"
-        ):
-            for line in numbits_to_nums(bits):
-                reach[os.path.relpath(path, ROOT)][line].add(test_name(context))
-    return reach
 
 
 def functions_of(source: str) -> dict[int, str]:
@@ -88,11 +65,14 @@ class Reach(NamedTuple):
 def record() -> Reach:
     """Condense coverage's database."""
     functions: dict[str, set[str]] = defaultdict(set)
-    for file, lines in read_lines().items():
-        names = functions_of((ROOT / file).read_text())
-        for line, tests in lines.items():
+    data = CoverageData(str(COVERAGE))
+    data.read()
+    for path in data.measured_files():
+        names = functions_of(Path(path).read_text())
+        for line, contexts in data.contexts_by_lineno(path).items():
             if line in names:
-                functions[f"{file}::{names[line]}"] |= {test.split("[")[0] for test in tests if test != IMPORTED}
+                tests = {test_name(context).split("[")[0] for context in contexts} - {IMPORTED}
+                functions[f"{os.path.relpath(path, ROOT)}::{names[line]}"] |= tests
     return Reach(read_seconds(), {name: tests for name, tests in functions.items() if tests})
 
 
@@ -108,16 +88,12 @@ def read_seconds() -> dict[str, float]:
 
 
 def keep(reach: Reach) -> None:
-    """Write the record: names in order, and one bit for each pair of a function and a test."""
-    tests, functions = sorted(set(reach.seconds).union(*reach.functions.values())), sorted(reach.functions)
+    """Write the record, which names each test once, and then by its place."""
+    tests = sorted(set(reach.seconds).union(*reach.functions.values()))
     places = {test: place for place, test in enumerate(tests)}
-    bits = np.zeros((len(functions), len(tests)), bool)
-    for row, function in enumerate(functions):
-        bits[row, [places[test] for test in reach.functions[function]]] = True
     content = {
         "seconds": {test: round(reach.seconds.get(test, 0.0), 1) for test in tests},
-        "functions": functions,
-        "bits": base64.b64encode(np.packbits(bits).tobytes()).decode(),
+        "functions": {name: sorted(places[test] for test in reached) for name, reached in reach.functions.items()},
     }
     RECORD.write_bytes(gzip.compress(json.dumps(content).encode(), 9, mtime=0))
 
@@ -127,11 +103,9 @@ def load() -> Reach:
     if not RECORD.exists():
         return Reach({}, {})
     content = json.loads(gzip.decompress(RECORD.read_bytes()))
-    tests, functions = list(content["seconds"]), content["functions"]
-    packed = np.frombuffer(base64.b64decode(content["bits"]), np.uint8)
-    bits = np.unpackbits(packed, count=len(functions) * len(tests)).reshape(len(functions), len(tests))
-    reached = {name: {tests[i] for i in np.flatnonzero(row)} for name, row in zip(functions, bits, strict=True)}
-    return Reach(content["seconds"], reached)
+    tests = list(content["seconds"])
+    functions = {name: {tests[place] for place in places} for name, places in content["functions"].items()}
+    return Reach(content["seconds"], functions)
 
 
 if __name__ == "__main__":

@@ -34,14 +34,6 @@ def sleep_on(sleeping: int) -> None:
         time.sleep(30)
 
 
-def process_id() -> int:
-    return os.getpid()
-
-
-def environment() -> str | None:
-    return os.getenv("TRITON_INTERPRET")
-
-
 def return_a_lambda(_: int) -> object:
     return lambda: None
 
@@ -53,7 +45,7 @@ def test_results_are_in_rank_order(ranks: WorkerPool) -> None:
 
 
 def test_processes_are_kept(ranks: WorkerPool) -> None:
-    assert ranks(2).run(process_id) == ranks(2).run(process_id)
+    assert ranks(2).run(os.getpid) == ranks(2).run(os.getpid)
 
 
 @pytest.mark.parametrize(
@@ -72,10 +64,10 @@ def test_a_rank_that_fails_is_named_and_replaced(ranks: WorkerPool, function, op
 
 
 def test_worker_killed_between_runs_is_replaced(ranks: WorkerPool) -> None:
-    os.kill(ranks(2).run(process_id)[1], 9)
+    os.kill(ranks(2).run(os.getpid)[1], 9)
     ranks(2).processes[1].join(5)
     assert len(ranks(2).run(rank_and_sum, 0)) == 2
 
 
 def test_a_pool_can_have_an_environment_of_its_own(ranks: WorkerPool, interpreted: WorkerPool) -> None:
-    assert [pool(1).run(environment) for pool in (ranks, interpreted)] == [[None], ["1"]]
+    assert [pool(1).run(os.getenv, "TRITON_INTERPRET") for pool in (ranks, interpreted)] == [[None], ["1"]]

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from changed import module_of
 
 from tpformer.config import RunConfig
 
@@ -107,23 +108,16 @@ def test_every_part_has_an_arrow():
     assert parts - {"tpformer/__init__.py"} <= set(ARROWS)
 
 
-def module_name(path: Path) -> str:
-    """The name by which a file is imported."""
-    parts = list(path.relative_to(ROOT).with_suffix("").parts)
-    parts = parts[:-1] if parts[-1] == "__init__" else parts
-    return ".".join(["tpformer", *parts] if parts[0] == "kernels" else parts)
-
-
 def neighbours(path: Path, modules: set[str]) -> set[str]:
     """The modules of the repository that a file imports, at its top or inside a function, or for type checkers only."""
     inner = ((f"{module}.{part}", module) for module, part in imports(path))
-    return {whole if whole in modules else module for whole, module in inner} & modules - {module_name(path)}
+    return {whole if whole in modules else module for whole, module in inner} & modules - {module_of(name(path))}
 
 
 def test_no_import_circle():
     """Imports for type checkers count, too: whoever reads one of the modules has to read all of them."""
     files = {
-        module_name(path): path
+        module_of(name(path)): path
         for path in PYTHON
         if name(path).split("/")[0] in ("tpformer", "kernels", "bench", "checks")
     }
