@@ -137,6 +137,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = terminalreporter.stats.get("skipped", [])
+    for marker, (_, reason) in DEVICES.items():
+        number = sum(reason in str(report.longrepr) for report in reports)
+        if number:
+            terminalreporter.write_line(f"{number} {marker} tests skipped: {reason}")
+
+
 TESTS = Path(__file__).parent
 TURNS = 3  # the longest proofs take turns by the commit's hash: `make proofs` runs one turn, `make proofs TURN=all` all
 # Files that take minutes, in `make test` or in the proofs. They begin first: one that begins last keeps one worker busy
