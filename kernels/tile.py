@@ -266,7 +266,10 @@ def column_blocks(weights, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def place_tile(problem, b0, b1, b2, tile, rows, virtual, FORM: tl.constexpr):
-    """(second operand, its Weight, first row, first column) of a tile. Tiles count through all weights."""
+    """(second operand, its Weight's n, bias and out, first row, first column) of a tile.
+
+    Tiles count through all weights. Triton 3.6 cannot return None, so a bias or an out that is None is 0 here.
+    """
     TILE: tl.constexpr = FORM.tile
     tiles_0, tiles_1, tiles_n = column_blocks(problem.weights, TILE.n)
     row_block, column_block = swizzle(tile, tl.cdiv(rows, TILE.m), tiles_n)
@@ -279,22 +282,27 @@ def place_tile(problem, b0, b1, b2, tile, rows, virtual, FORM: tl.constexpr):
             if column_block >= tiles_1:
                 b, weight, first = b2, problem.weights[2], tiles_1
     b_row = tl.cast(virtual * (problem.k if FORM.b_transposed else weight.n), tl.int32)
-    return Operand(b, b_row, weight.stride), weight, row_block * TILE.m, (column_block - first) * TILE.n
+    bias = 0 if weight.bias is None else weight.bias
+    out = 0 if weight.out is None else weight.out
+    right = Operand(b, b_row, weight.stride)
+    return right, weight.n, bias, out, row_block * TILE.m, (column_block - first) * TILE.n
 
 
 @triton.jit
-def store_linear(problem, result, weight, chunk, row, column, rows, virtual, FORM: tl.constexpr):
+def store_linear(problem, result, n, bias, out, chunk, row, column, rows, virtual, FORM: tl.constexpr):
     """The epilogue of a tile: bias and activation, or the derivative, and the stores."""
     TILE: tl.constexpr = FORM.tile
-    n, derivative = weight.n, problem.derivative
+    ACTIVATION: tl.constexpr = FORM.activation  # triton 3.6 takes no str of a tuple as an argument
+    derivative = problem.derivative
     at = tl.cast(virtual * FORM.world + chunk, tl.int64) * rows * n
     if derivative.x is not None:
-        store_derivative(result, derivative, at, row, column, rows, n, FORM.activation, FORM.piece, TILE.m, TILE.n)
+        store_derivative(result, derivative, at, row, column, rows, n, ACTIVATION, FORM.piece, TILE.m, TILE.n)
     else:
-        bias = weight.bias
-        if bias is not None:
-            bias += virtual * n
-        store_activated(weight.out + at, result, bias, row, column, rows, n, FORM.activation, TILE.m, TILE.n)
+        if problem.weights[0].bias is None:
+            of_rank = None
+        else:
+            of_rank = bias + virtual * n
+        store_activated(out + at, result, of_rank, row, column, rows, n, ACTIVATION, TILE.m, TILE.n)
 
 
 @triton.jit
@@ -314,20 +322,20 @@ def linear_tiles(
     k, steps = problem.k, tl.cdiv(problem.k, TILE.k)
     tile, step, done, last = begin - programs, steps - 1, begin, steps - 1
     left = Operand(source, source_row, problem.a_stride)
-    right, ahead, row, column = place_tile(problem, b0, b1, b2, 0, rows, virtual, FORM)
+    right, n, _bias, _out, row, column = place_tile(problem, b0, b1, b2, 0, rows, virtual, FORM)
     result, part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for i in range(tl.cdiv(end - begin, programs) * steps):
         # All that the next loads need stands before the product, or they would not run ahead of it.
         step += 1
         if step == steps:
             tile, step = tile + programs, 0
-            right, ahead, row, column = place_tile(problem, b0, b1, b2, tile, rows, virtual, FORM)
+            right, n, _bias, _out, row, column = place_tile(problem, b0, b1, b2, tile, rows, virtual, FORM)
         result, part = multiply_step(
-            result, part, left, right, row, column, rows, ahead.n, k, step, FORM.a_transposed, FORM.b_transposed, TILE
+            result, part, left, right, row, column, rows, n, k, step, FORM.a_transposed, FORM.b_transposed, TILE
         )
         # Products have a count of their own. That of the loads would be copied in each step, once for every step ahead.
         if i == last:
-            used, weight, m, at = place_tile(problem, b0, b1, b2, done, rows, virtual, FORM)
-            store_linear(problem, result, weight, chunk, m, at, rows, virtual, FORM)
+            _used, width, bias, out, m, at = place_tile(problem, b0, b1, b2, done, rows, virtual, FORM)
+            store_linear(problem, result, width, bias, out, chunk, m, at, rows, virtual, FORM)
             result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             done, last = done + programs, last + steps
