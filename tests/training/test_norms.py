@@ -68,10 +68,10 @@ def plain(values: dict) -> dict[str, float]:
         model.zero_grad()
         index = torch.arange(SIZES[0], SIZES[0] + size)
         model(rows[:size, :-1], targets=rows[:size, 1:], sample_index=index, step=2, reduction="mean").backward()
-        squares.append(sum(float(parameter.grad.full_tensor().square().sum()) for parameter in model.parameters()))
+        squares.append(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))
     for name, parameter in model.named_parameters():
         key = "gradient." + (".".join(name.split(".")[:2]) if name.startswith("layers.") else name.split(".")[0])
-        found[key] = math.hypot(found.get(key, 0.0), float(parameter.grad.full_tensor().norm()))
+        found[key] = math.hypot(found.get(key, 0.0), float(parameter.grad.norm()))
     half, whole = squares
     noise = SIZES[1] * (half - whole) / (2 * whole - half)
     return found | {"step": 2, "noise_scale": noise if noise > 0 else math.nan}

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from tpformer import ops
 from tpformer.config import RunConfig, check_config
-from tpformer.layers import TensorParallel
 from tpformer.layers.embedding import padded_vocab
 from tpformer.models import GPT, KVCache
 from tpformer.training.data import Tokenizer, prompt_ids
-from tpformer.training.setup import default_dtype, device_type, group_timeout, join_ranks, run_mesh
+from tpformer.training.setup import default_dtype, device_type, group_timeout, join_ranks, run_mesh, tensor_parallel
 from tpformer.training.source import Source, open_source
 
 from .sampling import Sampling, draw
@@ -54,7 +53,7 @@ def load_model(config: RunConfig, *, step: int | None = None) -> tuple[GPT, Sour
     check_config(config, trains=False)
     device = device_type(config)
     join_ranks(device, group_timeout(config))
-    tp = TensorParallel(run_mesh(config, device)["tp"], False, config.parallel.transport)
+    tp = tensor_parallel(run_mesh(config, device), False, config.parallel.transport)
     source = open_source(config.run.dir, step=step)
     ops.use_measured_table(config.parallel.transport_table or None)
     model = GPT(source.architecture, tp=tp, device="meta", dtype=default_dtype(config, device))

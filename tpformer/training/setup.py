@@ -84,6 +84,12 @@ def default_dtype(config: RunConfig, device: str | None = None) -> torch.dtype:
     return getattr(torch, name)
 
 
+def tensor_parallel(mesh: DeviceMesh, sequence_parallel: bool, transport: str) -> TensorParallel | None:
+    """The tensor parallelism of a run's mesh; None for a group of one rank, which would give the same numbers, but cost
+    the host a DTensor for each use of a parameter."""
+    return TensorParallel(mesh["tp"], sequence_parallel, transport) if mesh["tp"].size() > 1 else None
+
+
 def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
     """This rank's parts of a resolved configuration's model, sharded over the mesh, on the meta device.
 
@@ -95,9 +101,7 @@ def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
         check_packing(dtype_name(compute))  # of the device's own dtype, if the configuration names none
     architecture = config.model.architecture
     ranges = split_stages(architecture.layer_costs(layout.pipeline_split), layout.n_stages)
-    # a parameter server sends whole parameters, which are plain tensors without tensor parallelism
-    served = layout.parameter_server != "none"
-    tp = None if served else TensorParallel(mesh["tp"], layout.sequence_parallel, layout.transport)
+    tp = tensor_parallel(mesh, layout.sequence_parallel, layout.transport)
     parts = []
     for stage in layout.stages_of(mesh["pp"].get_local_rank()):
         part = GPT(
