@@ -63,7 +63,8 @@ def apply_zero(
     # the rest (embedding, last norm, head) is needed at both ends of a forward: torch keeps a root's parameters
     sharded.append(fully_shard(part, reshard_after_forward=None if layout.zero == 3 else False, **options))
     for unit, before in zip(sharded, [sharded[-1], *sharded], strict=False):
-        unit.set_gradient_divide_factor(1.0)
+        if options["mesh"].size() > 1:  # torch would divide the gradients of a single rank by 1, in a copy of them
+            unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo lacks the operation that divides
         # left to itself, torch takes the unit that ended a forward before this one: with several microbatches in flight
         # it gathers units that are not needed, or stops gathering ahead (pytorch#164756)
