@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from tpformer.training.optimizer import build_optimizer
 from tpformer.training.schedules import learning_rate
 from tpformer.training.setup import build_model, default_dtype, join_ranks, open_data
 from tpformer.training.step import batch, train_step
+from tpformer.training.transfers import Fetched, to_device
 
 from .plot import draw_curves
 from .runner import Bench, Report, columns
@@ -43,9 +45,9 @@ WARM_UP = 20  # steps without a share in the speed: kernels compile, allocators 
 LAST = 20  # steps whose mean is the final loss
 LEARNED = 0.8  # the final loss must be below this share of the best loss without context, the unigram entropy
 NOTE = (
-    f"tokens/s: median step after the first {WARM_UP}. saved: what autograd keeps of one forward with its loss. final "
-    f"loss: mean of the last {LAST} steps; it must be below {LEARNED:g} of the unigram entropy, the best loss that "
-    "ignores context, all in nats per token."
+    f"tokens/s: median step after the first {WARM_UP}, from one step's end to the next one's. saved: what autograd "
+    f"keeps of one forward with its loss. final loss: mean of the last {LAST} steps; it must be below {LEARNED:g} of "
+    "the unigram entropy, the best loss that ignores context, all in nats per token."
 )
 
 
@@ -106,18 +108,25 @@ def mfu(config: GPTConfig, tokens_per_second: float, device: torch.device) -> fl
 def losses_and_seconds(
     model: Model, config: RunConfig, network: ModelParts, device: torch.device
 ) -> tuple[list[float], list[float]]:
-    """The loss and the seconds of every step of a training run that writes no checkpoints and no logs."""
+    """The loss and the seconds of every step of a training run that writes no checkpoints and no logs.
+
+    A step's loss is read when the next step is queued, so that a GPU has no pause between them.
+    """
     data, steps = open_data(config).train, config.train.steps
     optimizers = [build_optimizer(part, config.optimizer) for part in network.parts]
-    losses, seconds = [], []
+    fetched: list[Fetched] = []
+    begun = time.perf_counter()
     for step in range(1, steps + 1):
-        start, first = time.perf_counter(), (step - 1) * model.samples
-        samples = batch(data, first, model.samples).to(device)
+        first = (step - 1) * model.samples
+        samples = to_device(batch(data, first, model.samples), device)
         options: dict = {"lr": learning_rate(step, steps, config.optimizer), "clip_norm": config.optimizer.clip_norm}
         result = train_step(network, optimizers, samples, first_sample=first, step=step, **options)
-        losses.append(float(result.loss))  # waits for the GPU
-        seconds.append(time.perf_counter() - start)
-    return losses, seconds
+        fetched.append(Fetched({"loss": result.loss}))
+        if step > 1:
+            fetched[-2].read()
+    losses = [each.read()["loss"] for each in fetched]
+    ends = [begun, *(each.at for each in fetched)]
+    return losses, [end - begin for begin, end in pairwise(ends)]
 
 
 def pretrain(model: Model, steps: int, train: Path, mesh: DeviceMesh) -> Row:
