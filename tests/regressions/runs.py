@@ -57,8 +57,8 @@ def step(model: Mapping, parallel: Mapping, train: Mapping) -> dict[str, Any]:
     result["shares"] = {name: p.to_local().numel() / p.numel() for name, p in parameters if isinstance(p, DTensor)}
     result["meshes"] = len({p.device_mesh for _, p in parameters if isinstance(p, DTensor)})
     result["norm"] = float(whole.gradient_norm())
-    shared = {name: p.grad for name, p in parameters if p.grad.placements[-1].is_replicate()}
-    result["shared"] = {name: gradient.to_local().clone() for name, gradient in shared.items()}
+    laid_out = {name: p.grad for name, p in parameters if isinstance(p.grad, DTensor)}  # not on one rank
+    result["shared"] = {name: g.to_local().clone() for name, g in laid_out.items() if g.placements[-1].is_replicate()}
     result["gradients"] = {name: full(p.grad) for name, p in parameters}
     return result
 
