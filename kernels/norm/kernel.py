@@ -294,7 +294,10 @@ def norm_forward(x: Tensor | Packed, norm: Norm, *, widest: int = WIDEST_FORWARD
 
 
 def norm_rebuilt(x: Tensor | Packed, statistics: Statistics, norm: Norm) -> Tensor:
-    """norm_forward's y again, to the bit. The statistics are computed again, because reading them saves no time."""
+    """norm_forward's y again: of a tensor to the bit, of packed rows as near as float32 sums in another order are.
+
+    The statistics are computed again, because reading them saves no time.
+    """
     return norm_forward(x, norm)[0]
 
 
