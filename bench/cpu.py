@@ -33,7 +33,7 @@ THREADS = 2  # of one process; two ranks get one each
 OPTIONS = OptimizerSection()
 # the same model in plain PyTorch; with one projection for q, k and v; with tpformer's allocator settings
 PLAIN, PLAIN_FUSED, PLAIN_PREPARED = "PyTorch", "PyTorch, fused qkv", "PyTorch, keep_freed_memory"
-OURS, OURS_MESH = "tpformer", "tpformer, mesh of 1"  # DTensor parameters on a mesh, as the trainer builds it
+OURS, OURS_MESH = "tpformer", "tpformer, mesh of 1"  # DTensor parameters on a mesh, as those of several ranks are
 TP2, TP2_SINGLE = "tpformer, 2 ranks", "2 ranks, 1 sample at a time"
 NORMS, ACTIVATIONS = "norm outputs", "activation outputs"
 SHARED, GLOO = "shared memory", "gloo"
@@ -92,7 +92,7 @@ def plain(shape: Shape, fused_qkv: bool) -> Callable[[], Tensor]:
 
 
 def training_calls(shape: Shape, tp: int) -> Calls:
-    """A rank's timed training steps, set up as the trainer does.
+    """A rank's timed training steps.
 
     A single rank also times the model without a mesh, and two ranks with one sample in a microbatch. A rank times
     apart from them what a step's backward computes again: norms and activations, as many as in a step.

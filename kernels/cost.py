@@ -47,12 +47,11 @@ class Machine(NamedTuple):
     """Whether NCCL's all-reduces let the switch add, as it can from H100 on."""
 
 
-# Seconds of one acquire of a flag in the GPU's own memory when nobody is late: 1.5 to 2 million polls a second
-# (an estimate from the compiled loop: a load that passes the L1 cache, a comparison, a branch).
-POLL_SECONDS = 0.6e-6
+# Seconds of one acquire of a flag in the GPU's own memory when nobody is late: measured on an H200 (docs/LOG.md).
+POLL_SECONDS = 0.21e-6
 # Seconds of one release or fence at system scope, which waits until the program's earlier stores have arrived at a
-# peer: the lower end of the 2 to 4 us that published one-hop kernels on 8 H100 take beyond their bytes. Neither is
-# measured here.
+# peer: the lower end of the 2 to 4 us that published one-hop kernels on 8 H100 take beyond their bytes. Nobody has
+# measured it here; in an H200's own memory it takes 0.9 us, and 0.4 us beyond the stores of 32 KiB (docs/LOG.md).
 RELEASE_SECONDS = 2e-6
 
 # H200 and H100 have published figures of large GEMMs and copies, which runs on an H100 confirmed (docs/LOG.md). Their
@@ -95,9 +94,10 @@ COLLECTIVES = {
     "matmul_all_reduce": ((22e-6, 0.69), (42e-6, 1.126)),
 }
 
-# Seconds until the host has launched an operation, by transport: a kernel of ours takes it 146 us and torch.matmul 20
-# (measured beside an H100, docs/LOG.md); a collective about 30 (an estimate). In a CUDA graph it is 0.
-HOST_SECONDS = {"fused": 146e-6, "sequential": 50e-6}
+# Seconds until the host has launched an operation, by transport. Measured beside an H200 (docs/LOG.md): the kernel that
+# begins it and a fused one of ours 24 to 28 us, torch.matmul 12.5. A collective takes about 30 (an estimate). In a CUDA
+# graph it is 0.
+HOST_SECONDS = {"fused": 28e-6, "sequential": 43e-6}
 
 
 def is_one_shot(m: int, n: int, itemsize: int) -> bool:

@@ -129,7 +129,7 @@ def test_a_reduce_scatter_by_hand() -> None:
     gemm = 8 * (4e-6 + 2 * 128 * 256 * 1792 / (0.875 * 989e12 / 132))
     links = 7 / 8 * 8192 * 4096 * 2 / 380e9
     early, late = (units * 9 * 8 * 256 * 2 / (4.3e12 / 132) for units in (14, 2))
-    flags = 3 * 0.6e-6 + 2e-6
+    flags = 3 * 0.21e-6 + 2e-6
     # one wave travels behind the last tiles: as long as the early sums take, or longer
     total = gemm + max(links * 100 / 1024, early) + flags + late
     assert (found.gemm, found.links, found.device) == pytest.approx((gemm, links, total))
@@ -142,7 +142,7 @@ def test_a_gather_by_hand() -> None:
     found = predict(Shape("8B", "qkv", GATHER, 8192, 768, 4096, 8), H200).fused
     tile = 2.5e-6 + 2 * 128 * 128 * 4096 / (0.73 * 989e12 / 132)
     links = 7 / 8 * 8192 * 4096 * 2 / 380e9 + 2e-6
-    assert (found.links, found.device) == pytest.approx((links, links + 0.6e-6 + tile))
+    assert (found.links, found.device) == pytest.approx((links, links + 0.21e-6 + tile))
 
 
 def test_the_last_chunk_s_tiles_begin_when_their_programs_are_free() -> None:
@@ -160,16 +160,16 @@ def test_the_last_chunk_s_tiles_begin_when_their_programs_are_free() -> None:
 def test_an_all_reduce_by_hand() -> None:
     """Llama-3 70B's down projection: 1024 tiles on 132 SMs, of which 32 add, as they have seven of them."""
     found = predict(Shape("70B", "down", ALL_REDUCE, 4096, 8192, 3584, 8), H200).fused
-    gemm, unit, flags = gemm_seconds(4096, 8192, 3584, 2, H200), 128 * 256 * 2, 2.6e-6
+    gemm, unit, flags = gemm_seconds(4096, 8192, 3584, 2, H200), 128 * 256 * 2, 2.21e-6
     hop = 7 / 8 * 4096 * 8192 * 2 / 380e9
     # 9 units' bytes with one of them in flight; 4 early ones beside 7 tiles with their flags
     computed = max(gemm + 8 * 2e-6, 7 / 8 * gemm + 7 * 2e-6 + 4 * (9e-6 + flags))
     # behind them 13 programs add while 119 copy with half as much in flight
     busy = (13 + 119 / 2) * unit / 4.3e12
-    late, copy = 9 * busy, 4 * busy + 0.6e-6
+    late, copy = 9 * busy, 4 * busy + 0.21e-6
     second = hop * 13 / 128
     arrived = computed + hop * 100 / 1024 + max(late + second / 8, late / 8 + second) + flags
-    total = max(arrived, computed + 7 * copy) + 4 * 132 / 2 * unit / 4.3e12 + 0.6e-6
+    total = max(arrived, computed + 7 * copy) + 4 * 132 / 2 * unit / 4.3e12 + 0.21e-6
     assert (found.gemm, found.links, found.device) == pytest.approx((gemm, 2 * hop, total))
     assert found.device - gemm <= 60e-6
 
