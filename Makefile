@@ -59,9 +59,25 @@ proofs: execute proofs-compiled proofs-together proofs-alone  ## the long checks
 
 # For sm_90, without float16, and one tile of a GEMM: a fifth of the cases, of which each turn compiles a third. A test says
 # when the page of the whole check, `make compile-check`, is not of the kernels' present source.
-proofs-compiled: .venv/ready
+proofs-compiled: .venv/ready $(if $(filter 2 all,$(TURN)),.venv/gpu/ready)
 	$(BIN)/python -m checks.compile --only '^(?!.* float16( |$$)).* sm_90 (\w+$$|.* 128x128x64 )' \
 		$(if $(filter all,$(TURN)),,--share $(TURN)/3)
+	$(if $(filter 2 all,$(TURN)),$(COMPILED_AS_ON_GPUS))
+
+# The triton of many GPU images, beside this torch. It has to compile every variant of a kernel, too: one tile of it, in
+# bfloat16, for sm_90. It lets no loads run ahead in a loop that has both TMA and indexed rows, as grouped GEMMs do.
+# Where it cannot be installed, .venv/gpu/ready says so.
+GPU_TRITON := 3.6.0
+GROUPED := (all_gather_grouped|grouped_matmul)
+COMPILED_AS_ON_GPUS = if [ -s .venv/gpu/ready ]; then cat .venv/gpu/ready; else \
+	export PYTHONPATH=.; .venv/gpu/bin/python -m checks.compile --only '^(?!$(GROUPED)).* sm_90 bfloat16($$| 128x128x64 )' && \
+	.venv/gpu/bin/python -m checks.compile --without loads_run_ahead --only '^$(GROUPED).* sm_90 bfloat16 128x128x64 '; fi
+
+.venv/gpu/ready: .venv/ready
+	$(PYTHON) -m venv .venv/gpu
+	grep -v triton constraints.txt > .venv/gpu/constraints.txt
+	if .venv/gpu/bin/pip install --quiet --constraint .venv/gpu/constraints.txt torch triton==$(GPU_TRITON) numpy einops rich safetensors; \
+	then : > $@; else echo "no kernel is compiled by triton $(GPU_TRITON), which cannot be installed here" > $@; fi
 
 proofs-together: .venv/eval
 	$(PYTEST) $(PROOF) -m "not alone"

@@ -253,6 +253,9 @@ def test_the_command_lists_what_is_wrong(forked: None, tmp_path: Path, capsys: p
     for text in ("sm_90 bfloat16 128x128x64 s3 w8: releases: 0 instead of 1", "Insufficient registers", "process died"):
         assert text in printed
     assert "no case compiles another_kernel of kernels/toy.py" in printed
+    assert main(["--jobs", "1", "--without", "releases"], check) == 1
+    printed = capsys.readouterr().out
+    assert "4 cases, 2 violations" in printed and "releases: 0 instead" not in printed
 
 
 def toy_row(**values: object) -> Row:
