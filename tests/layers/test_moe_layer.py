@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from steps import Results, assert_ranks_have, each_case, gradients, own
+from testing import assert_same
 
 from tpformer import ops
 from tpformer.distributed import record_collectives
@@ -103,6 +104,20 @@ def run(moe: MoE, x: torch.Tensor, dy: torch.Tensor) -> Results:
     ((y * dy).sum() + sum(losses)).backward()
     loss = {"balance": losses[0].detach()} if losses else {}
     return {"y": y.detach(), "dx": x.grad, **loss} | gradients(moe)
+
+
+@pytest.mark.parametrize("hooked", [None, "gate"])
+def test_a_balance_loss_alone_has_its_gradients(hooked):
+    moe, (x, dy) = make_moe("balance"), inputs()
+    if hooked is not None:
+        moe.get_submodule(hooked).register_forward_hook(lambda module, args, output: None)
+    rows = x.flatten(0, 1).clone().requires_grad_()
+    with balance_losses() as losses:
+        moe(rows, Positions(BATCH, SEQ))
+    sum(losses).backward()
+    wanted = by_loop(make_moe("balance"), x, torch.zeros_like(dy))
+    assert_same({"dx": rows.grad, "gate": moe.gate.weight.grad}, {"dx": wanted["dx"], "gate": wanted["gate.weight"]})
+    assert not any(bool(p.grad.any()) for p in moe.experts.parameters() if p.grad is not None)
 
 
 class Case(NamedTuple):

@@ -127,6 +127,8 @@ def test_calibration_with_other_files_or_of_other_gpus(tmp_path):
     given, path = load_device("a100-80"), tmp_path / "matmul.json"
     with pytest.raises(ValueError, match="has no results of `bench matmul`"):
         calibrated(given, tmp_path)
+    with pytest.raises(ValueError, match="has no results of `bench cpu`"):
+        calibrated(load_device("cpu"), tmp_path)
     for text in BROKEN:
         path.write_text(text)
         with pytest.raises(ValueError, match="is no result of `python -m bench`"):
