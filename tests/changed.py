@@ -52,16 +52,45 @@ def test_files() -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
 
 
-def importers(module: str) -> set[str]:
-    """The test files that import a module of this name, also by way of other helpers of tests/."""
+def importers(modules: set[str]) -> set[str]:
+    """The test files that import a module of these names, also by way of other helpers of tests/."""
     helpers = {path: imported(path) for path in (ROOT / "tests").rglob("*.py")}
-    wanted, found = {module}, set()
+    wanted, found = set(modules), set()
     while True:
         more = {path for path, names in helpers.items() if names & wanted} - found
         if not more:
             return {str(path.relative_to(ROOT)) for path in found if path.name.startswith("test_")}
         found |= more
         wanted |= {path.stem for path in more}
+
+
+def by_users(file: str) -> set[str]:
+    """The test files that import an operation of kernels/ which uses a file: its reference, to which they compare."""
+    folders = [(ROOT / user).parent for user in users(file)]
+    siblings = [path for folder in folders if folder != ROOT / "kernels" for path in folder.glob("*.py")]
+    return importers({module_of(file), *(module_of(str(path.relative_to(ROOT))) for path in siblings)})
+
+
+def users(file: str) -> set[str]:
+    """A file of kernels/ and all others there that import it, also by way of others.
+
+    Triton runs a jitted function by itself, so that coverage sees only those that launch it, in one of these files.
+    """
+    found, imports = {file}, {path: kernels_imported(path) for path in (ROOT / "kernels").rglob("*.py")}
+    while more := {str(path.relative_to(ROOT)) for path, names in imports.items() if names & found} - found:
+        found |= more
+    return found
+
+
+def kernels_imported(path: Path) -> set[str]:
+    """The files that a file of kernels/ may import by `from ..rows import load_row` or `from . import reference`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = path.relative_to(ROOT).parents[node.level - 1]
+            names = [node.module.replace(".", "/")] if node.module else [alias.name for alias in node.names]
+            found |= {f"{folder / name}.py" for name in names}
+    return found
 
 
 @functools.cache
@@ -97,8 +126,8 @@ def reached(change: Change, reach: Reach) -> set[str]:
     if path.suffix != ".py":
         return set(PROSE)
     if path.parts[0] == "tests":
-        return {change.file} if path.name.startswith("test_") else importers(path.stem)
-    importing = importers(module_of(change.file))
+        return {change.file} if path.name.startswith("test_") else importers({path.stem})
+    importing = by_users(change.file) if path.parts[0] == "kernels" else importers({module_of(change.file)})
     known = reach.of_file(change.file)
     if change.before is None or not known:  # new, or what coverage does not see: a kernel, a bench, a check
         return importing | (folder_of(change.file) if change.before is None or not importing else set())
@@ -107,6 +136,8 @@ def reached(change: Change, reach: Reach) -> set[str]:
     names = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
     if None in names:  # a line outside of functions, which may matter to any of them
         return known | unknown
+    if any(line.startswith("@triton.jit") for name in names for line in before.get(name, []) + now.get(name, [])):
+        return unknown.union(by_users(change.file), *(reach.of_file(user) for user in users(change.file)))
     return unknown.union(*(reach.functions.get(f"{change.file}::{name}", set()) for name in names))
 
 

@@ -32,13 +32,20 @@ TREE = {
     "tests/test_all.py": "import between\ndef test_run(): pass\n",
     "tests/helper.py": "",
     "tests/between.py": "from helper import thing\n",
+    "kernels/rows.py": "@triton.jit\ndef load(x):\n    return x\n",
+    "kernels/norm/kernel.py": "from ..rows import load\n",
+    "kernels/norm/reference.py": "",
+    "tests/ops/test_n.py": "from tpformer.kernels.norm import reference\ndef test_n(): pass\n",
     "README.md": "text\n",
 }  # fmt: skip
 
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """A small repository with a record of it: f is run by test_f and test_run, G.g by test_g."""
+    """A small repository with a record of it: f is run by test_f and test_run, G.g by test_g.
+
+    test_g also launches what reads rows; that it runs `load` is not recorded.
+    """
     for name, text in TREE.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -47,7 +54,10 @@ def tree(tmp_path, monkeypatch):
         subprocess.run([*git, *arguments], cwd=tmp_path, check=True)
     monkeypatch.setattr(changed, "ROOT", tmp_path)
     monkeypatch.setattr(reach, "RECORD", tmp_path / "tests" / "reach.gz")
-    record = reach.Reach(dict(RECORDED), {"tpformer/ops/a.py::f": {F, RUN}, "tpformer/ops/a.py::G.g": {G}})
+    record = reach.Reach(
+        dict(RECORDED),
+        {"tpformer/ops/a.py::f": {F, RUN}, "tpformer/ops/a.py::G.g": {G}, "kernels/rows.py::launch": {G}},
+    )
     reach.keep(record)
     assert reach.load() == record
     return tmp_path
@@ -62,7 +72,9 @@ def tree(tmp_path, monkeypatch):
         ("tpformer/ops/a.py", ("LIMIT = 3", "LIMIT = 4"), [F, G, RUN]),
         ("tpformer/ops/a.py", ("# why", "# because"), []),
         ("tpformer/ops/a.py", ("def f(x):", "def h(x):"), [F, RUN]),
-        ("tpformer/ops/new.py", None, ["tests/ops/test_a.py", "tests/ops/test_b.py"]),
+        ("kernels/rows.py", ("return x", "return -x"), ["tests/ops/test_n.py", G]),
+        ("kernels/norm/kernel.py", ("load", "load, store"), ["tests/ops/test_n.py"]),
+        ("tpformer/ops/new.py", None, ["tests/ops/test_a.py", "tests/ops/test_b.py", "tests/ops/test_n.py"]),
         ("tests/ops/test_b.py", ("pass", "assert 1"), ["tests/ops/test_b.py"]),
         ("tests/helper.py", None, ["tests/ops/test_a.py", "tests/test_all.py"]),
         ("tests/conftest.py", None, ["tests"]),
