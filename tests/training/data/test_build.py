@@ -10,21 +10,12 @@ import random
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from tpformer.training.data import (
-    IndexedDataset,
-    build,
-    build_dataset,
-    build_split,
-    build_stdlib,
-    read_sidecar,
-    split_files,
-    stdlib_files,
-    stdlib_root,
-)
+from tpformer.training.data import IndexedDataset, build, build_dataset, build_split, build_stdlib, corpus, read_sidecar
 
 END = 256
 FRENCH = "é".encode("latin-1")
@@ -72,25 +63,23 @@ def test_files_lines_and_rows_are_documents_in_their_order(tmp_path: Path) -> No
 
 def test_parquet_gives_one_document_per_row(tmp_path: Path) -> None:
     """N11."""
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"body": ["x", "é", ""], "id": [1, 2, 3], "gap": ["x", None, ""]}), path)
     build_dataset([path], tmp_path / "out", "bytes", fields=["body"], quiet=True)
     assert documents(tmp_path / "out") == [b"x", "é".encode(), b"", b""]
-
-    def refused(field: str, words: str) -> None:
+    for field, words in (
+        ("text", "no column 'text' but body, id"),
+        ("id", "row 1 has 1 under 'id'"),
+        ("gap", "row 2 has None"),
+        ("body", "is not a .parquet file"),
+    ):
+        if "is not" in words:
+            path.write_bytes(path.read_bytes()[:-5])
         with pytest.raises(ValueError, match=f"a.parquet.* {words}"):
             build_dataset([path], tmp_path / "other", "bytes", fields=[field], quiet=True)
 
-    refused("text", "no column 'text' but body, id")
-    refused("id", "row 1 has 1 under 'id'")
-    refused("gap", "row 2 has None")
-    path.write_bytes(path.read_bytes()[:-5])
-    refused("body", "is not a .parquet file")
 
-
-BAD_LINES = ["{", '["text"]', '{"text": 3}', "\udcff"]
 REFUSED = [
     ({"a.gz": gzip.compress(b"text", mtime=0)}, "a.gz is compressed \\(gzip\\): decompress it first"),  # N11
     ({"a.png": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"}, "a.png is binary or UTF-16 \\(byte 8 is 0\\)"),
@@ -98,19 +87,14 @@ REFUSED = [
     ({"a.txt": (b"caf" + FRENCH + b" ") * 50}, "not UTF-8 \\(50 of 250 bytes are invalid, the first at 3\\)"),
     ({"a.txt": b"x" * 2**17 + b"\0"}, "byte 131072 is 0"),  # beyond what is looked at first
     ({"a.jsonl": gzip.compress(b'{"text": "x"}\n', mtime=0)}, "a.jsonl is compressed"),
-    (
-        {f"{number}.bin": b"\0" for number in range(3)},
-        r"0\.bin is binary.* \(2 more files are no text: .*1\.bin, .*2\.bin\)",
-    ),
-    *(
-        ({"a.jsonl": f'{{"text": "x"}}\n\n{bad}\n'.encode(errors="surrogateescape")}, r"a\.jsonl:3 is not")
-        for bad in BAD_LINES
-    ),
+    ({f"{i}.bin": b"\0" for i in range(3)}, r"0\.bin is binary.* \(2 more files are no text: .*1\.bin, .*2\.bin\)"),
+    *(({"a.jsonl": f'{{"text": "x"}}\n\n{bad}\n'.encode(errors="surrogateescape")}, r"a\.jsonl:3 is not")
+      for bad in ("{", '["text"]', '{"text": 3}', "\udcff")),
     ({"a.jsonl": b'{"txt": "x"}'}, 'a.jsonl:1 .* under "text"; its keys are txt: give --text-field'),
-    ({"empty.txt": b""}, "nothing to tokenize"),
+    ({"empty.txt": b""}, r"nothing to tokenize for .*/out: .*/source \(1 files"),
     ({}, "nothing to tokenize"),
     ({"blank.jsonl": b"\n\n"}, "no tokens were added"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("files", "words"), REFUSED)
@@ -134,18 +118,15 @@ def test_what_cannot_be_read_or_written_is_said_in_words(tmp_path: Path, monkeyp
     (tmp_path / "file").touch()
     build_dataset([tmp_path / "a.txt"], tmp_path / "built", "bytes", quiet=True)
 
-    def refuse(path: Path, *_: object) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
     def refused(inputs: list[str], out: str, error: type[Exception], words: str) -> None:
         with pytest.raises(error, match=words):
             build_dataset([tmp_path / name for name in inputs], tmp_path / out, "bytes", quiet=True)
 
-    refused([], "out", ValueError, "nothing to tokenize")
+    refused([], "out", ValueError, "nothing to tokenize for .*/out: no inputs")
     refused(["absent.txt"], "out", FileNotFoundError, r"absent\.txt does not exist")
     refused(["a.parquet"], "out", ImportError, r"a.parquet needs the pyarrow package: pip install tpformer\[parquet\]")
     refused(["a.txt"], "file/out", ValueError, "file/out cannot be written: File exists")
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "open", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
     refused(["a.txt"], "out", ValueError, "a.txt cannot be read: Permission denied")
     with pytest.raises(ValueError, match=r"built\.idx cannot be read: Permission denied$"):
         IndexedDataset(tmp_path / "built")
@@ -154,10 +135,9 @@ def test_what_cannot_be_read_or_written_is_said_in_words(tmp_path: Path, monkeyp
 def test_links_do_not_lead_out_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R19. A link that is given by name is followed."""
     outside, source = tmp_path / "outside", tmp_path / "source"
-    for folder in (outside, source):
+    for folder, name in ((outside, "secret"), (source, "own")):
         folder.mkdir()
-    (outside / "secret.txt").write_text("secret")
-    (source / "own.txt").write_text("own")
+        (folder / f"{name}.txt").write_text(name)
     (source / "folder").symlink_to(outside)
     (source / "file.txt").symlink_to(outside / "secret.txt")
     (source / "round").symlink_to(source)
@@ -191,36 +171,31 @@ def test_a_split_depends_on_the_documents_alone(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == before
 
 
-# the default corpus
-
-
 def test_stdlib_files_are_sources_outside_tests_and_packages() -> None:
-    names = [path.relative_to(stdlib_root()).as_posix() for path in stdlib_files()]
-    assert names == sorted(set(names))
-    assert {"argparse.py", "asyncio/tasks.py", "json/__init__.py"} <= set(names)
+    names = [path.relative_to(corpus.stdlib_root()).as_posix() for path in corpus.stdlib_files()]
+    assert names == sorted(set(names)) and {"argparse.py", "asyncio/tasks.py", "json/__init__.py"} <= set(names)
     parts = {part for name in names for part in name.split("/")}
     assert parts.isdisjoint({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
     assert all(name.endswith(".py") for name in names)
-    sizes = [path.stat().st_size for path in split_files(stdlib_files(), root=stdlib_root())[1]]
+    sizes = [path.stat().st_size for path in corpus.split_files(corpus.stdlib_files(), root=corpus.stdlib_root())[1]]
     assert max(sizes) < 0.3 * sum(sizes), "no file is most of the validation set"
 
 
 def test_a_split_of_files_is_a_partition_by_relative_names_whatever_else_is_there() -> None:
     root = Path("root")
     files = [root / f"package{i % 7}" / f"module{i}.py" for i in range(2000)]
-    train, valid = split_files(files, root=root)
-    assert set(train).isdisjoint(valid) and len(train) + len(valid) == len(files)
-    for side in (train, valid):
-        assert [path for path in files if path in set(side)] == side, "in the order given"
+    train, valid = corpus.split_files(files, root=root)
+    assert valid == [path for path in files if path not in set(train)], "in the order given"
+    assert train == [path for path in files if path not in set(valid)]
     assert 60 <= len(valid) <= 140  # 100 are expected, with a standard deviation of 9.7
     subset = random.Random(0).sample(files, 500)
-    assert set(split_files(subset, root=root)[1]) == set(valid) & set(subset)
+    assert set(corpus.split_files(subset, root=root)[1]) == set(valid) & set(subset)
     moved = [Path("elsewhere") / path.relative_to(root) for path in files]
-    _, valid_moved = split_files(moved, root=Path("elsewhere"))
+    _, valid_moved = corpus.split_files(moved, root=Path("elsewhere"))
     assert [path.relative_to("elsewhere") for path in valid_moved] == [path.relative_to(root) for path in valid]
     for fraction in (0.0, 1.0, -0.1):
         with pytest.raises(ValueError, match=str(fraction)):
-            split_files(files, root=root, validation_fraction=fraction)
+            corpus.split_files(files, root=root, validation_fraction=fraction)
 
 
 HARMS = {  # in which half, and what becomes of a file; None: it goes
@@ -244,7 +219,7 @@ def test_stdlib_is_built_once_a_missing_half_again_and_a_harmed_one_is_refused(t
     assert (train, valid) == (folder / "stdlib_train", folder / "stdlib_valid")
     assert IndexedDataset(train).n_documents + IndexedDataset(valid).n_documents == 100
     before = {path: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir()}
-    capsys.readouterr()
+    assert capsys.readouterr().out.count("reused") == 0
     build_stdlib(folder)
     assert capsys.readouterr().out.count("reused") == 2
     assert {path: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir()} == before
@@ -253,9 +228,6 @@ def test_stdlib_is_built_once_a_missing_half_again_and_a_harmed_one_is_refused(t
     build_stdlib(folder, quiet=True)
     assert Path(f"{valid}.bin").read_bytes() == before[Path(f"{valid}.bin")][1]
     (which, change), path = HARMS[harmed], tmp_path / harmed
-    if change is None:
-        path.unlink()
-    else:
-        path.write_bytes(change(path.read_bytes()))
+    path.unlink() if change is None else path.write_bytes(change(path.read_bytes()))
     with pytest.raises(ValueError, match=rf"stdlib_{which} does not hold .*delete .*stdlib_{which}\.bin"):
         build_stdlib(folder, quiet=True)

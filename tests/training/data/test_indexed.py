@@ -3,6 +3,7 @@ of prompts and completions has a mask of its targets, too."""
 
 import json
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,18 +13,8 @@ from tiny_runs import values_with
 from tpformer.cli.data import build_data_command
 from tpformer.config import build_config
 from tpformer.inference.settings import open_evaluation_data
-from tpformer.training.data import (
-    ByteTokenizer,
-    DataError,
-    IndexedDataset,
-    IndexedWriter,
-    TokenSamples,
-    build_dataset,
-    build_split,
-    read_contents,
-    read_sidecar,
-    token_dtype,
-)
+from tpformer.training import data
+from tpformer.training.data import IndexedDataset, IndexedWriter, TokenSamples, build_dataset, read_sidecar, token_dtype
 from tpformer.training.resolve import mask_notes, open_dataset, resolve
 from tpformer.training.setup import open_data
 
@@ -32,10 +23,8 @@ DOCUMENTS = [[5, 6, 7], [8], [65535, 0]]
 
 def idx_bytes(lengths, itemsize=2, *, magic=b"MMIDIDX\0\0", version=1, code=8, pointers=None, documents=None) -> bytes:
     """An .idx file, one document per sequence unless told otherwise."""
-    if pointers is None:
-        pointers = [itemsize * sum(lengths[:i]) for i in range(len(lengths))]
-    if documents is None:
-        documents = list(range(len(lengths) + 1))
+    pointers = [itemsize * sum(lengths[:i]) for i in range(len(lengths))] if pointers is None else pointers
+    documents = [*range(len(lengths) + 1)] if documents is None else documents
     layout = f"<9sQBQQ{len(lengths)}i{len(pointers)}q{len(documents)}q"
     return struct.pack(layout, magic, version, code, len(lengths), len(documents), *lengths, *pointers, *documents)
 
@@ -74,9 +63,8 @@ def test_round_trip_at_the_largest_id(tmp_path: Path, vocab_size: int, dtype: ty
             dataset.tokens(start, stop)
 
 
-@pytest.mark.parametrize(
-    ("idx", "message"),
-    [
+def test_malformed_files_are_named(tmp_path: Path) -> None:
+    for idx, message in (
         (idx_bytes([6], magic=b"MMIDIDX\x00\x01"), r"a\.idx starts with .* not a Megatron \.idx"),
         (b"", "not a Megatron"),
         (idx_bytes([6])[:20], r"truncated: 20 bytes of a 34-byte header"),
@@ -93,24 +81,22 @@ def test_round_trip_at_the_largest_id(tmp_path: Path, vocab_size: int, dtype: ty
         (idx_bytes([7]), r"a\.bin is truncated: 12 bytes, but .*a\.idx describes 7 uint16 tokens, 14 bytes"),
         (idx_bytes([5]), r"a\.bin is too long: 12 bytes"),
         (idx_bytes([]), r"a\.bin holds no tokens"),
-    ],
-)
-def test_malformed_files_are_named(tmp_path: Path, idx: bytes, message: str) -> None:
-    Path(f"{tmp_path}/a.idx").write_bytes(idx)
-    Path(f"{tmp_path}/a.bin").write_bytes(bytes(0 if "no tokens" in message else 12))
-    with pytest.raises(ValueError, match=message):
-        IndexedDataset(tmp_path / "a")
+    ):
+        (tmp_path / "a.idx").write_bytes(idx)
+        (tmp_path / "a.bin").write_bytes(bytes(0 if "no tokens" in message else 12))
+        with pytest.raises(ValueError, match=message):
+            IndexedDataset(tmp_path / "a")
 
 
 def test_a_write_that_is_interrupted_or_refused_leaves_nothing_and_harms_nothing(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), IndexedWriter(tmp_path / "a", token_dtype(257)) as writer:
-        writer.add_document([1, 2])
-        raise KeyboardInterrupt
-    assert list(tmp_path.iterdir()) == []
-    with IndexedWriter(tmp_path / "a", token_dtype(257)) as writer:
-        writer.add_document([1, 2])
-        with pytest.raises(ValueError, match="another build of this dataset is running"):
-            write(tmp_path / "a", [[3]])
+    for interrupted in (True, False):
+        with suppress(KeyboardInterrupt), IndexedWriter(tmp_path / "a", token_dtype(257)) as writer:
+            writer.add_document([1, 2])
+            with pytest.raises(ValueError, match="another build of this dataset is running"):
+                write(tmp_path / "a", [[3]])
+            if interrupted:
+                raise KeyboardInterrupt
+        assert bool([*tmp_path.iterdir()]) != interrupted
     assert IndexedDataset(tmp_path / "a").tokens(0, 2).tolist() == [1, 2]
     for ending in ("bin", "idx", "json"):
         path = tmp_path / ending / f"a.{ending}"
@@ -158,32 +144,28 @@ def test_ids_outside_of_the_models_vocabulary_are_refused_where_they_are_read(tm
     write(tmp_path / "a", DOCUMENTS)
     assert IndexedDataset(tmp_path / "a").tokens(0, 6).max() == 65535
     assert IndexedDataset(tmp_path / "a", 9).tokens(0, 4).tolist() == [5, 6, 7, 8]
-    with pytest.raises(DataError, match=r"a\.bin has the id 65535 at token 4, but the model's ids are 0 to 8"):
+    with pytest.raises(data.DataError, match=r"a\.bin has the id 65535 at token 4, but the model's ids are 0 to 8"):
         IndexedDataset(tmp_path / "a", 9).tokens(2, 6)
     write(tmp_path / "b", [[1, 2, 3]], 70_000)
     (tmp_path / "b.bin").write_bytes(struct.pack("<3i", 1, 2, -3))
-    with pytest.raises(DataError, match=r"b\.bin has the id -3 at token 2"):
+    with pytest.raises(data.DataError, match=r"b\.bin has the id -3 at token 2"):
         IndexedDataset(tmp_path / "b", 9).tokens(1, 3)
 
 
-@pytest.mark.parametrize(
-    ("prefix", "words"),
-    [
+def test_a_dataset_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
+    """N2, N13."""
+    (tmp_path / "half.bin").touch()
+    for prefix, words in (
         ("a.bin", r"a\.bin\.bin does not exist; .*named by its prefix, so write .*/a without .bin"),
         ("a.idx", r"a\.idx\.bin does not exist; .*write .*/a without .idx"),
         ("data/stdlib_valid", "stdlib_valid.bin does not exist; .*`tpformer data stdlib --out .*/data`"),
         ("b.v2", r"b\.v2\.bin does not exist; .*PREFIX.bin and PREFIX.idx, give the PREFIX"),
         ("half", "half.idx"),
-    ],
-)
-def test_a_dataset_that_is_not_there_says_what_to_do(tmp_path: Path, prefix: str, words: str) -> None:
-    """N2, N13."""
-    (tmp_path / "half.bin").touch()
-    with pytest.raises(FileNotFoundError, match=words):
-        IndexedDataset(tmp_path / prefix)
+    ):
+        with pytest.raises(FileNotFoundError, match=words):
+            IndexedDataset(tmp_path / prefix)
 
 
-END = 256
 PAIRS = [("2+2=", "4"), ("é", ""), ("", "ü"), ("", "")]
 FIELDS = ("question", "answer")
 
@@ -201,7 +183,7 @@ def prefix(tmp_path: Path) -> Path:
 
 
 def test_the_completion_and_the_end_are_targets(prefix: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ids = [*b"2+2=4", END, *"é".encode(), END, *"ü".encode(), END, END]
+    ids = [*b"2+2=4", END := 256, *"é".encode(), END, *"ü".encode(), END, END]
     mask = [0, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 1, 1]
     dataset = IndexedDataset(prefix, masked=True)
     assert Path(f"{prefix}.mask").read_bytes() == bytes(mask)
@@ -220,7 +202,7 @@ def test_parquet_and_splits_give_the_same(tmp_path: Path, prefix: Path) -> None:
     for ending in ("bin", "idx", "mask"):
         assert Path(f"{tmp_path}/a.{ending}").read_bytes() == Path(f"{prefix}.{ending}").read_bytes()
     many = write_pairs(tmp_path / "many.jsonl", [(f"{number}", "x" * number) for number in range(99)])
-    sides = build_split([many], tmp_path / "many", "bytes", 0.3, fields=FIELDS, quiet=True)
+    sides = data.build_split([many], tmp_path / "many", "bytes", 0.3, fields=FIELDS, quiet=True)
     assert sum(side.n_targets or 0 for side in sides) == sum(range(1, 100))
 
 
@@ -243,28 +225,22 @@ def test_inputs_without_both_texts_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out*"))
 
 
-@pytest.mark.parametrize(
-    ("harmed", "words"),
-    [
-        (lambda mask: mask[:-1], "has 12 bytes, but .* has 13 tokens"),
-        (lambda mask: mask[:5] + b"\2" + mask[6:], "has the byte 2 at token 5"),
-        (lambda mask: bytes(13), "marks 0 targets"),
-        (lambda mask: b"\1" + mask[1:], "marks 8 targets, where the dataset was built with 7"),
-        (None, r"mask does not exist, but the dataset was built with a mask of 7 targets"),
-    ],
-)
-def test_a_mask_that_is_not_the_datasets_is_refused_where_it_counts(prefix: Path, harmed, words: str) -> None:
+def test_a_mask_that_is_not_the_datasets_is_refused_where_it_counts(prefix: Path) -> None:
     path = Path(f"{prefix}.mask")
-    before = read_contents([str(prefix)], {}, print)
-    if harmed is None:
-        path.unlink()
-    else:
-        path.write_bytes(harmed(path.read_bytes()))
-    with pytest.raises(ValueError, match=words):
-        open_dataset(str(prefix), 257, masked=True)
-    assert open_dataset(str(prefix), 257).tokens(0, 1).tolist() == [ord("2")]
-    (old,), (new,) = before.values(), read_contents([str(prefix)], before, print).values()
-    assert old.content != new.content and old.content.split(", mask")[0] == new.content.split(", mask")[0]
+    before, mask = data.read_contents([str(prefix)], {}, print), path.read_bytes()
+    for harmed, words in (
+        (mask[:-1], "has 12 bytes, but .* has 13 tokens"),
+        (mask[:5] + b"\2" + mask[6:], "has the byte 2 at token 5"),
+        (bytes(13), "marks 0 targets"),
+        (b"\1" + mask[1:], "marks 8 targets, where the dataset was built with 7"),
+        (None, r"mask does not exist, but the dataset was built with a mask of 7 targets"),
+    ):
+        path.unlink() if harmed is None else path.write_bytes(harmed)
+        with pytest.raises(ValueError, match=words):
+            open_dataset(str(prefix), 257, masked=True)
+        assert open_dataset(str(prefix), 257).tokens(0, 1).tolist() == [ord("2")]
+        (old,), (new,) = before.values(), data.read_contents([str(prefix)], before, print).values()
+        assert old.content != new.content and old.content.split(", mask")[0] == new.content.split(", mask")[0]
 
 
 def test_samples_without_targets_are_refused_and_notes_say_what_counts(prefix: Path) -> None:
@@ -273,7 +249,7 @@ def test_samples_without_targets_are_refused_and_notes_say_what_counts(prefix: P
     with pytest.raises(ValueError, match=r"mask marks no target in the first 1 samples of 2 tokens"):
         samples.n_targets(1)
     (evaluated,) = open_evaluation_data([str(prefix)], "bytes", 257, 2, None, masked=True)
-    assert (evaluated.targets, evaluated.target_bytes(ByteTokenizer())) == (7, 3)
+    assert (evaluated.targets, evaluated.target_bytes(data.ByteTokenizer())) == (7, 3)
     (unused,) = mask_notes([str(prefix)] * 2, masked=False)
     assert "every token" in unused and "data.mask = true" in unused and mask_notes([str(prefix)], masked=True) == []
     Path(f"{prefix}.mask").unlink()

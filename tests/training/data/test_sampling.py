@@ -9,22 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpformer.training.data import (
-    BlendedSamples,
-    IndexedDataset,
-    IndexedWriter,
-    TokenSamples,
-    check_vocab,
-    permute,
-    token_dtype,
-)
+from tpformer.training.data import BlendedSamples, IndexedDataset, IndexedWriter, TokenSamples, check_vocab, permute
+from tpformer.training.data.indexed import token_dtype
 from tpformer.training.step import batch
 
 
 def dataset_of(path: Path, n_tokens: int, vocab_size: int = 65536) -> IndexedDataset:
     """Token t of the stream is t itself, so a window shows where it came from."""
+    return dataset_with(path, np.arange(n_tokens), vocab_size)
+
+
+def dataset_with(path: Path, ids: np.ndarray, vocab_size: int) -> IndexedDataset:
     with IndexedWriter(path, token_dtype(vocab_size)) as writer:
-        writer.add_document(np.arange(n_tokens))
+        writer.add_document(ids)
     return IndexedDataset(path)
 
 
@@ -133,9 +130,7 @@ def test_samples_and_blends_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 def test_check_vocab_sees_a_large_id_in_any_chunk_and_a_negative_one(tmp_path: Path) -> None:
     n_tokens = 2**20 + 10  # the only large id is in the second chunk
-    with IndexedWriter(tmp_path / "a", token_dtype(300)) as writer:
-        writer.add_document(np.append(np.zeros(n_tokens - 1, np.int64), 256))
-    dataset = IndexedDataset(tmp_path / "a")
+    dataset = dataset_with(tmp_path / "a", np.append(np.zeros(n_tokens - 1, np.int64), 256), 300)
     check_vocab(dataset, 257)
     with pytest.raises(ValueError, match=r"a\.bin has token ids from 0 to 256, .* vocab_size is 256; .* at least 257"):
         check_vocab(dataset, 256)

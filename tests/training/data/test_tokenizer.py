@@ -11,17 +11,13 @@ import pytest
 from tpformer.training.data import ByteTokenizer, JsonTokenizer, chat_ids, load_tokenizer, render_chat
 
 
-def word_level_json(path: Path, end_of_document: str, end_id: int = 7) -> Path:
+def word_level_json(path: Path, end_of_document: str) -> Path:
     """A tokenizer.json of four words and one special token whose id leaves a gap."""
-    vocabulary = {"[UNK]": 0, "red": 1, "green": 2, "blue": 3, end_of_document: end_id}
+    vocabulary = {"[UNK]": 0, "red": 1, "green": 2, "blue": 3, end_of_document: 7}
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    content = {
-        "version": "1.0",
-        "added_tokens": [{"id": end_id, "content": end_of_document, **special}],
-        "pre_tokenizer": {"type": "Whitespace"},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"},
-    }
-    path.write_text(json.dumps(content))
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
+    content = {"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "model": model}
+    path.write_text(json.dumps(content | {"added_tokens": [{"id": 7, "content": end_of_document, **special}]}))
     return path
 
 
@@ -36,16 +32,7 @@ def test_bytes_are_their_own_ids() -> None:
     assert tokenizer.decode([104, 256, 105, 260, -1]) == "hi" and tokenizer.decode([104, 0xFF]) == "h\ufffd"
 
 
-def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(FileNotFoundError, match=r"absent\.json does not exist.*`bytes`"):
-        load_tokenizer(tmp_path / "absent.json")
-    path = word_level_json(tmp_path / "tokenizer.json", "</s>")
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"pip install tpformer\[hf\]"):
-        JsonTokenizer(path)
-
-
-def test_json_tokenizer(tmp_path: Path) -> None:
+def test_json_tokenizer_and_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tokenizers")
     for end_of_document in ("<|endoftext|>", "</s>", "<|end_of_text|>"):
         tokenizer = load_tokenizer(str(word_level_json(tmp_path / "tokenizer.json", end_of_document)))
@@ -65,6 +52,11 @@ def test_json_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text("{}")
     with pytest.raises(ValueError, match=r"b\.json is not a tokenizer\.json"):
         JsonTokenizer(tmp_path / "b.json")
+    with pytest.raises(FileNotFoundError, match=r"absent\.json does not exist.*`bytes`"):
+        load_tokenizer(tmp_path / "absent.json")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r"pip install tpformer\[hf\]"):
+        JsonTokenizer(tmp_path / "a.json")
 
 
 TEMPLATES = {
@@ -117,11 +109,8 @@ def write(folder: Path, source: Path, **files: dict | str) -> Path:
     return folder / "tokenizer.json"
 
 
-CONFIG = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "bos_token": "<s>",
-    "eos_token": {"__type": "AddedToken", "content": "</s>"},
-}
+EOS = {"__type": "AddedToken", "content": "</s>"}
+CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": EOS}
 TURNS = [("system", "Speak <b>plainly</b>."), ("user", " What is 2 + 2? "), ("assistant", "\n4 é🙂"), ("user", "Why?")]
 MESSAGES = [{"role": role, "content": content} for role, content in TURNS]
 
@@ -154,25 +143,20 @@ def test_a_conversation_and_a_prompt_have_the_tokens_that_transformers_gives_the
         ({"generation_config": {"eos_token_id": 3}}, "</s>", ["<|im_end|>"]),
         ({"tokenizer_config": CONFIG, "generation_config": {"eos_token_id": [3, 4]}}, "</s>", SPECIAL[3:5]),
         ({"tokenizer_config": CONFIG, "special_tokens_map": {"eos_token": "<|im_end|>"}}, "<|im_end|>", ["<|im_end|>"]),
-        (
-            {"tokenizer_config": CONFIG | {"added_tokens_decoder": {}}, "special_tokens_map": {"eos_token": "<s>"}},
-            "</s>",
-            ["</s>"],
-        ),
+        ({"tokenizer_config": CONFIG | {"added_tokens_decoder": {}}, "special_tokens_map": {"eos_token": "<s>"}},
+         "</s>", ["</s>"]),
         ({"tokenizer_config": {"eos_token": None}}, "</s>", ["</s>"]),
     ],
 )  # fmt: skip
 def test_where_documents_and_answers_end(folder, tmp_path, files, end, stops):
-    tokenizer = load_tokenizer(write(tmp_path / "model", folder, **files))
+    path = write(tmp_path / "model", folder, **files)
+    tokenizer = load_tokenizer(path)
     if files.get("tokenizer_config", {}).get("tokenizer_class"):
         theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path / "model")
         assert theirs.eos_token == end
     assert tokenizer.end_of_document == SPECIAL.index(end)
     assert [SPECIAL[each] for each in tokenizer.stop_tokens] == stops
-
-
-def test_a_tokenizer_of_another_name_is_not_of_the_folder(folder, tmp_path):
-    path = write(tmp_path / "model", folder, tokenizer_config={"eos_token": "<s>"})
+    # a tokenizer of another name is not of the folder
     assert load_tokenizer(path.rename(path.with_name("mine.json"))).end_of_document == SPECIAL.index("</s>")
 
 
@@ -193,9 +177,9 @@ def test_files_that_cannot_be_understood(folder, tmp_path, name, content, messag
         load_tokenizer(write(tmp_path / "model", folder, **{name: content}))
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
+def test_a_template_that_fails_or_reaches_further_is_refused():
+    messages = [{"role": "user", "content": "hi"}]
+    for template, message in (
         ("{{ raise_exception('no system role') }}", "TemplateError: no system role"),
         ("{{ messages.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"),
         ("{{ messages.append(1) }}", "SecurityError: access to attribute 'append'"),
@@ -205,13 +189,10 @@ def test_files_that_cannot_be_understood(folder, tmp_path, name, content, messag
         ("{{ messages[7].content + 1 }}", "UndefinedError"),
         ("{{ range(1000000000) | list }}", "OverflowError"),
         ("{% if %}", "TemplateSyntaxError"),
-    ],
-)
-def test_a_template_that_fails_or_reaches_further_is_refused(template, message):
-    messages = [{"role": "user", "content": "hi"}]
-    with pytest.raises(ValueError, match=f"^the chat template refuses this conversation: {message}"):
-        render_chat(template, messages, {})
-    assert messages == [{"role": "user", "content": "hi"}]
+    ):
+        with pytest.raises(ValueError, match=f"^the chat template refuses this conversation: {message}"):
+            render_chat(template, messages, {})
+        assert messages == [{"role": "user", "content": "hi"}]
 
 
 def test_a_tokenizer_without_a_template_writes_a_plain_conversation():
