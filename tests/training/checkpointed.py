@@ -28,6 +28,10 @@ def run_config(parallel: dict, model: dict = MODEL, **train) -> RunConfig:
     return build_config({"model": model, "parallel": parallel, "train": train, "data": {"train": ["none"]}})
 
 
+def world_size(parallel: dict) -> int:
+    return build_config({"parallel": parallel}).parallel.world_size
+
+
 def build(config: RunConfig) -> tuple[ModelParts, list[Optimizer]]:
     """This rank's parts of a run's model, and an optimizer for each."""
     model = build_model(config, run_mesh(config, "cpu"))
@@ -45,18 +49,15 @@ def everything(parts, optimizers):
     found: dict[str, torch.Tensor] = {}
     for part, optimizer in zip(parts, optimizers, strict=True):
         for name, tensor in part.state_dict(keep_vars=True).items():
-            state = {
-                f"{name} {key}": full_tensor(value).clone() for key, value in optimizer.state.get(tensor, {}).items()
-            }
-            for key, value in ({name: full_tensor(tensor.detach()).clone()} | state).items():
-                assert torch.equal(found.setdefault(key, value), value), key
+            state = {f"{name} {key}": value for key, value in optimizer.state.get(tensor, {}).items()}
+            own = {key: full_tensor(value.detach()).clone() for key, value in ({name: tensor} | state).items()}
+            found = merged([found, own])
     return found
 
 
 def merged(results):
-    """All ranks' tensors by name; what several ranks have must be equal."""
+    """All tensors by name; what several results have must be equal."""
     found: dict[str, torch.Tensor] = {}
-    for result in results:
-        for name, value in result.items():
-            assert torch.equal(found.setdefault(name, value), value), name
+    for name, value in (pair for result in results for pair in result.items()):
+        assert torch.equal(found.setdefault(name, value), value), name
     return found

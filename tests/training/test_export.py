@@ -1,11 +1,10 @@
 """`tpformer export` writes a checkpoint's tensors as safetensors, and refuses what it cannot export.
-
-Layouts load one in test_source.py.
-"""
+Layouts load one in test_source.py."""
 
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -77,9 +76,7 @@ def test_the_newest_checkpoint_in_one_file_which_one_process_loads(trained, tmp_
 
 def test_several_files_with_an_index_in_bfloat16(trained, tmp_path):
     """Files keep the limit, unless one tensor alone is above it. The index names each tensor's file."""
-    run, saved = trained
-    limit = 4000
-    out = tmp_path / "made" / "out"
+    (run, saved), limit, out = trained, 4000, tmp_path / "made" / "out"
     assert export(run, out, step=3, dtype="bfloat16", max_shard_bytes=limit) == 3
     index = json.loads((out / "model.safetensors.index.json").read_text())
     files = {path.name: load_file(path) for path in out.glob("*.safetensors")}
@@ -98,11 +95,7 @@ def test_refusals_and_what_fails_half_way_write_nothing(trained, tmp_path, monke
     for folder, name, text in ((full, "file", "precious"), (bare, "config.toml", (run / "config.toml").read_text())):
         folder.mkdir()
         (folder / name).write_text(text)
-
-    def disk_full(*arguments, **options):
-        raise OSError("disk full")
-
-    monkeypatch.setattr("tpformer.training.export.create_file", disk_full)
+    monkeypatch.setattr("tpformer.training.export.create_file", mock.Mock(side_effect=OSError("disk full")))
     for source, target, options, error, words in (
         (tmp_path / "missing", out, {}, FileNotFoundError, "missing is not a run"),
         (bare, out, {}, FileNotFoundError, "has no checkpoint yet"),

@@ -13,21 +13,9 @@ from tiny_runs import flip
 from tpformer.config import RunConfig, build_config, read_toml
 from tpformer.training.data import build_dataset, contents
 from tpformer.training.resolve import resolve
-from tpformer.training.run_directory import (
-    CONTINUED,
-    REQUESTED,
-    VERDICTS,
-    Start,
-    check_run_directory,
-    read_start,
-    write_run,
-)
+from tpformer.training.run_directory import CONTINUED, VERDICTS, Start, check_run_directory, read_start, write_run
 
-KEYS = [
-    f"{section.name}.{field.name}"
-    for section in dataclasses.fields(RunConfig)
-    for field in dataclasses.fields(section.default_factory)  # type: ignore[arg-type]
-]
+KEYS = [f"{section}.{key}" for section, keys in dataclasses.asdict(RunConfig()).items() for key in keys]
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +27,8 @@ def run(tmp_path_factory, tiny_values_in) -> Start:
         (folder / name).mkdir()
         (folder / name / "text.txt").write_text(f"{name} " * 100)
         build_dataset([folder / name], folder / name / "data", "bytes", quiet=True)
-    values["data"] = {"train": [str(folder / name / "data") for name in ("one", "two")], "weights": [0.5, 0.5]}
-    values["data"]["valid"] = values["data"]["train"][:1]
+    one, two = (str(folder / name / "data") for name in ("one", "two"))
+    values |= {"data": {"train": [one, two], "weights": [0.5, 0.5], "valid": [one]}}
     values["run"]["resume"] = True
     start = found(values)
     Path(start.config.run.dir).mkdir()
@@ -64,48 +52,34 @@ def changed(config: RunConfig, key: str) -> RunConfig:
     section, name = key.split(".")
     changed_section = copy.copy(getattr(config, section))
     hint, value = typing.get_type_hints(type(changed_section))[name], getattr(changed_section, name)
-    if isinstance(value, bool) or hint in (bool, bool | None):
-        new: object = not value
-    elif typing.get_origin(hint) is tuple:
-        new = (1.0, 2.0) if key == "data.weights" else ("other",)
-    else:
-        new = "other" if hint in (str, str | None) else (value or 0) + 1
+    new: object = (1.0, 2.0) if key == "data.weights" else ("other",)
+    if typing.get_origin(hint) is not tuple:
+        new = not value if hint in (bool, bool | None) else "other" if hint in (str, str | None) else (value or 0) + 1
     object.__setattr__(changed_section, name, new)  # without the section's own checks
     return dataclasses.replace(config, **{section: changed_section})
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_is_refused_or_continued_and_printed(run, key, tmp_path):
-    """R4: label_smoothing, z_loss, dtype, lr and betas were taken without a word.
-
-    Must show 5: a new key has to be put into the table of run_directory.py.
-    """
+    """R4: label_smoothing, z_loss, dtype, lr and betas were taken without a word. A new key has to be put into the
+    table of run_directory.py."""
     assert sorted(VERDICTS) == sorted(KEYS)
     new = changed(run.config, key)
     directory = dataclasses.replace(new.run, dir=run.config.run.dir)  # a moved run says another one in its file
     dtype = "bfloat16" if key == "train.dtype" else run.dtype
     start = Start(dataclasses.replace(new, run=directory), dtype, run.files)
-    verdict = VERDICTS[key]
-    if key == "run.dir":
-        start = moved(run, tmp_path / "moved")
-    elif key == "run.resume":
-        with pytest.raises(ValueError, match="already holds a run"):
+    start = moved(run, tmp_path / "moved") if key == "run.dir" else start
+    refusals = {"run.resume": "already holds a run", "run.changes": "run.changes names other, which is no key"}
+    if key in refusals or VERDICTS[key] != CONTINUED:
+        other = rf"was trained with other settings.* --run.changes {key}$"
+        with pytest.raises(ValueError, match=refusals.get(key, other)):
             check_run_directory(start)
+    if key in refusals:
         return
-    elif key == "run.changes":
-        with pytest.raises(ValueError, match="run.changes names other, which is no key"):
-            check_run_directory(start)
-        return
-    if verdict == CONTINUED:
-        (line,) = check_run_directory(start)
-        assert line.startswith(f"changed since the run was stopped: {key}: ") and " -> " in line
-        return
-    assert verdict != REQUESTED
-    with pytest.raises(ValueError, match=rf"was trained with other settings.* --run.changes {key}$"):
-        check_run_directory(start)
-    accepted = dataclasses.replace(start.config.run, changes=(key,))
+    changes = () if VERDICTS[key] == CONTINUED else (key,)
+    accepted = dataclasses.replace(start.config.run, changes=changes)
     (line,) = check_run_directory(dataclasses.replace(start, config=dataclasses.replace(start.config, run=accepted)))
-    assert " -> " in line
+    assert line.startswith("changed since the run was stopped: " + ("" if changes else f"{key}: ")) and " -> " in line
 
 
 def moved(run: Start, target: Path) -> Start:
@@ -127,14 +101,16 @@ def test_moved_data_continues_and_changed_data_is_named(run, tmp_path):
     flip(Path(f"{copies[1]}.bin"))  # of the same size, and below with the same time
     times = os.stat(f"{two}.bin")
     os.utime(f"{copies[1]}.bin", ns=(times.st_atime_ns, times.st_mtime_ns))
-    with pytest.raises(
-        ValueError, match=rf"{copies[1]}: uint16, 802 bytes, SHA-256 \w{{12}} -> uint16, 802 bytes, SHA"
+    for other, words in (
+        (values, rf"{copies[1]}: uint16, 802 bytes, SHA-256 \w{{12}} -> uint16, 802 bytes, SHA"),
+        (values_of(run, train=[two, one]), "data.train: the same 2 datasets in another order"),
+        (
+            values_of(run, train=[one], weights=(), valid=[two]),
+            rf"data.train\[1\]: uint16.* -> nothing.* {two}: uint16.* -> uint16",
+        ),
     ):
-        check_run_directory(found(values))
-    with pytest.raises(ValueError, match="data.train: the same 2 datasets in another order"):
-        check_run_directory(found(values_of(run, train=[two, one])))
-    with pytest.raises(ValueError, match=rf"data.train\[1\]: uint16.* -> nothing.* {two}: uint16.* -> uint16"):
-        check_run_directory(found(values_of(run, train=[one], weights=(), valid=[two])))
+        with pytest.raises(ValueError, match=words):
+            check_run_directory(found(other))
     for valid in ([], [one]):
         check_run_directory(found(values_of(run, valid=valid)))
     stated = values_of(run, train=[two, one], train_contents=run.config.data.train_contents)

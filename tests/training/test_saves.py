@@ -1,19 +1,16 @@
 """What a run's checkpoints survive: values that are not finite, disks that fail, directories that go, stops anywhere.
-
-R1, R2, ... are the findings of ../shared/research/findings.md.
-"""
+R1, R2, ... are the findings of ../shared/research/findings.md."""
 
 import errno
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from tiny_runs import rows, sigterm_in, values_with, write_run
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -36,37 +33,28 @@ def train(values: dict, resume: bool = False) -> tuple[list[str], str]:
     """Train, and return what was said and the error."""
     said, error = [], ""
     with mock.patch.object(Trainer, "_notice", lambda self, text: said.append(text)):
+        trainer = Trainer(build_config(values_with(values, run={"resume": resume})))
         try:
-            Trainer(build_config(values_with(values, run={"resume": resume}))).run()
+            trainer.run()
         except (RuntimeError, ValueError, FloatingPointError, OSError, LookupError) as failure:
             error = f"{type(failure).__name__}: {failure}"
+    assert trainer.checkpointer._pending is None, "a run that ends has waited for its last save"
     dist.barrier()  # each rank removes what its part of a failed save left
     return said, error
-
-
-def changed_gradients(change: Callable[[ModelParts, torch.Tensor, int], torch.Tensor]):
-    """Within, change(model, loss, step) is called behind the gradients of a step, and gives its loss."""
-    gradients = ModelParts.gradients
-
-    def changed(self, batch, **options):
-        return change(self, gradients(self, batch, **options), options["step"])
-
-    return mock.patch.object(ModelParts, "gradients", changed)
 
 
 def spoiled(values: dict, at: int, where: str):
     """On rank 1 a weight becomes NaN, before a step or behind its update."""
     take_step = parameter_server.train_step
 
-    def spoil(model, step, when):
-        if (step, when, dist.get_rank()) == (at, where, 1):
-            with torch.no_grad():
-                local_part(next(model.parts[0].parameters())).view(-1)[0] = float("nan")
-
-    def spoiled_step(model, *arguments, **options):
-        spoil(model, options["step"], "before")
-        result = take_step(model, *arguments, **options)
-        spoil(model, options["step"], "behind")
+    def spoiled_step(model, *arguments, step, **options):
+        weight = local_part(next(model.parts[0].parameters()).detach()).view(-1)
+        spoils = step == at and dist.get_rank() == 1
+        if spoils and where == "before":
+            weight[0] = float("nan")
+        result = take_step(model, *arguments, step=step, **options)
+        if spoils and where == "behind":
+            weight[0] = float("nan")
         return result
 
     with mock.patch.object(parameter_server, "train_step", spoiled_step):
@@ -107,8 +95,7 @@ def train_on_a_full_disk(values: dict, failing: list[int]):
 
     def known(self):
         """A save ends within the step after it."""
-        if self._pending is not None:
-            wait([self._pending])
+        wait([self._pending] if self._pending else [])
         return failed.fget(self)
 
     with mock.patch.object(FileSystemWriter, "write_data", full):
@@ -116,13 +103,9 @@ def train_on_a_full_disk(values: dict, failing: list[int]):
             return train(values)
 
 
+# after three failures the interval decides; the last one is tried once more
 @pytest.mark.parametrize(
-    ("failing", "kept", "planned"),
-    [
-        ([1], [8, 12], [8]),
-        ([1, 2, 3], [12], [8, 11, 12]),  # after three failures the interval decides
-        ([2], [6, 12], []),  # the last one is tried once more
-    ],
+    ("failing", "kept", "planned"), [([1], [8, 12], [8]), ([1, 2, 3], [12], [8, 11, 12]), ([2], [6, 12], [])]
 )
 def test_r2_r10_a_failed_save_is_reported_tried_again_and_leaves_nothing(ranks, tiny_values, failing, kept, planned):
     """Ranks learn of a failure when they read the step after it, that is when one more step is queued."""
@@ -154,13 +137,14 @@ def start_on_a_full_disk(values: dict) -> str:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a write, without a name
         return write(self, *arguments, **options)
 
-    with mock.patch.object(Path, "write_text", full):
-        return train(values)[1]
+    with mock.patch.object(Path, "write_text", full), pytest.raises(ValueError) as error:
+        train(values)
+    return str(error.value)
 
 
 def test_r10_a_disk_that_is_full_as_the_run_starts_is_one_sentence(ranks, tiny_values):
     (error,) = ranks(1).run(start_on_a_full_disk, tiny_values)
-    assert error == f"ValueError: {tiny_values['run']['dir']}/start.json cannot be written: No space left on device"
+    assert error == f"{tiny_values['run']['dir']}/start.json cannot be written: No space left on device"
 
 
 def test_r6_a_run_directory_that_goes_ends_the_run(commands, tmp_path, tiny_values):
@@ -173,10 +157,19 @@ def test_r6_a_run_directory_that_goes_ends_the_run(commands, tmp_path, tiny_valu
     assert code == 2 and f"{directory} is gone at step" in err and "Traceback" not in err, err
 
 
-def train_until(values: dict, stop: int, nan_losses: Sequence[int] = ()) -> tuple[list[str], str]:
-    """SIGTERM comes in the step `stop`; the losses of some steps are no numbers."""
-    change = changed_gradients(lambda model, loss, step: loss * (math.nan if step in nan_losses else 1))
-    with sigterm_in(stop), change:
+def train_until(
+    values: dict, stop: int, nan_losses: Sequence[int] = (), overflows: Sequence[int] = ()
+) -> tuple[list[str], str]:
+    """SIGTERM comes in the step `stop`; the losses of some steps are no numbers, and the gradients of some overflow."""
+    original = ModelParts.gradients
+
+    def gradients(self, batch, *, step, **options):
+        loss = original(self, batch, step=step, **options)
+        if step in overflows:
+            self.parameters()[0].grad.view(-1)[0] = math.inf
+        return loss * (math.nan if step in nan_losses else 1)
+
+    with sigterm_in(stop), mock.patch.object(ModelParts, "gradients", gradients):
         return train(values)
 
 
@@ -200,29 +193,18 @@ def test_a_stop_while_steps_are_skipped_waits_until_one_is_not(ranks, tiny_value
 
 
 def test_too_many_skipped_steps_end_the_run_and_rows_count_them(ranks, tiny_values):
-    values = values_with(tiny_values, train={"max_skipped_steps": 3}, **ON_TWO)
+    values = values_with(tiny_values, train={"max_skipped_steps": 3}, checkpoint={"interval": 1}, **ON_TWO)
     for _, error in ranks(2).run(train_until, values, 0, (2, 3, 4)):
         assert "3 steps in a row were skipped, the last one step 4: loss nan" in error, error
     found = rows(values["run"]["dir"])
     assert [(row["step"], row.get("skipped", 0)) for row in found] == [(1, 0), (2, 1), (3, 2)]
 
 
-def half_with_an_overflow(values: dict):
-    """The gradients of the last two steps overflow, as they do when the loss scale has been doubled."""
-
-    def overflowing(model, loss, step):
-        if step > 4:
-            model.parameters()[0].grad.view(-1)[0] = float("inf")
-        return loss
-
-    with changed_gradients(overflowing):
-        return train(values)
-
-
 def test_a_float16_run_may_end_while_it_looks_for_its_loss_scale(ranks, tiny_values):
-    """R1 counts such steps as skipped ones only where the loss is no number, too."""
+    """R1 counts steps whose gradients overflow, as they do when the loss scale has been doubled, as skipped ones only
+    where the loss is no number, too."""
     values = values_with(tiny_values, train={"dtype": "float16"}, data={"valid": []})
-    ((notices, error),) = ranks(1).run(half_with_an_overflow, values)
+    ((notices, error),) = ranks(1).run(train_until, values, 0, (), (5, 6))
     named = [line for line in notices if "not finite first in embed_tokens.weight" in line]
     assert error == "" and len(named) >= 2, notices
     assert names(values["run"]["dir"]) == ["step-4", "step-6"]

@@ -1,8 +1,6 @@
 """A step that is not finite updates nothing on any rank; float16 scales its loss; low precision trains like float64.
-
-With data.mask the loss is the mean over the targets of the global batch, in every layout: a plain cross entropy says
-so, in float64.
-"""
+With data.mask the loss is the mean over the targets of the global batch, in every layout, as a plain cross entropy
+says in float64."""
 
 import json
 import math
@@ -11,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpointed import LAYOUTS, build, run_config
-from testing import assert_kernel_close, assert_same
+from checkpointed import LAYOUTS, build, run_config, world_size
+from testing import assert_kernel_close, assert_same, on_every_rank
 
 from tpformer.config import RunConfig, build_config
 from tpformer.distributed.dtensor import full_tensor
@@ -27,10 +25,6 @@ BATCH = 4
 TP2_PP2, ZBV, ZERO3 = LAYOUTS["tp2-pp2"], LAYOUTS["v-schedule"], {"data_parallel_shard": 2, "zero_stage": 3}
 
 
-def size_of(parallel: dict) -> int:
-    return build_config({"parallel": parallel}).parallel.world_size
-
-
 def config_of(parallel: dict, dtype: str, dropout: float = 0.0) -> RunConfig:
     return run_config(parallel, {**MODEL, "dropout": dropout}, dtype=dtype, global_batch_size=BATCH)
 
@@ -40,17 +34,12 @@ def samples(step: int) -> torch.Tensor:
 
 
 def run(model: ModelParts, optimizers, step: int, scaler: LossScaler | None = None):
-    share = BATCH // model.layout.data_parallel
-    first = model.data_rank * share
+    first, share = model.own_samples(0, BATCH)
     options = {"first_sample": first, "step": step, "lr": 3e-3, "clip_norm": 1.0, "scaler": scaler}
     rows = samples(step)[first : first + share]
     result = train_step(model, optimizers, rows, **options)
-    skipped = bool(result.skipped)
-    return float(result.loss), float(result.norm), skipped, why_skipped(model, rows, result) if skipped else None
-
-
-def local_values(model: ModelParts) -> list[torch.Tensor]:
-    return [parameter.to_local().detach().clone() for parameter in model.parameters()]
+    why = why_skipped(model, rows, result) if result.skipped else None
+    return float(result.loss), float(result.norm), bool(result.skipped), why
 
 
 POISON = {2: math.nan, 4: math.inf}  # by step
@@ -61,18 +50,18 @@ def poisoned_steps(parallel: dict):
     model, optimizers = build(config_of(parallel, "float32"))
     compute, results, kept = model.gradients, [], []
 
-    def gradients(*args, **options):
-        loss = compute(*args, **options)
+    def gradients(*args, step, **options):
+        loss = compute(*args, step=step, **options)
         for name, parameter in (pair for part in model.parts for pair in part.named_parameters()):
-            if options["step"] in POISON and name == "layers.3.mlp.fc1.weight" and torch.distributed.get_rank() == 3:
-                parameter.grad.to_local()[0, 0] = POISON[options["step"]]
+            if step in POISON and name == "layers.3.mlp.fc1.weight" and torch.distributed.get_rank() == 3:
+                parameter.grad.to_local()[0, 0] = POISON[step]
         return loss
 
     model.gradients = gradients
     for step in range(1, 6):
-        before = local_values(model)
+        before = [parameter.to_local().detach().clone() for parameter in model.parameters()]
         results.append(run(model, optimizers, step))
-        kept.append(all(torch.equal(a, b) for a, b in zip(before, local_values(model), strict=True)))
+        kept.append(all(torch.equal(a, b.to_local()) for a, b in zip(before, model.parameters(), strict=True)))
     counts = {float(state["step"]) for optimizer in optimizers for state in optimizer.state.values()}
     return results, kept, counts
 
@@ -81,12 +70,14 @@ def test_all_ranks_skip_a_step_that_is_not_finite(ranks):
     for results, kept, counts in ranks(4).run(poisoned_steps, TP2_PP2):
         assert kept == [skipped for _, _, skipped, _ in results] == [step in POISON for step in range(1, 6)]
         assert counts == {3.0}
-        for step, (loss, norm, skipped, name) in enumerate(results, 1):
-            assert name == ("layers.3.mlp.fc1.weight" if skipped else None) and math.isfinite(norm) != skipped, step
-            assert math.isfinite(loss), step
+        for loss, norm, skipped, name in results:
+            assert name == ("layers.3.mlp.fc1.weight" if skipped else None)
+            assert math.isfinite(loss) and math.isfinite(norm) != skipped
 
 
-def strange_batch() -> None:
+@on_every_rank(1)
+def test_a_batch_that_a_gpu_takes_without_a_word_ends_the_step() -> None:
+    """On a GPU a target outside the vocabulary makes the loss NaN; a CPU refuses it."""
     model, optimizers = build(config_of({}, "float32"))
     model.gradients = lambda *args, **kwargs: torch.tensor(math.nan)
     batch = torch.zeros(BATCH, 13, dtype=torch.int64)
@@ -96,21 +87,15 @@ def strange_batch() -> None:
         why_skipped(model, batch, result)
 
 
-def test_a_batch_that_a_gpu_takes_without_a_word_ends_the_step(ranks):
-    """On a GPU a target outside the vocabulary makes the loss NaN; a CPU refuses it."""
-    ranks(1).run(strange_batch)
-
-
 def train(parallel: dict, dtype: str, steps: int, scale: float | None = None):
     model, optimizers = build(config_of(parallel, dtype))
     scaler = LossScaler(scale, interval=3) if scale else None
     computed: set[torch.dtype] = set()
     for layer in (layer for part in model.parts for layer in part.layers.values()):
         layer.register_forward_hook(lambda module, args, y: computed.add(y.dtype))
-    results = [run(model, optimizers, step, scaler) for step in range(1, steps + 1)]
+    losses, _, skipped, _ = zip(*(run(model, optimizers, step, scaler) for step in range(1, steps + 1)), strict=True)
     kept = {parameter.dtype for parameter in model.parameters()}
     kept |= {state["exp_avg"].dtype for optimizer in optimizers for state in optimizer.state.values()}
-    losses, _, skipped, _ = zip(*results, strict=True)
     return losses, [*skipped], None if scaler is None else float(scaler.scale), computed, kept
 
 
@@ -142,7 +127,9 @@ def oracle(ranks):
 def test_low_precision_trains_as_float64_does(ranks, oracle, parallel, dtype):
     scale = 2.0**8 if dtype == "float16" else None
     baseline = torch.tensor(plain(dtype, 8), dtype=getattr(torch, dtype))
-    for losses, skipped, last_scale, computed, kept in ranks(size_of(parallel)).run(train, parallel, dtype, 8, scale):
+    for losses, skipped, last_scale, computed, kept in ranks(world_size(parallel)).run(
+        train, parallel, dtype, 8, scale
+    ):
         assert computed == {getattr(torch, dtype)} and kept == {torch.float32}
         assert not any(skipped) and last_scale == (2.0**10 if scale else None), "doubled after 3 and 6 good steps"
         assert_kernel_close(torch.tensor(losses, dtype=baseline.dtype), oracle, baseline, "losses")
@@ -151,10 +138,7 @@ def test_low_precision_trains_as_float64_does(ranks, oracle, parallel, dtype):
 
 def first_scale(values: dict) -> float:
     train = {"dtype": "float16", "global_batch_size": 6, "microbatch_size": 2, "steps": 1}
-    trainer = Trainer(build_config(values, {"train": train}))
-    scale = float(trainer.scaler.scale)
-    trainer.run()
-    return scale
+    return float(Trainer(build_config(values, {"train": train})).scaler.scale)
 
 
 def test_the_first_scale_grows_with_the_microbatches(ranks, tiny_values):
@@ -172,10 +156,9 @@ def test_an_overflow_halves_the_scale_on_all_ranks_alike(ranks):
 
 
 def test_the_scaler_survives_a_checkpoint_and_has_a_floor():
-    scaler, good, bad = LossScaler(4.0, interval=2), torch.tensor(0.0), torch.tensor(1.0)
+    scaler, other, good, bad = LossScaler(4.0, interval=2), LossScaler(), torch.tensor(0.0), torch.tensor(1.0)
     for _ in range(3):
         scaler.update(good)
-    other = LossScaler()
     other.interval = 2
     other.load_state_dict(json.loads(json.dumps(scaler.state_dict())))
     assert other.scale == 8.0
@@ -240,7 +223,7 @@ def expected(ranks):
 @pytest.mark.parametrize("parallel", [TP2_PP2, ZERO3, ZBV, INTERLEAVED], ids=str)
 def test_every_layout_has_the_mean_over_the_targets_of_the_global_batch(ranks, expected, parallel):
     loss, gradients, valid = expected
-    for own_loss, own, own_valid, nothing in ranks(size_of(parallel)).run(results, parallel):
+    for own_loss, own, own_valid, nothing in ranks(world_size(parallel)).run(results, parallel):
         assert_same([own_loss, *own_valid], [loss, *valid])
         assert_same(own, {name: gradients[name] for name in own})
         assert nothing, "loss or gradients of a batch without targets, or no dropout after a validation"
