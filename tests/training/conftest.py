@@ -24,19 +24,15 @@ def tiny_data(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_values_in(tiny_data) -> Callable[[Path], dict[str, dict]]:
     """tiny_values_in(folder): the sections of a run in folder/run, whose steps take milliseconds."""
-
-    def tiny_values_in(folder: Path) -> dict[str, dict]:
-        return {
-            "run": {"dir": str(folder / "run")},
-            "model": {"seq_length": 16, "n_layers": 2, "hidden_size": 32, "n_heads": 4},
-            "data": {"train": [str(tiny_data)], "valid": [str(tiny_data)]},
-            "train": {"steps": 6, "global_batch_size": 4, "validation_samples": 4},
-            "optimizer": {"warmup_steps": 2},
-            "checkpoint": {"interval": 2},
-            "log": {"interval": 1, "plot": False, "tensorboard": False},
-        }
-
-    return tiny_values_in
+    return lambda folder: {
+        "run": {"dir": str(folder / "run")},
+        "model": {"seq_length": 16, "n_layers": 2, "hidden_size": 32, "n_heads": 4},
+        "data": {"train": [str(tiny_data)], "valid": [str(tiny_data)]},
+        "train": {"steps": 6, "global_batch_size": 4, "validation_samples": 4},
+        "optimizer": {"warmup_steps": 2},
+        "checkpoint": {"interval": 2},
+        "log": {"interval": 1, "plot": False, "tensorboard": False},
+    }
 
 
 @pytest.fixture

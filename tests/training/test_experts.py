@@ -11,10 +11,10 @@ from tpformer.training.metrics import read_metrics
 from tpformer.training.summary import notices
 
 MODEL = {
-    **{"vocab_size": 257, "seq_length": 16, "n_layers": 3, "hidden_size": 16, "n_heads": 4, "position": "rope"},
-    **{"norm": "rmsnorm", "activation": "swiglu", "bias": False, "n_experts": 4, "expert_ffn_size": 12},
-    **{"first_dense_layers": 1, "router_bias": True},
-}
+    "vocab_size": 257, "seq_length": 16, "n_layers": 3, "hidden_size": 16, "n_heads": 4, "position": "rope",
+    "norm": "rmsnorm", "activation": "swiglu", "bias": False, "n_experts": 4, "expert_ffn_size": 12,
+    "first_dense_layers": 1, "router_bias": True,
+}  # fmt: skip
 
 
 def config_of(model: dict, **sections: dict) -> RunConfig:
@@ -25,9 +25,8 @@ WITHOUT = {"n_experts": None, "expert_ffn_size": None, "first_dense_layers": 0, 
 IN_VAIN = "without experts would do nothing: set n_experts"
 
 
-@pytest.mark.parametrize(
-    ("model", "sections", "words"),
-    [
+def test_settings_that_contradict_each_other_are_refused():
+    for model, sections, words in (
         ({"expert_capacity": 1.25}, {}, "expert_capacity=1.25 is not supported.*no token is dropped"),
         ({"experts_per_token": 5}, {}, "experts_per_token=5 of n_experts=4"),
         ({"activation": "gelu"}, {}, "gated.*swiglu, geglu"),
@@ -43,18 +42,13 @@ IN_VAIN = "without experts would do nothing: set n_experts"
         (WITHOUT | {"router_top_groups": 2}, {}, f"^router_top_groups=2 {IN_VAIN}$"),
         # what depends on the layout and on training
         ({}, {"train": {"balance_loss_over": "batch"}}, "balance_loss_over='batch' is not supported.*57 % larger"),
-        (
-            {"n_heads": 3, "hidden_size": 24},
-            {"parallel": {"tensor_parallel": 3}},
-            r"n_experts=4 cannot be divided among tensor_parallel=3.*\[1, 2, 4\]",
-        ),
+        ({"n_heads": 3, "hidden_size": 24}, {"parallel": {"tensor_parallel": 3}},
+         r"n_experts=4 cannot be divided among tensor_parallel=3.*\[1, 2, 4\]"),
         (WITHOUT, {"train": {"balance_loss": 0.1}}, "train.balance_loss=0.1 without experts"),
         ({"router_bias": False}, {"train": {"router_bias_rate": 0.01}}, "=0.01 without biases would do nothing"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(model, sections, words):
-    with pytest.raises(ValueError, match=f"(?s){words}"):
-        check_config(config_of(model, **sections))
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"(?s){words}"):
+            check_config(config_of(model, **sections))
 
 
 def test_settings_that_teach_a_router_nothing_are_named():
@@ -67,11 +61,9 @@ def test_settings_that_teach_a_router_nothing_are_named():
 def test_numbers_of_loads():
     """Two layers of four experts: one balanced, one with half of its tokens at one expert."""
     config = config_of({"experts_per_token": 2})
-    tokens = 4 * 16 * 2
     loads = [0] * 4 + [32] * 4 + [64, 32, 32, 0]
-    assert load_numbers(config, loads, 4) == pytest.approx(
-        {"expert_load": 64 * 4 / tokens, "expert_entropy": (1 + 0.75) / 2, "expert_dropped": 0}
-    )
+    expected = {"expert_load": 64 * 4 / (4 * 16 * 2), "expert_entropy": (1 + 0.75) / 2, "expert_dropped": 0}
+    assert load_numbers(config, loads, 4) == pytest.approx(expected)
     assert load_numbers(config, [0] * 4 + [31] + [32] * 3 + [64, 32, 32, 0], 4)["expert_dropped"] == 1
     alone = config_of({"n_experts": 1, "experts_per_token": 1})
     assert load_numbers(alone, [0, 64, 64], 4) == {"expert_load": 1, "expert_entropy": 1, "expert_dropped": 0}
@@ -98,4 +90,5 @@ def test_a_run_logs_loads_and_saves_biases(done, tiny_values, tmp_path):
     assert [row["expert_dropped"] for row in read_metrics(run / "metrics.jsonl")] == [0, 0, 0]
     loads = [value for name, value in read_metrics(run / "norms.jsonl")[-1].items() if name.startswith("load.layers.")]
     assert len(loads) == 8 and sum(loads) == 2 * 4 * 16 * 2
-    done("generate", str(run), "--max-new-tokens", "4")
+    first, second = done("generate", str(run), "--max-new-tokens", "4", "--samples", "2").split("--- ")[1:]
+    assert first.partition("\n")[2] != second.partition("\n")[2], "by default texts are drawn"

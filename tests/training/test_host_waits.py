@@ -31,40 +31,20 @@ FREE = (
 
 def waits(values: dict, parallel: dict, dtype: str) -> tuple[Counter[str], int]:
     """What waits in a run's steps, and how many were skipped."""
-    sections = values_with(
-        values,
-        parallel=parallel,
-        model={"dropout": 0.1},
-        data={"valid": []},
-        log={"norm_interval": 2, "noise_interval": 2, "interval": 2},
-        train={"steps": STEPS, "dtype": dtype, "microbatch_size": 1},
-    )
-    trainer = Trainer(build_config(sections))
+    sections = {"parallel": parallel, "model": {"dropout": 0.1}, "data": {"valid": []}}
+    log = {"norm_interval": 2, "noise_interval": 2, "interval": 2}
+    train = {"steps": STEPS, "dtype": dtype, "microbatch_size": 1}
+    trainer = Trainer(build_config(values_with(values, **sections, log=log, train=train)))
     trainer.saves.save, trainer.speed = lambda *_, **__: None, Speed(0)
     with trainer._watched, counted_waits() as found:
         trainer._train(None, [])
     return found, trainer.tally.skipped
 
 
-WAITS = {
-    "item": lambda x: x.item(),
-    "format": lambda x: f"{x:.3f}",
-    "if": lambda x: 1 if x > 0 else 0,
-    "tolist": lambda x: x.tolist(),
-    "cpu": lambda x: x.cpu(),
-    "to": lambda x: x.to("cpu"),
-    "mask": lambda x: x.reshape(1)[x.reshape(1) > 0],
-    "nonzero": lambda x: x.reshape(1).nonzero(),
-    "tensor": lambda x: torch.tensor([0.0], device=x.device),
-}
-LAYOUTS = [
-    ({"tensor_parallel": 2}, "float32"),
-    ({"pipeline_parallel": 2}, "float32"),
-    ({"data_parallel_shard": 2, "zero_stage": 3}, "float16"),
-]
+TP2, PP2, ZERO3 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"data_parallel_shard": 2, "zero_stage": 3}
 
 
-@pytest.mark.parametrize(("parallel", "dtype"), LAYOUTS, ids=["tp2", "pp2", "zero3-half"])
+@pytest.mark.parametrize(("parallel", "dtype"), [(TP2, "float32"), (PP2, "float32"), (ZERO3, "float16")], ids=str)
 def test_steps_read_their_numbers_and_nothing_else(ranks, tiny_values, parallel, dtype):
     for found, skipped in ranks(2).run(waits, tiny_values, parallel, dtype):
         found = {place: number for place, number in found.items() if not place.startswith(FREE)}
@@ -74,8 +54,15 @@ def test_steps_read_their_numbers_and_nothing_else(ranks, tiny_values, parallel,
         assert found == expected | (votes if "pipeline_parallel" in parallel else {})
 
 
-@pytest.mark.parametrize("name", WAITS)
-def test_a_wait_is_counted(name):
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.item(), lambda x: f"{x:.3f}", lambda x: 1 if x > 0 else 0, lambda x: x.tolist(), lambda x: x.cpu(),
+        lambda x: x.to("cpu"), lambda x: x.reshape(1)[x.reshape(1) > 0], lambda x: x.reshape(1).nonzero(),
+        lambda x: torch.tensor([0.0], device=x.device),
+    ],
+)  # fmt: skip
+def test_a_wait_is_counted(wait):
     with counted_waits() as found:
-        WAITS[name](torch.tensor(2.0))
+        wait(torch.tensor(2.0))
     assert found.total() > 0

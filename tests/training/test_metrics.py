@@ -17,18 +17,15 @@ from tiny_runs import rows, sigterm_in, values_with, write_run
 
 from tpformer.config import build_config
 from tpformer.training.metrics import LossMean, MetricsLog, cut_metrics, plot_losses, read_metrics, rounded
-from tpformer.training.observe import WandbLog, check_wandb
+from tpformer.training.observe import WandbLog
 from tpformer.training.trainer import Trainer, pretrain
 
 
-def write_rows(path, count):
-    with MetricsLog(path, first_step=0, steps=count, tensorboard=False) as log:
-        for step in range(1, count + 1):
+def test_rows_keep_every_bit_and_a_resume_drops_later_ones_and_a_line_cut_short_and_a_bad_line_is_named(tmp_path):
+    """R18: a line without a step was a KeyError without a path."""
+    with MetricsLog(tmp_path, first_step=0, steps=5, tensorboard=False) as log:
+        for step in range(1, 6):
             log.row(step=step, loss=1.0 / 3 / step)
-
-
-def test_rows_keep_every_bit_and_a_resume_drops_later_ones_and_a_line_cut_short(tmp_path):
-    write_rows(tmp_path, 5)
     if find_spec("matplotlib"):
         assert plot_losses(tmp_path) == tmp_path / "plots" / "loss.png"
         assert (tmp_path / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -37,14 +34,8 @@ def test_rows_keep_every_bit_and_a_resume_drops_later_ones_and_a_line_cut_short(
     path.write_text(path.read_text()[:-7])
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4]
     cut_metrics(path, 2)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
-
-
-def test_a_bad_line_is_named(tmp_path):
-    """R18: a line without a step was a KeyError without a path."""
-    write_rows(tmp_path, 3)
-    path = tmp_path / "metrics.jsonl"
-    first, _, last = path.read_text().splitlines()
+    first, last = path.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in (first, last)] == [1, 2]
     for line in ("step 2", "[2]", "{}", '{"step": "2"}', '{"step": 2, "loss": "low"}', "\udcff"):
         path.write_bytes("\n".join([first, line, last, ""]).encode(errors="surrogateescape"))
         with pytest.raises(ValueError, match=r"metrics.jsonl:2 is not a row of metrics in JSON; delete the line"):
@@ -56,8 +47,7 @@ def test_rows_are_strict_json_and_what_is_not_finite_reads_as_nan(tmp_path):
     with MetricsLog(tmp_path, first_step=0, steps=2, tensorboard=False) as log:
         log.row(step=1, loss=math.nan, grad_norm=math.inf)
     path = tmp_path / "metrics.jsonl"
-    old = '{"step": 2, "loss": NaN, "grad_norm": -Infinity}\n'  # as rows were written before
-    path.write_text(path.read_text() + old)
+    path.write_text(path.read_text() + '{"step": 2, "loss": NaN, "grad_norm": -Infinity}\n')  # as rows were once
     for _ in range(2):
         rows = read_metrics(path)
         assert [math.isnan(row[name]) for row in rows for name in ("loss", "grad_norm")] == 4 * [True]
@@ -77,7 +67,8 @@ def limited(size):
 
 
 def test_rows_wait_for_room_on_the_disk(tmp_path, capsys):
-    """R10. A row of which a part was written goes on there."""
+    """R10. A row of which a part was written goes on there. capsys, because pytest itself captures in a file, which is
+    limited, too."""
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(tmp_path, first_step=0, steps=9, tensorboard=False) as log:
         log.row(step=1, loss=1.0)
@@ -91,16 +82,13 @@ def test_rows_wait_for_room_on_the_disk(tmp_path, capsys):
     assert [row["step"] for row in read_metrics(tmp_path / "norms.jsonl")] == [3]
     said = capsys.readouterr().out
     assert [said.count(f"{name}.jsonl cannot be written (File too large)") for name in ("metrics", "norms")] == [1, 1]
-
-
-def test_rows_that_cannot_be_written_at_the_end_are_an_error(tmp_path, capsys):
-    # capsys, because pytest itself captures in a file, which is limited, too
+    # at the end it is an error
     with pytest.raises(OSError, match="File too large") as error, limited(0):
-        with MetricsLog(tmp_path, first_step=0, steps=1, tensorboard=False) as log:
-            log.row(step=1, loss=1.0)
-    assert error.value.filename == str(tmp_path / "metrics.jsonl")
-    with pytest.raises(KeyError), limited(0), MetricsLog(tmp_path, first_step=0, steps=1, tensorboard=False) as log:
-        log.row(step=1, loss=1.0)
+        with MetricsLog(tmp_path, first_step=4, steps=5, tensorboard=False) as log:
+            log.row(step=5, loss=1.0)
+    assert error.value.filename == str(path)
+    with pytest.raises(KeyError), limited(0), MetricsLog(tmp_path, first_step=4, steps=5, tensorboard=False) as log:
+        log.row(step=5, loss=1.0)
         raise KeyError("what ended the run")
 
 
@@ -122,13 +110,12 @@ def test_the_mean_of_an_interval_survives_a_stop_and_leaves_out_what_is_not_fini
 
 def interval_rows(values: dict, every: int, stop: int) -> dict[int, list[float]]:
     """The rows by step of a run that is asked to stop in a step, and resumed."""
+    log = {"interval": every, "profile_step": 2 if every == 1 else 0}
     with sigterm_in(stop):
-        for resume in (False, True) if stop else (False,):
-            log = {"interval": every, "profile_step": 2 if every == 1 else 0}
-            trainer = Trainer(build_config(values, {"log": log, "run": {"resume": resume}}))
-            trainer.run()
+        for resume in (False, True)[: 1 + (stop > 0)]:
+            Trainer(build_config(values, {"log": log, "run": {"resume": resume}})).run()
     kept = ("loss", "step_loss", "grad_norm", "lr", "tokens")
-    return {int(row["step"]): [row[key] for key in kept] for row in rows(trainer.directory)}
+    return {int(row["step"]): [row[key] for key in kept] for row in rows(values["run"]["dir"])}
 
 
 def test_rows_are_means_of_their_intervals_also_in_a_resumed_run_and_a_step_is_profiled(ranks, tiny_values, tmp_path):
@@ -141,6 +128,7 @@ def test_rows_are_means_of_their_intervals_also_in_a_resumed_run_and_a_step_is_p
     )
     events = json.loads((tmp_path / "every" / "profile.json").read_text())["traceEvents"]
     assert any(event.get("name") == "aten::mm" for event in events), "a matrix product of the step"
+    assert not (tmp_path / "whole" / "profile.json").exists()
     assert list(whole) == [3, 6, 8] and {step: row for step, row in parts.items() if step != 5} == whole
     for found, first, step in ((whole, 1, 3), (parts, 4, 5), (whole, 4, 6), (whole, 7, 8)):
         losses = [every[each][0] for each in range(first, step + 1)]
@@ -155,8 +143,7 @@ def test_tensorboard_gets_every_number_at_its_step(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
     with MetricsLog(tmp_path, first_step=6, steps=9, tensorboard=True) as log:
         log.row(step=7, loss=2.5, lr=0.125)
-    call, made = mock.call, mock.call.SummaryWriter()
-    opened = call.SummaryWriter(tmp_path / "tensorboard", purge_step=7)
+    opened, made = mock.call.SummaryWriter(tmp_path / "tensorboard", purge_step=7), mock.call.SummaryWriter()
     numbers = [made.add_scalar("loss", 2.5, 7), made.add_scalar("lr", 0.125, 7)]
     assert writer.mock_calls == [opened, *numbers, made.close()]
 
@@ -195,34 +182,29 @@ def test_rows_reach_a_wandb_run_that_is_the_same_after_a_resume(tmp_path, monkey
     assert [call.kwargs["exit_code"] for call in run.finish.mock_calls] == [0, 0, 1], "the last one fails"
 
 
-def test_without_wandb_one_sentence_names_the_extra(monkeypatch):
-    check_wandb("")
-    monkeypatch.setattr("tpformer.training.observe.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"log.wandb='gpt' needs the package wandb: pip install 'tpformer\[wandb\]'"):
-        check_wandb("gpt")
-
-
-def refused_by_wandb(values: dict) -> str:
-    """What `pretrain` raises where Weights & Biases knows no user."""
-    error = type("Error", (Exception,), {})
+def without_wandb(values: dict) -> list[str]:
+    """What `pretrain` raises where Weights & Biases is not installed, and where it knows no user."""
+    error, said = type("Error", (Exception,), {}), []
     wandb = SimpleNamespace(init=mock.Mock(side_effect=error("No API key configured.")), Error=error)
-    with mock.patch.dict(sys.modules, wandb=wandb), mock.patch("tpformer.training.observe.find_spec"):
-        with pytest.raises(Exception) as failure:
-            pretrain(build_config(values))
-    return f"{failure.typename}: {failure.value}"
+    for installed in (None, "yes"):
+        with mock.patch.dict(sys.modules, wandb=wandb), pytest.raises(Exception) as failure:
+            with mock.patch("tpformer.training.observe.find_spec", return_value=installed):
+                pretrain(build_config(values))
+        said.append(f"{failure.typename}: {failure.value}")
+    return said
 
 
-def test_what_wandb_refuses_is_one_sentence(ranks, tiny_values):
+def test_without_wandb_a_run_ends_in_one_sentence(ranks, tiny_values):
     """It was the traceback of a failed step."""
-    (said,) = ranks(1).run(refused_by_wandb, values_with(tiny_values, log={"wandb": "gpt"}))
-    assert said.startswith("WandbError: log.wandb='gpt' cannot begin: No API key configured. (WANDB_MODE=offline ")
+    ((missing, refused),) = ranks(1).run(without_wandb, values_with(tiny_values, log={"wandb": "gpt"}))
+    assert missing.startswith("ValueError: log.wandb='gpt' needs the package wandb: pip install 'tpformer[wandb]', or")
+    assert refused.startswith("WandbError: log.wandb='gpt' cannot begin: No API key configured. (WANDB_MODE=offline ")
 
 
 @pytest.mark.skipif(not find_spec("wandb"), reason="wandb is not installed")
 def test_wandb_itself_offline(done, tiny_values, tmp_path):
-    values = {**tiny_values, "log": {"interval": 1, "plot": False, "wandb": "tpformer-test"}}
-    done("pretrain", write_run(tmp_path, values), WANDB_MODE="offline")
-    directory = Path(values["run"]["dir"])
+    done("pretrain", write_run(tmp_path, tiny_values, log={"wandb": "tpformer-test"}), WANDB_MODE="offline")
+    directory = Path(tiny_values["run"]["dir"])
     (stored,) = (directory / "wandb").glob("offline-run-*/run-*.wandb")
     assert (directory / "wandb.id").read_text() in stored.name
     content = stored.read_bytes()

@@ -50,19 +50,18 @@ def steps_of(kind):
     return [each.to_local().detach().clone() for each in (*model.parameters(), *states)]
 
 
-def each_and_torchs():
-    """(this rank's tensors, of the optimizer here and of torch's) for each kind."""
-    adamw = [partial(kind, fused=True) for kind in (LocalAdamW, torch.optim.AdamW)]
-    both = partial(LocalSGD, fused=True), torch.optim.SGD  # torch has no fused one for DTensors
-    sgd = [[partial(kind, **options) for kind in both] for options in (NESTEROV, {})]
-    return [[steps_of(kind) for kind in kinds] for kinds in (adamw, *sgd)]
+LOCAL = [  # (the optimizer here, torch's, moments); torch has no fused SGD for DTensors
+    (partial(LocalAdamW, fused=True), partial(torch.optim.AdamW, fused=True), 2),
+    (partial(LocalSGD, fused=True, **NESTEROV), partial(torch.optim.SGD, **NESTEROV), 1),
+    (partial(LocalSGD, fused=True), torch.optim.SGD, 0),
+]
 
 
-def test_local_updates_are_those_of_torch(ranks):
-    for found in ranks(2).run(each_and_torchs):
-        for (mine, torchs), moments in zip(found, (2, 1, 0), strict=True):
-            assert len(mine) == len(torchs) == (1 + moments) * len(found[2][0]) and len(found[2][0]) > 10
-            (assert_identical if moments == 2 else assert_same)(mine, torchs, f"{moments} moments")
+@pytest.mark.parametrize(("kind", "theirs", "moments"), LOCAL, ids=["adamw", "nesterov", "sgd"])
+def test_local_updates_are_those_of_torch(ranks, kind, theirs, moments):
+    for mine, torchs in zip(*(ranks(2).run(steps_of, each) for each in (kind, theirs)), strict=True):
+        assert len(mine) == len(torchs) > 10 and len(mine) % (1 + moments) == 0
+        (assert_identical if moments == 2 else assert_same)(mine, torchs)
 
 
 @pytest.mark.parametrize("options", [{"name": "adamw"}, {"name": "sgd", **NESTEROV}, {"name": "sgd"}])
@@ -74,28 +73,25 @@ def test_a_skipped_first_step_leaves_nothing(options):
         model = torch.nn.Linear(40, 30)
         optimizer = build_optimizer(model, OptimizerSection(weight_decay=0.1, **options))
         for skipped in [1.0] * skips + [0.0] * 4:
-            gradient = float("nan") if skipped else 1.0
             for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, gradient)
+                parameter.grad = torch.full_like(parameter, math.nan if skipped else 1.0)
             optimizer.update(0.1, torch.tensor(skipped))
-        ends.append([each.detach() for each in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+        ends.append(list(model.parameters()))
+    assert_identical(*ends)
 
 
 def change_optimizers(directory: Path) -> list[str]:
     """What a checkpoint of one optimizer says to another."""
-    said, model = [], torch.nn.Linear(4, 3)
+    said, model, checkpointer = [], torch.nn.Linear(4, 3), Checkpointer(directory)
     sections = OptimizerSection(), OptimizerSection(name="sgd", momentum=0.9)
-    for step, (section, other) in enumerate(zip(sections, reversed(sections), strict=True), 1):
+    for section, other in (sections, reversed(sections)):
         optimizer = build_optimizer(model, section)
         model(torch.ones(4)).sum().backward()
         optimizer.update(0.1, torch.tensor(0.0))
-        checkpointer = Checkpointer(directory)
-        checkpointer.save(step, [model], [optimizer])
-        checkpointer.wait()
-        checkpointer.load(step, [model], [build_optimizer(model, section)])
+        checkpointer.save(len(said), [model], [optimizer])
+        checkpointer.load(len(said), [model], [build_optimizer(model, section)])
         with pytest.raises(CheckpointError) as error:
-            checkpointer.load(step, [model], [build_optimizer(model, other)])
+            checkpointer.load(len(said), [model], [build_optimizer(model, other)])
         said.append(str(error.value))
     return said
 
@@ -115,19 +111,18 @@ FORMULAS = {  # of x, the share of the steps after the warm-up, and of the step 
 }
 
 
+def rates(steps, lr=1.0, **options):
+    return [learning_rate(step, steps, OptimizerSection(lr=lr, **options)) for step in range(1, steps + 1)]
+
+
 @pytest.mark.parametrize("schedule", FORMULAS)
 def test_each_step_is_the_formula(schedule):
-    config = OptimizerSection(lr=LR, warmup_steps=WARM, min_lr_ratio=FLOOR, schedule=schedule, decay_fraction=0.3)
-    rates = [learning_rate(step, STEPS, config) for step in range(1, STEPS + 1)]
+    found = rates(STEPS, LR, warmup_steps=WARM, min_lr_ratio=FLOOR, schedule=schedule, decay_fraction=0.3)
     expected = [LR * step / WARM for step in range(1, WARM + 1)]
     expected += [FORMULAS[schedule]((step - WARM) / (STEPS - WARM), step) for step in range(WARM + 1, STEPS + 1)]
-    assert_same(rates, expected)
-    assert rates[WARM - 1] == LR
-    assert_same(rates[-1], LR if schedule == "constant" else LR * FLOOR)
-
-
-def rates(steps, **options):
-    return [learning_rate(step, steps, OptimizerSection(lr=1.0, **options)) for step in range(1, steps + 1)]
+    assert_same(found, expected)
+    assert found[WARM - 1] == LR
+    assert_same(found[-1], LR if schedule == "constant" else LR * FLOOR)
 
 
 def test_edges_of_the_schedules_and_a_warm_up_that_does_not_fit_is_named():

@@ -26,14 +26,14 @@ EXPERTS = {
     "bias": False, "router_bias": True,
 }  # fmt: skip
 BATCH, STEPS = 8, 3
-LAYOUTS = {
-    "pp2": ({"pipeline_parallel": 2, "recompute": "mlp"}, MODEL),
-    "zbv": ({"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble"}, {**MODEL, "n_layers": 4}),
-    "zero3": ({"data_parallel_shard": 2, "zero_stage": 3}, MODEL),
-    "compressed": ({"data_parallel_replicate": 2, "compression": "powersgd"}, MODEL),
-    "experts": ({"tensor_parallel": 2}, {**MODEL, **EXPERTS}),
+LAYOUTS = {  # layout, model, and which packed tensor overflows: (rank, step, which of the tensors that it packs)
+    "pp2": ({"pipeline_parallel": 2, "recompute": "mlp"}, MODEL, (0, 2, 3)),
+    "zbv": ({"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble"}, {**MODEL, "n_layers": 4}, (1, 1, 5)),
+    "zero3": ({"data_parallel_shard": 2, "zero_stage": 3}, MODEL, (1, 2, 1)),
+    "compressed": ({"data_parallel_replicate": 2, "compression": "powersgd"}, MODEL, (0, 3, 2)),
+    "experts": ({"tensor_parallel": 2}, {**MODEL, **EXPERTS}, (1, 2, 4)),
+    "experts without a token": ({"tensor_parallel": 2}, {**MODEL, **EXPERTS}, ()),
 }
-BROKEN = ((0, 2, 3), (1, 1, 5), (1, 2, 1), (0, 3, 2), (1, 2, 4))
 
 
 def config_of(parallel: dict, model: dict, packs: bool) -> RunConfig:
@@ -54,16 +54,23 @@ def overflow_at(rank: int, step: int, call: int, now: dict[str, int]):
     return mock.patch.multiple(reference, pack=broken)
 
 
-def run_steps(parallel: dict, model: dict, packs: bool, broken=()) -> tuple:
-    """(losses and norms as texts, parameters of this rank, repeats of each step, loads of experts).
+def one_sided(logits, policy, bias=None):
+    """In place of a router's decision: all tokens go to the first experts, which are the first rank's."""
+    chosen = torch.arange(policy.k, dtype=torch.int32).expand(len(logits), policy.k).contiguous()
+    return chosen, torch.ones(len(logits), policy.k, dtype=logits.dtype), logits.softmax(1)
 
-    broken: where a packed tensor overflows, or nothing: a host that knows of each whether it fits.
-    """
+
+def run_steps(name: str, packs: bool) -> tuple:
+    """(losses and norms as texts, parameters of this rank, repeats of each step, loads of experts). Where no tensor
+    overflows the host knows of each whether it fits."""
+    parallel, model, broken = LAYOUTS[name]
     parts, optimizers = build(config_of(parallel, model, packs))
     now, numbers, repeats, loads = {"step": 0, "calls": 0}, [], [], []
     first, share = parts.own_samples(0, BATCH)
+    broken = broken if packs else ()
     patched = overflow_at(*broken, now) if broken else nullcontext()
-    with patched, mock.patch.object(packing, "host_knows", lambda counts: not broken):
+    idle = mock.patch.object(route, "route_forward", one_sided) if "without" in name else nullcontext()
+    with patched, idle, mock.patch.object(packing, "host_knows", lambda counts: not broken):
         for step in range(1, STEPS + 1):
             now |= {"step": step, "calls": 0}
             rows = torch.randint(60, (BATCH, 65), generator=torch.Generator().manual_seed(step))[first : first + share]
@@ -75,46 +82,27 @@ def run_steps(parallel: dict, model: dict, packs: bool, broken=()) -> tuple:
     return numbers, [local_part(p.detach()).clone() for p in parts.parameters()], repeats, loads
 
 
-@pytest.mark.parametrize(("name", "broken"), [*zip(LAYOUTS, BROKEN, strict=True)], ids=str)
-def test_a_step_that_overflows_on_one_rank_is_computed_again_on_all(ranks: WorkerPool, name, broken) -> None:
-    """broken: (rank, step, which of the tensors that it packs)."""
-    plain, packed = (ranks(2).run(run_steps, *LAYOUTS[name], packs, packs and broken) for packs in (False, True))
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_that_overflows_on_one_rank_is_computed_again_on_all_and_no_other_is(ranks: WorkerPool, name) -> None:
+    plain, packed = (ranks(2).run(run_steps, name, packs) for packs in (False, True))
     for (numbers, values, _, loads), (found, own, repeats, own_loads) in zip(plain, packed, strict=True):
         assert found == numbers and own_loads == loads
         assert_identical(own, values, name)
-        assert repeats == [int(each == broken[1]) for each in range(1, STEPS + 1)]
+        assert repeats == [int(each in LAYOUTS[name][2][1:2]) for each in range(1, STEPS + 1)]
 
 
-def one_sided(logits, policy, bias=None):
-    """In place of a router's decision: all tokens go to the first experts, which are the first rank's."""
-    chosen = torch.arange(policy.k, dtype=torch.int32).expand(len(logits), policy.k).contiguous()
-    return chosen, torch.ones(len(logits), policy.k, dtype=logits.dtype), logits.softmax(1)
-
-
-def idle_rank(packs: bool) -> tuple:
-    parallel, model = LAYOUTS["experts"]
-    with mock.patch.object(route, "route_forward", one_sided):
-        return run_steps(parallel, model, packs)
-
-
-def test_a_rank_whose_experts_have_no_token(ranks: WorkerPool) -> None:
-    for plain, packed in zip(*(ranks(2).run(idle_rank, packs) for packs in (False, True)), strict=True):
-        assert_identical(packed[:2], plain[:2], "numbers and parameters")
-        assert packed[2] == [0] * STEPS, "no step is computed again"
-
-
-def trained(values: dict, packs: bool) -> list[dict]:
-    directory = f"{values['run']['dir']}-{packs}"
-    Trainer(build_config(values, {"run": {"dir": directory}, "parallel": {"pack_activations": packs}})).run()
-    return rows(directory)
+def trained(values: dict) -> list[list[dict]]:
+    """The rows of a run without packing and of one with it."""
+    for packs in (False, True):
+        run = {"dir": f"{values['run']['dir']}-{packs}"}
+        Trainer(build_config(values, {"run": run, "parallel": {"pack_activations": packs}})).run()
+    return [rows(f"{values['run']['dir']}-{packs}") for packs in (False, True)]
 
 
 def test_rows_of_metrics_say_what_was_packed(ranks: WorkerPool, tiny_values) -> None:
-    model = {name: value for name, value in MODEL.items() if name != "vocab_size"}
     train = {"steps": 2, "dtype": "bfloat16", "device": "cpu"}
-    values = values_with(tiny_values, model=model, train=train, data={"valid": []})
-    plain, packed = (ranks(1).run(trained, values, packs)[0] for packs in (False, True))
-    for row, other in zip(plain, packed, strict=True):
+    values = values_with(tiny_values, model=MODEL | {"vocab_size": 257}, train=train, data={"valid": []})
+    for row, other in zip(*ranks(1).run(trained, values)[0], strict=True):
         assert all(row[key] == other[key] for key in ("step_loss", "grad_norm"))
         assert "pack_escapes" not in row
         assert 0 < other["pack_escapes"] < 1e-3 and other["pack_left"] == other["pack_repeats"] == 0

@@ -67,9 +67,6 @@ def train(config: RunConfig, steps: int, kind: type[ParameterServer] = Parameter
     )
 
 
-# at once
-
-
 @pytest.mark.parametrize(("workers", "optimizer"), [(2, "adamw"), (3, "sgd")])
 def test_at_once_it_is_data_parallelism_and_sends_what_the_formula_says(ranks, workers, optimizer):
     """Each rank's part is not exactly a P-th, so the busiest sends a little more."""
@@ -87,16 +84,11 @@ def test_at_once_it_is_data_parallelism_and_sends_what_the_formula_says(ranks, w
     assert owners_of([5, 4, 3, 2], 2) == [0, 1, 1, 0] and owners_of([1, 1], 3) == [0, 1]
 
 
-# late
-
-
 def simulate(
     config: RunConfig, steps: int, orders: Sequence[Sequence[int]] | None = None, bad: int = -1
 ) -> list[torch.Tensor]:
-    """One process: each worker has parameters of its own, and the server's are updated in the given order.
-
-    orders: of each step, or None: by parallel.arrivals. bad: the sample whose gradient updates nothing.
-    """
+    """One process: each worker has parameters of its own, and the server's are updated in the given order. orders: of
+    each step, or None: by parallel.arrivals. bad: the sample whose gradient updates nothing."""
     model = one_process(config, "cpu")
     model.parts[0].init_weights()
     (part,), ranks = model.parts, config.parallel.data_parallel_replicate
@@ -107,8 +99,7 @@ def simulate(
         copies, waiting = [copy.deepcopy(part) for _ in range(ranks)], list(range(ranks, BATCH))
         has = {rank: rank for rank in range(ranks)}
         while has:
-            worker = next(pattern)
-            if worker not in has:
+            if (worker := next(pattern)) not in has:
                 continue
             first = BATCH * (step - 1) + has[worker]
             rows = rows_of(first, 1)
@@ -187,13 +178,6 @@ def test_any_arrivals_end_and_keep_the_bound(seed):
     assert len(arrivals.order) == microbatches and max(arrivals.staleness) <= bound
 
 
-def test_an_order_that_is_too_stale_is_refused():
-    arrivals = Arrivals(2, 10, 3, [0, 0, 0, 0, 1])
-    with pytest.raises(ValueError, match="update 4 is of worker 1, whose parameters are 4 updates old.*staleness=3"):
-        while not arrivals.finished:
-            arrivals.take(arrivals.choose(arrivals.computing))
-
-
 class Spoiled(ParameterServer):
     """The gradients of one microbatch are no numbers."""
 
@@ -214,16 +198,16 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_told(ranks):
 class Dying(ParameterServer):
     """The last worker dies behind its first gradient of a step, or before it if it is a late one."""
 
-    def own_gradients(self, batch, first_sample, step):
-        loss = super().own_gradients(batch, first_sample, step)
+    def own_gradients(self, *arguments):
+        loss = super().own_gradients(*arguments)
         if self.rank == self.ranks - 1:
             lost_ranks.die()
         return loss
 
-    def microbatch_gradients(self, rows, first_sample, step):
+    def microbatch_gradients(self, *arguments):
         if self.rank == self.ranks - 1:
             lost_ranks.die()
-        return super().microbatch_gradients(rows, first_sample, step)
+        return super().microbatch_gradients(*arguments)
 
 
 def train_beside_a_dying_worker(server: str) -> None:
@@ -237,19 +221,15 @@ def test_a_worker_that_dies_is_named(commands, tmp_path):
         assert any(": rank 2 has died, or did not answer in time" in each for each in said), said
 
 
-# runs
-
-
 def losses_of_runs(values: dict, servers: list[dict]) -> list[list[list[tuple]]]:
     """For each server: the losses of a whole run of four steps, and of one that stops after two and is resumed."""
     found = []
     for number, server in enumerate(servers):
         for name, ends in (("whole", [4]), ("parts", [2, 4])):
-            directory = f"{values['run']['dir']}-{name}-{number}"
+            run = {"dir": f"{values['run']['dir']}-{name}-{number}", "resume": True}
             for steps in ends:
-                run = {"dir": directory, "resume": True}
                 Trainer(build_config(values, {"run": run, "parallel": server, "train": {"steps": steps}})).run()
-            found.append(losses(directory))
+            found.append(losses(run["dir"]))
     return list(zip(found[::2], found[1::2], strict=True))
 
 

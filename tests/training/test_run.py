@@ -1,9 +1,6 @@
 """Whole runs through the `tpformer` command: stopped, resumed, damaged, sampled from, drawn; ranks that raise.
-
 checks/faults.py has other faults, at random moments, and what is left of their runs; test_command_ends.py has mistakes.
 """
-
-from __future__ import annotations
 
 import json
 import shutil
@@ -69,13 +66,11 @@ def test_what_a_run_says_when_it_is_started_again(done, refused, tmp_path, tiny_
 def test_ranks_of_another_launcher_join_instead_of_starting_ranks(commands, tmp_path, tiny_values):
     """Ranks get torchrun's environment; tests/test_readme.py runs torchrun itself."""
     toml = write_run(tmp_path, tiny_values, parallel={"tensor_parallel": 2}, train={"steps": 2})
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # finds a free port
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    del store
+    # a store finds a free port
+    port = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [commands.start("pretrain", toml, RANK=str(r), LOCAL_RANK=str(r), **variables) for r in range(2)]
-    for rank in ranks:
-        code, _, err = rank.finish()
-        assert code == 0, err
+    assert [rank.finish()[0] for rank in ranks] == [0, 0]
     assert len(losses(Path(tiny_values["run"]["dir"]))) == 2
 
 
@@ -116,10 +111,10 @@ def raising(*arguments: str) -> None:
     """Run `tpformer`, whose rank 1 raises in step 3. The ranks are forks of this process, so they have its patch."""
     original = ModelParts.gradients
 
-    def gradients(self, batch, **options):
-        if options["step"] == 3 and dist.get_rank() == 1:
+    def gradients(self, batch, *, step, **options):
+        if step == 3 and dist.get_rank() == 1:
             raise ValueError("injected")
-        return original(self, batch, **options)
+        return original(self, batch, step=step, **options)
 
     ModelParts.gradients = gradients
     main(*arguments)
@@ -128,9 +123,8 @@ def raising(*arguments: str) -> None:
 def test_a_rank_that_raises_is_named(commands, tmp_path, tiny_values):
     toml = write_run(tmp_path, tiny_values, parallel={"pipeline_parallel": 2}, data={"valid": []})
     code, _, err = commands.call(raising, "pretrain", toml).finish()
-    assert code == 1 and "[rank1]: Traceback (most recent call last)" in err, err
     said = "rank 1 of 2 failed with exit code 1 (RuntimeError: step 3 failed: injected); all ranks were stopped"
-    assert said in err, err
+    assert code == 1 and "[rank1]: Traceback (most recent call last)" in err and said in err, err
 
 
 def watched(values: dict) -> tuple[float, list[tuple]]:
