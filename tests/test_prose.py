@@ -1,4 +1,4 @@
-"""Prose is true of the code: what it names or links to exists, and CONTRIBUTING's imports are the allowed ones.
+"""Prose is true of the code: what it names or links to exists.
 
 A name is looked up if it stands in backticks and cannot be an English word: it has an underscore, a capital within, or
 parentheses behind it.
@@ -11,16 +11,15 @@ import tokenize
 from functools import cache
 from pathlib import Path
 
-from test_repo import ARROWS, FILES, PROSE, PYTHON, ROOT, name
+from test_repo import FILES, PROSE, PYTHON, ROOT, name
 
 # pages that tell what was, and so name what is gone
 HISTORY = ("docs/LOG.md", "CHANGELOG.md")
 OTHERS = "docs/coming_from.md"  # names other systems' things; test_docs.py looks up ours
 PAGES = [path for path in PROSE if name(path) not in (*HISTORY, OTHERS)]
 FILE = re.compile(r"(?<![\w./*-])((?:[\w-]+/)*[\w.-]+\.(?:py|md|toml|json|svg|sh|yml))\b(?![\w/*(])")
-NAME = re.compile(
-    r"`(?:[\w.]*\.)?(\w*[a-z]_\w+|[A-Z]+[a-z]\w*[A-Z]\w*)(?:\([^`]*\))?`|`(?:[\w.]+\.)?([a-z]\w+)\([^`]*\)`"
-)
+UNLIKE_WORDS = r"\w*[a-z]_\w+|[A-Z]+[a-z]\w*[A-Z]\w*"
+NAME = re.compile(rf"`(?:[\w.]*\.)?({UNLIKE_WORDS})(?:\([^`]*\))?`|`(?:[\w.]+\.)?([a-z]\w+)\([^`]*\)`")
 # files that are no part of the repository: a run, a build or a user makes them, another project has them
 ELSEWHERE = re.compile(
     r"[A-Z]{4}|-N\.|(^|/)(runs|build|data|checkpoints|my-model|plots|directory|pydoc_data)/"
@@ -62,10 +61,8 @@ def missing(text: str) -> list[str]:
 
 
 def test_a_wrong_name_is_noticed():
-    text = (
-        "See `no_such_{}`, `NoSuch{}`, `nosuch{}()`, kernels/no_such_{}.py and `ops.column_linear(x)` in `RunConfig`."
-    )
-    assert len(missing(text.format(*4 * ["thing"]))) == 4
+    absent = "`no_such_{0}`, `NoSuch{0}`, `nosuch{0}()`, kernels/no_such_{0}.py".format("thing")
+    assert len(missing(f"See {absent} and `ops.column_linear(x)` in `RunConfig`.")) == 4
 
 
 def test_files_and_names_exist():
@@ -84,13 +81,6 @@ def test_links_paths_and_targets_exist():
             assert (ROOT / mention).exists(), f"{name(path)} mentions {mention}"
         for target in re.findall(r"`make ([\w-]+)`", text):
             assert target in targets, f"{name(path)} mentions make {target}"
-
-
-def test_contributing_has_the_arrows():
-    rows = re.findall(r"^\| `([\w/.]+)`.*\| ([^|]+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
-    assert {part.rstrip("/"): set(allowed.split(", ")) for part, allowed in rows} == {
-        part: {f"`{each}`" for each in allowed} or {"nothing"} for part, allowed in ARROWS.items()
-    }
 
 
 def test_tests_named_in_the_readme_exist():

@@ -1,8 +1,5 @@
 """The repository keeps its own rules: import arrows and no circles, sizes, docstrings, no hidden state, live config
-keys. Prose is test_prose.py's, the README's commands and code are test_readme.py's, other rules are ruff's.
-
-Source is read as text and syntax trees; nothing of tpformer but its configuration is imported.
-"""
+keys. Source is read as text and syntax trees. Prose is test_prose.py's, other rules are ruff's."""
 
 import ast
 import dataclasses
@@ -25,30 +22,9 @@ PYTHON = [path for path in FILES if path.suffix == ".py"]
 LIBRARY = [path for path in PYTHON if path.relative_to(ROOT).parts[0] in ("tpformer", "kernels")]
 PROSE = [path for path in FILES if path.suffix == ".md"]
 
-# what runs need
-RUN = ["kernels", "config", "distributed", "processes", "ops", "layers", "models", "parallel", "weights"]
-# what each part may import of tpformer, beside itself and torch_private
-ARROWS = {
-    "kernels": [],
-    "tpformer/torch_private.py": [],
-    "tpformer/config": [],
-    "tpformer/distributed": ["kernels"],
-    "tpformer/processes": ["distributed"],
-    "tpformer/ops": ["kernels", "config", "distributed"],
-    "tpformer/layers": ["kernels", "config", "distributed", "ops"],
-    "tpformer/models": ["kernels", "config", "distributed", "ops", "layers"],
-    "tpformer/parallel": ["kernels", "config", "distributed", "ops", "layers"],
-    "tpformer/in_place": ["kernels", "config", "distributed", "ops", "layers", "models", "parallel", "weights"],
-    "tpformer/training": RUN,
-    "tpformer/weights": ["config", "models"],
-    "tpformer/inference": [*RUN, "training"],
-    # a dry run builds a run's ranks as training does; nothing but the command imports it
-    "tpformer/planner": ["kernels", "config", "distributed", "ops", "layers", "models", "parallel", "training"],
-    "tpformer/cli": ["config", "distributed", "processes", "parallel", "training", "inference", "planner"],
-    # the compile check reads compiled code alone; the other checks run training, and show it as a bench does
-    "checks/compile": ["kernels"],
-    "checks/execute": ["kernels", "checks/compile"],
-}
+# what each part may import of tpformer, beside itself and torch_private: the table of CONTRIBUTING.md
+ROWS = re.findall(r"^\| `([\w/.]+)`.* \| ([^|]+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+ARROWS = {part.rstrip("/"): re.findall(r"`([\w/]+)`", allowed) for part, allowed in ROWS}
 
 
 def name(path: Path) -> str:
@@ -60,25 +36,22 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imports(path: Path) -> Iterator[tuple[str, str]]:
-    """(absolute module, name) of everything that a file imports, at its top or inside a function.
-
-    The name is empty in `import module`.
-    """
+def imports(path: Path) -> Iterator[tuple[str, str, str]]:
+    """(absolute module, name, name here) of all that a file imports, wherever it does. `import x` has no names."""
     parts = path.relative_to(ROOT).parts[:-1]
     package = ["tpformer", *parts] if parts[:1] == ("kernels",) else list(parts)
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names)
+            yield from ((alias.name, "", "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            yield from ((module, alias.name) for alias in node.names)
+            yield from ((module, alias.name, alias.asname or alias.name) for alias in node.names)
 
 
 def imported_modules(path: Path) -> set[str]:
     """The modules that a file imports. `from tpformer import ops` imports the subpackage."""
-    return {f"{module}.{part}" if module == "tpformer" and part else module for module, part in imports(path)}
+    return {f"{module}.{part}" if module == "tpformer" and part else module for module, part, _ in imports(path)}
 
 
 @pytest.mark.parametrize("part", ARROWS)
@@ -105,23 +78,17 @@ def test_only_the_list_of_commands_imports_checks():
 
 def test_every_part_has_an_arrow():
     parts = {"/".join(name(path).split("/")[:2]) for path in PYTHON if name(path).startswith("tpformer/")}
-    assert parts - {"tpformer/__init__.py"} <= set(ARROWS)
-
-
-def neighbours(path: Path, modules: set[str]) -> set[str]:
-    """The modules of the repository that a file imports, at its top or inside a function, or for type checkers only."""
-    inner = ((f"{module}.{part}", module) for module, part in imports(path))
-    return {whole if whole in modules else module for whole, module in inner} & modules - {module_of(name(path))}
+    assert parts - {"tpformer/__init__.py"} | {"kernels", "checks/compile", "checks/execute"} == set(ARROWS)
 
 
 def test_no_import_circle():
     """Imports for type checkers count, too: whoever reads one of the modules has to read all of them."""
-    files = {
-        module_of(name(path)): path
-        for path in PYTHON
-        if name(path).split("/")[0] in ("tpformer", "kernels", "bench", "checks")
-    }
-    graph = {module: neighbours(path, set(files)) for module, path in files.items()}
+    folders = ("tpformer/", "kernels/", "bench/", "checks/")
+    files = {module_of(name(path)): path for path in PYTHON if name(path).startswith(folders)}
+    graph = {}
+    for own, path in files.items():
+        found = ((f"{module}.{part}", module) for module, part, _ in imports(path))
+        graph[own] = {whole if whole in files else module for whole, module in found} & files.keys() - {own}
     assert sum(map(len, graph.values())) > len(graph), "imports are found at all"
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -152,24 +119,18 @@ STATE = {
     ("tpformer/ops/offload.py", "STREAMS"): "a device's copy stream, which all models share",
     ("tpformer/layers/dropout.py", "_NAMES"): "the names of a model's layers, which end with it: weak keys",
 }
-CHANGES = {
-    "add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft", "remove",
-    "reset", "set", "setdefault", "update",
-}  # fmt: skip
+CHANGES = re.compile("add|append(left)?|clear|discard|extend|insert|pop(item|left)?|remove|reset|set(default)?|update")
 
 
 def changed_names(tree: ast.Module) -> set[str]:
-    """The names whose objects a file's functions change: elements, attributes, methods that change.
-
-    ruff forbids `global`.
-    """
+    """The names whose objects a file's functions change by elements, attributes and methods; ruff forbids `global`."""
     changed: set[str] = set()
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     for node in (node for function in functions for node in ast.walk(function)):
-        stored = isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
-        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES
-        if stored or called:
-            inner = node.func.value if isinstance(node, ast.Call) else node.value
+        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        inner = node.func if called else node
+        stored = isinstance(inner, ast.Subscript | ast.Attribute) and isinstance(inner.ctx, ast.Store | ast.Del)
+        if stored or (called and CHANGES.fullmatch(inner.attr)):
             while isinstance(inner, ast.Attribute | ast.Subscript):
                 inner = inner.value
             if isinstance(inner, ast.Name):
@@ -184,28 +145,15 @@ def module_names(tree: ast.Module) -> set[str]:
     return {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
 
 
-def hidden_state(trees: dict[str, ast.Module]) -> set[tuple[str, str]]:
-    """(file, name) of what files assign at their top and a function, there or in a file that imports it, changes."""
-    changed = {file: changed_names(tree) for file, tree in trees.items()}
-    imports = {
-        file: [(node.module or "", node.names) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-        for file, tree in trees.items()
-    }
-    state = set()
-    for file, tree in trees.items():
-        names = module_names(tree)
-        state |= {(file, changed_name) for changed_name in changed[file] & names}
-        ending = "/" + Path(file).stem
-        for other in trees:
-            for module, aliases in imports[other]:
-                if ("/" + module.replace(".", "/")).endswith(ending):
-                    imported = {alias.asname or alias.name: alias.name for alias in aliases if alias.name in names}
-                    state |= {(file, imported[changed_name]) for changed_name in changed[other] & imported.keys()}
-    return state
-
-
 def test_no_hidden_state():
-    assert hidden_state({name(path): tree_of(path) for path in LIBRARY}) == set(STATE)
+    """No function changes what its file, or one that it imports from, assigns at its top, but for what is listed."""
+    assigned = {(module_of(name(path)), each): name(path) for path in LIBRARY for each in module_names(tree_of(path))}
+    state = set()
+    for path in LIBRARY:
+        changed, own = changed_names(tree_of(path)), module_of(name(path))
+        found = [(own, each, each) for each in changed] + [each for each in imports(path) if each[2] in changed]
+        state |= {(assigned[module, each], each) for module, each, _ in found if (module, each) in assigned}
+    assert state == set(STATE)
 
 
 def public(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.ClassDef]:
@@ -244,20 +192,13 @@ def test_every_config_field_is_read():
             assert field.name in read, f"{section.name}.{field.name} is read nowhere"
 
 
+PRIVATE = ["tpformer/torch_private.py", "tpformer/distributed/symmetric.py"]
 # pattern -> (where it is forbidden, the files that may have it, why)
 FORBIDDEN = {
     r"\bNotImplemented[E]rror\b": ("", [], "what is there is finished"),
-    r"\"torch\.(\w+\.)*_\w+\"": (
-        "tpformer/",
-        ["tpformer/torch_private.py", "tpformer/distributed/symmetric.py"],
-        "ruff does not see private modules that are imported by their names",
-    ),
+    r"\"torch\.(\w+\.)*_\w+\"": ("tpformer/", PRIVATE, "ruff does not see modules that are imported by their names"),
     r"\b(rtol|atol)[=]|\ballclose[(]": ("tests/", ["tests/testing.py"], "it derives tolerances"),
-    r"assert .*\b(monotonic|perf_counter|process_time|time)\(\) - ": (
-        "tests/",
-        [],
-        "a deadline may end a hang, no more",
-    ),
+    r"assert .*\b(monotonic|perf_counter|process_time|time)\(\) - ": ("tests/", [], "a deadline only ends a hang"),
 }
 
 
