@@ -5,10 +5,10 @@ Belongs here: fixtures and pytest options of the whole suite. Fixtures of one to
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -27,8 +27,7 @@ if find_spec("hypothesis"):
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[WorkerPool]:
-    """`ranks(n).run(function, *args)` runs a module-level function on n gloo ranks, and returns their results in
-    order."""
+    """`ranks(n).run(function, *args)` runs a module-level function on n gloo ranks; it returns all results in order."""
     with WorkerPool(preload=HUGGING_FACE) as pool:
         yield pool
 
@@ -47,27 +46,24 @@ def forked(ranks: WorkerPool) -> Iterator[None]:
 
 
 # what every rank of a test of other libraries' models would import, in six seconds, for each size of world
-HUGGING_FACE = tuple(
-    name
-    for name in ("transformers.models.llama.modeling_llama", "transformers.trainer", "peft", "accelerate")
-    if find_spec(name.partition(".")[0])
-)
+HUGGING_FACE = ("transformers.models.llama.modeling_llama", "transformers.trainer", "peft", "accelerate")
 
 # modules that a pool with the interpreter imports: a kernel is for the interpreter or a GPU from its import on
-INTERPRETED = (
-    "interpreter",
-    "tpformer.ops.transports.fused",
-    "tpformer.kernels.norm.kernel",
-    "tpformer.kernels.cross_entropy.kernel",
-)
+KERNELS = ("tpformer.kernels.norm.kernel", "tpformer.kernels.cross_entropy.kernel")
+INTERPRETED = ("interpreter", "tpformer.ops.transports.fused", *KERNELS)
 
 
 @pytest.fixture(scope="session")
 def interpreted() -> Iterator[WorkerPool]:
     """Like `ranks`, but Triton kernels run in Triton's interpreter."""
-    reason = why_not_interpreted()
-    if reason is not None:
-        pytest.skip(reason)
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    import triton
+
+    versions = [module.__version__ for module in (triton, numpy)]
+    of_triton, of_numpy = ([int(part) for part in version.split(".")[:2]] for version in versions)
+    if of_triton < [3, 7] and of_numpy >= [2, 4]:
+        pytest.skip("the interpreter of triton {} breaks on numpy {}: it needs numpy < 2.4".format(*versions))
     with WorkerPool({"TRITON_INTERPRET": "1"}, INTERPRETED) as pool:
         yield pool
 
@@ -77,21 +73,6 @@ def one_gpu() -> Iterator[WorkerPool]:
     """Like `ranks`, for tests marked `gpu`: all ranks use cuda:0 and map one another's memory there."""
     with WorkerPool({"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}) as pool:
         yield pool
-
-
-def why_not_interpreted() -> str | None:
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    import triton
-
-    def version(module: Any) -> tuple[int, ...]:
-        return tuple(int(part) for part in module.__version__.split(".")[:2])
-
-    if version(triton) < (3, 7) and version(numpy) >= (2, 4):
-        return (
-            f"the interpreter of triton {triton.__version__} breaks on numpy {numpy.__version__}: it needs numpy < 2.4"
-        )
-    return None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -146,26 +127,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 TESTS = Path(__file__).parent
+sys.path.insert(0, str(TESTS.parent))  # the repository is not installed as a whole
 TURNS = 3  # the longest proofs take turns by the commit's hash: `make proofs` runs one turn, `make proofs TURN=all` all
 # Files that take minutes, in `make test` or in the proofs. They begin first: one that begins last keeps one worker busy
 # and leaves the others idle. The Makefile keeps xdist from beginning with files of many tests, most of which are short.
 LONGEST = (
-    "driver/test_driver.py",
-    "layers/test_compile_layer.py",
-    "parallel/test_split_backward.py",
-    "kernels/test_all_gather_matmul_kernel.py",
-    "inference/test_model_examples.py",
-    "inference/test_chat.py",
-    "inference/test_evaluate.py",
-    "parallel/test_zero_bytes.py",
-    "layers/test_habits.py",
-    "in_place/test_verify_in_place.py",
-    "in_place/test_language_models.py",
-    "kernels/test_matmul_reduce_scatter_kernel.py",
-    "ops/test_fused_op.py",
-    "inference/test_generate.py",
+    "driver/test_driver.py", "layers/test_compile_layer.py", "parallel/test_split_backward.py",
+    "kernels/test_all_gather_matmul_kernel.py", "inference/test_model_examples.py", "inference/test_chat.py",
+    "inference/test_evaluate.py", "parallel/test_zero_bytes.py", "layers/test_habits.py",
+    "in_place/test_verify_in_place.py", "in_place/test_language_models.py",
+    "kernels/test_matmul_reduce_scatter_kernel.py", "ops/test_fused_op.py", "inference/test_generate.py",
     "inference/test_tasks.py",
-)
+)  # fmt: skip
 
 # marker -> (how many CUDA devices its tests need, why they are skipped)
 DEVICES = {"gpu": (1, "no CUDA device on this machine"), "nvlink": (2, "fewer than two CUDA devices on this machine")}

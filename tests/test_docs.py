@@ -1,7 +1,5 @@
-"""The pages of docs/: pictures are what their script draws, names of ours exist.
-
-`make docs` follows links, and needs all pages in the menu. test_readme.py runs commands and code.
-"""
+"""The pages of docs/: pictures are what their script draws, names of ours exist, the numbers of moe.md follow from
+formulas, presets and fields. `make docs` follows links."""
 
 import dataclasses
 import inspect
@@ -13,8 +11,9 @@ import runpy
 import pytest
 from test_repo import ROOT
 
+from checks.layout_cases import MOE_CASES
 from tpformer.cli import COMMANDS
-from tpformer.config import RunConfig, build_config, check_config
+from tpformer.config import ModelSection, RunConfig, TrainSection, build_config, check_config, preset_config
 
 PICTURES = ROOT / "docs/pictures"
 
@@ -56,8 +55,7 @@ def look_up(cell: str) -> None:
             assert (ROOT / token).exists(), token
         elif found and found[1] in RunConfig.__dataclass_fields__:
             section, key, value = found.groups()
-            fields = dataclasses.fields(RunConfig.__dataclass_fields__[section].default_factory)
-            assert key in {field.name for field in fields}, token
+            assert key in RunConfig.__dataclass_fields__[section].default_factory.__dataclass_fields__, token
             if value is not None:
                 given.setdefault(section, {})[key] = json.loads(value)
         elif re.fullmatch(r"[a-z]\w+(=.+)?", token) and token != "torchrun":
@@ -78,3 +76,61 @@ def test_names_of_ours_beside_those_of_others_exist():
     assert len(ROWS) > 100
     for _, here in ROWS:
         look_up(here)
+
+
+# docs/moe.md: tests/bench/test_results.py has the numbers that are measured
+MOE = (ROOT / "docs/moe.md").read_text()
+
+
+def table(header: str) -> list[list[str]]:
+    """The cells of the rows below a header that begins so."""
+    lines = MOE.split(f"\n| {header}")[1].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines]
+
+
+def received(ranks: int, k: int) -> tuple[float, float, float]:
+    """Rows that a rank receives, over all rows, if each is sent to all, once to each of its k experts, or once to each
+    rank that has experts of it. Each rank has as many rows, and as many experts, and choices are independent."""
+    gather = (ranks - 1) / ranks
+    return gather, gather * k / ranks, gather * (1 - (1 - 1 / ranks) ** k)
+
+
+def test_volumes_of_experts():
+    rows = table("ranks of experts")
+    for cells, ranks in zip(rows, (4, 8, 64), strict=True):
+        gather, *others = zip(*(received(ranks, k) for k in (2, 4, 6, 8)), strict=True)
+        wanted = [" / ".join(f"{share:.2f}" for share in shares) for shares in (gather[:1], *others)]
+        assert cells == [str(ranks), *wanted]
+    plain, once = ([received(p, k)[0] / received(p, k)[way] for k in (8, 2)] for p, way in ((64, 1), (8, 2)))
+    assert f"{once[0]:.1f} times less" in MOE and f"{once[1]:.1f} times" in MOE
+    assert "{:.0f} to {:.0f} times as much".format(*plain) in MOE
+
+
+def test_memory_of_experts():
+    rows = table("model | h")
+    assert len(rows) == 3
+    assert [row[4] for row in rows] == [str(round(2 + 4 * int(k) * int(f) / int(h), 1)) for _, h, f, k, _ in rows]
+    for row, config in zip(rows[:2], map(preset_config, ("mixtral-8x7b", "qwen3-30b-a3b")), strict=True):
+        assert row[1:4] == [str(size) for size in (config.hidden_size, config.expert_size, config.experts_per_token)]
+
+
+def test_presets_of_experts():
+    rows = table("preset")
+    assert len(rows) == 3
+    for name, *cells in rows:
+        config = preset_config(name)
+        sizes = [f"{number / 1e9:.1f}B" for number in (config.n_parameters, config.n_active_parameters)]
+        assert cells == [*sizes, f"{config.n_experts}, {config.experts_per_token}"]
+
+
+def test_all_keys_of_experts_are_listed_with_their_defaults_and_the_layouts_are_counted():
+    listed = {}
+    for keys, defaults, _ in table("key"):
+        listed |= dict(zip(re.findall(r"[a-z_.]+", keys), defaults.split(", "), strict=True))
+    wanted = {}
+    for name, section in {"model": ModelSection, "train": TrainSection}.items():
+        for field in dataclasses.fields(section):
+            if re.search("expert|router|balance|first_dense", field.name) and field.name != "expert_capacity":
+                wanted[f"{name}.{field.name}"] = str(field.default).lower()
+    assert listed == wanted | {"model.n_experts": "none", "model.expert_ffn_size": "that of an MLP"}
+    assert "`expert_capacity`" in MOE and f"trains {len(MOE_CASES)} layouts" in MOE

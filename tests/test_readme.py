@@ -2,6 +2,7 @@
 
 Commands run in the order of the pages, in a fresh clone, but for those whose comment says what else they need. Those of
 the front door make their own environment there; those of all other pages use this one, and a run of a few steps.
+The scripts of examples/ run by the commands in their docstrings, and check their own results.
 """
 
 import contextlib
@@ -13,7 +14,8 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -78,16 +80,14 @@ def folder(commands, tmp_path_factory) -> Path:
     (folder / "text.txt").write_text("def f(x):\n    return x * 2 + 1\n" * 40)
     build_dataset([folder / "text.txt"], folder / "text", "bytes", quiet=True)
     smaller = {
-        "run": {"dir": str(folder / "runs/gpt_tiny")},
-        "model": {"seq_length": 32, "n_layers": 1, "hidden_size": 32},
-        "data": {"train": [str(folder / "text")], "valid": []},
-        "train": {"steps": 1},
-    }
+        "run": {"dir": str(folder / "runs/gpt_tiny")}, "data": {"train": [str(folder / "text")], "valid": []},
+        "model": {"seq_length": 32, "n_layers": 1, "hidden_size": 32}, "train": {"steps": 1},
+    }  # fmt: skip
     (folder / "run.toml").write_text(to_toml(build_config(read_toml(ROOT / "examples/gpt_tiny.toml"), smaller)))
-    exported = ("export", str(folder / "runs/gpt_tiny"), "--out", str(folder / "my-model"))
-    for arguments in (("pretrain", str(folder / "run.toml")), exported):
-        code, out, err = commands.run(*arguments)
-        assert code == 0, out + err
+    with contextlib.chdir(folder):
+        for line in ("pretrain run.toml", "export runs/gpt_tiny --out my-model"):
+            code, out, err = commands.run(*line.split())
+            assert code == 0, out + err
     return folder
 
 
@@ -108,55 +108,85 @@ def test_code_runs_on_two_ranks(page, folder, ranks):
     ranks(2).run(run_code, page, folder)  # the import of transformers takes its time
 
 
-class Shell:
-    """A fresh clone, and commands in it as a user would give them: cores are shared out by the commands themselves."""
+@pytest.fixture
+def clone(tmp_path) -> Iterator[Path]:
+    subprocess.run(["git", "clone", "--quiet", ROOT, tmp_path / "clone"], check=True)
+    yield tmp_path / "clone"
+    shutil.rmtree(tmp_path / "clone")
 
-    def __init__(self, folder: Path) -> None:
-        self.clone = folder / "clone"
-        subprocess.run(["git", "clone", "--quiet", ROOT, self.clone], check=True)
-        self.environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "VIRTUAL_ENV")}
-        self.environment["PATH"] = f"{self.clone}/.venv/bin:{self.environment['PATH']}"
 
-    def run(self, command: str) -> str:
-        done = subprocess.run(command, shell=True, cwd=self.clone, env=self.environment, capture_output=True, text=True)
-        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-        return done.stdout
+def shell(clone: Path, command: str) -> str:
+    """What a command prints, in a clone as a user would give it: commands share out the cores by themselves."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "VIRTUAL_ENV")}
+    environment["PATH"] = f"{clone}/.venv/bin:{environment['PATH']}"
+    done = subprocess.run(command, shell=True, cwd=clone, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
 
 
 @pytest.mark.proof
 @pytest.mark.alone
 @pytest.mark.rotates(0)
 @pytest.mark.timeout(2400)
-def test_the_front_doors_commands_in_a_fresh_clone(tmp_path):
-    shell = Shell(tmp_path)
+def test_the_front_doors_commands_in_a_fresh_clone(clone):
     for command in commands(FRONT):
-        printed = shell.run(command)
+        printed = shell(clone, command)
         if command == "make train":
-            metrics = (shell.clone / "runs/gpt_tiny/metrics.jsonl").read_text().splitlines()
+            metrics = (clone / "runs/gpt_tiny/metrics.jsonl").read_text().splitlines()
             assert json.loads(metrics[-1])["val_loss"] <= 2.1
             assert printed.split("val_loss")[-1].count("def ") >= 1, "the sample begins with its prompt"
-    shell.run(".venv/bin/pip wheel --quiet --no-deps --wheel-dir dist .")
-    with zipfile.ZipFile(next((shell.clone / "dist").glob("*.whl"))) as packed:
+    shell(clone, ".venv/bin/pip wheel --quiet --no-deps --wheel-dir dist .")
+    with zipfile.ZipFile(next((clone / "dist").glob("*.whl"))) as packed:
         assert {"tpformer/py.typed", "tpformer/kernels/protocol.py"} <= set(packed.namelist())
-    shutil.rmtree(shell.clone)
 
 
 @pytest.mark.proof
 @pytest.mark.alone
 @pytest.mark.rotates(1)
 @pytest.mark.timeout(2400)
-def test_the_other_pages_commands_in_a_clone(tmp_path):
-    shell = Shell(tmp_path)
-    (shell.clone / ".venv").symlink_to(sys.prefix)
-    shell.run("tpformer data stdlib --out data && tpformer pretrain examples/gpt_tiny.toml --train.steps 20")
+def test_the_other_pages_commands_in_a_clone(clone):
+    (clone / ".venv").symlink_to(sys.prefix)
+    shell(clone, "tpformer data stdlib --out data && tpformer pretrain examples/gpt_tiny.toml --train.steps 20")
     done = set(commands(FRONT))
     for command in commands():
         if command not in done:
-            shell.run(command)
-    shutil.rmtree(shell.clone)
+            shell(clone, command)
 
 
 def test_the_example_sets_no_derivable_field():
     values = tomllib.loads((ROOT / "examples/gpt_tiny.toml").read_text())
-    keys = {key for section in values.values() for key in section}
+    keys = set().union(*values.values())
     assert not keys & {"vocab_size", "ffn_hidden_size", "n_kv_heads", "tokenizer", "dtype", "device", "microbatch_size"}
+
+
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+OF_SCRIPT = re.compile(r"^ *((?:torchrun --nproc-per-node \d+|python) examples/(\w+)\.py(?: [^\s\[#]+)*)", re.M)
+SCRIPT_COMMANDS = [
+    found[1].split() for path in SCRIPTS for found in OF_SCRIPT.finditer(path.read_text()) if found[2] == path.stem
+]
+ON_A_PAGE = [line.split(" # ")[0].removeprefix(".venv/bin/").split() for line in lines()]
+
+
+def test_each_script_is_short_and_has_a_command():
+    assert [path.name for path in SCRIPTS if path.read_text().count("\n") >= 80] == []
+    assert {path.name for path in SCRIPTS} <= {Path(word).name for command in SCRIPT_COMMANDS for word in command}
+
+
+@pytest.mark.parametrize("name", ["drop_in", "own_block"])
+def test_a_script_agrees_with_one_process(ranks, monkeypatch, name):
+    monkeypatch.syspath_prepend(SCRIPTS[0].parent)
+    ranks(2).run(import_module(name).main)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("command", [each for each in SCRIPT_COMMANDS if each not in ON_A_PAGE], ids=" ".join)
+def test_a_scripts_command_runs(command, tmp_path):
+    path = next(path for path in SCRIPTS if f"examples/{path.name}" in command)
+    for needed in re.findall(r"^(?:from|import) (transformers|peft|accelerate)\b", path.read_text(), re.M):
+        pytest.importorskip(needed)
+    words = [str(path) if word.startswith("examples/") else word for word in command]
+    if words[0] == "torchrun":
+        words.insert(1, "--standalone")  # a port of its own
+    ours = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=os.environ | ours, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr

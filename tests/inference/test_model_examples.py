@@ -1,4 +1,4 @@
-"""The notebook of examples/ runs as it stands, and checks its result. The scripts are test_example_scripts.py's."""
+"""The notebook of examples/ runs as it stands, and checks its result. The scripts are test_readme.py's."""
 
 import json
 import subprocess
