@@ -30,7 +30,6 @@ def library_file(name: str) -> str | None:
 
 
 def function_of(frame: FrameType) -> Function | None:
-    """The function of the library that a frame runs; None for what is not of the library."""
     file = library_file(frame.f_code.co_filename)
     return None if file is None else (file, frame.f_code.co_qualname)
 
@@ -66,15 +65,13 @@ def recorded_calls() -> Iterator[Order]:
 def items(title: str) -> list[tuple[Function | None, Function]]:
     """The (caller, callee) pairs of a section's list, in order. An item without a file has that of the item above."""
     section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
-    above: list[tuple[int, Function]] = []
-    found: list[tuple[Function | None, Function]] = []
-    file = ""
+    above: dict[int, Function] = {}  # by indentation
+    found, file = [], ""
     for item in ITEM.finditer(section):
-        file = item["file"] or file
-        function = (file, item["name"])
-        above = [each for each in above if each[0] < len(item[1])]
-        found.append((above[-1][1] if above else None, function))
-        above.append((len(item[1]), function))
+        file, depth = item["file"] or file, len(item[1])
+        above = {each: function for each, function in above.items() if each < depth}
+        found.append((above[max(above)] if above else None, (file, item["name"])))
+        above[depth] = found[-1][1]
     assert len(found) == len(re.findall(r"^ *- ", section, re.M)), f"{title}: an item is not read"
     return found
 
@@ -85,11 +82,10 @@ def check(title: str, order: Order) -> None:
     last: dict[Function | None, int] = {}
     for pair in found:
         caller, callee = pair
-        names = ":".join(callee)
-        assert (None, callee) in order, f"{title}: {names} is not called"
-        callers = sorted({":".join(up) for up, down in order if down == callee and up is not None})
-        assert pair in order, f"{title}: {names} is not called by {caller}, but by {callers}"
-        assert order[pair] >= last.get(caller, -1), f"{title}: {names} is called before the item above it"
+        names = f"{title}: {':'.join(callee)} is"
+        assert (None, callee) in order, f"{names} not called"
+        assert pair in order, f"{names} not called by {caller}, but by {[up for up, down in order if down == callee]}"
+        assert order[pair] >= last.get(caller, -1), f"{names} called before the item above it"
         last[caller] = order[pair]
 
 
@@ -120,15 +116,15 @@ def recording(*arguments: str) -> None:
     Path("calls.json").write_text(json.dumps([[*pair, number] for pair, number in order.items()]))
 
 
-def recorded(commands, *arguments: str) -> Order:
-    code, out, err = commands.call(recording, *arguments).finish()
+def recorded(commands, line: str) -> Order:
+    code, out, err = commands.call(recording, *line.split()).finish()
     assert code == 0, out + err
     rows = json.loads(Path("calls.json").read_text())
     return {(None if caller is None else tuple(caller), tuple(callee)): number for caller, callee, number in rows}
 
 
 @pytest.fixture(scope="module")
-def runs(commands, tmp_path_factory) -> list[Order]:
+def runs(commands, tmp_path_factory) -> dict[str, Order]:
     """A run of one process, one that continues it, an import of its export, and text from the export."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text").mkdir()
@@ -136,30 +132,20 @@ def runs(commands, tmp_path_factory) -> list[Order]:
     model = "n_layers = 1\nhidden_size = 32\nn_heads = 2\nseq_length = 16\n"
     (folder / "run.toml").write_text(f'[data]\ntrain = ["prose"]\n[model]\n{model}[train]\nglobal_batch_size = 2\n')
     with chdir(folder):
-        assert commands.run("data", "build", "text", "--out", "prose")[0] == 0
-        trained = [
-            recorded(commands, "pretrain", "run.toml", "--train.steps", "1"),
-            recorded(commands, "pretrain", "run.toml", "--train.steps", "2", "--run.resume", "True"),
-        ]
-        assert commands.run("export", "runs/run", "--format", "hf", "--out", "model")[0] == 0
-        return [
-            *trained,
-            recorded(commands, "import", "model", "--out", "runs/imported"),
-            recorded(commands, "generate", "model", "--max-new-tokens", "2"),
-        ]
+        return {line: recorded(commands, line) for line in WAYS}
 
 
-@pytest.mark.parametrize(
-    ("title", "number"),
-    [
-        ("The way of a batch", 0),
-        ("The way of a config key", 0),
-        ("The way of a checkpoint: saved", 0),
-        ("The way of a checkpoint: loaded", 1),
-        ("The way of a weight: imported", 2),
-        ("The way of a weight: loaded", 3),
-        ("The way of a token", 3),
-    ],
-)
-def test_the_way_of(runs, title, number):
-    check(title, runs[number])
+# command -> whose ways are its
+WAYS = {
+    "data build text --out prose": (),
+    "pretrain run.toml --train.steps 1": ("a batch", "a config key", "a checkpoint: saved"),
+    "pretrain run.toml --train.steps 2 --run.resume True": ("a checkpoint: loaded",),
+    "export runs/run --format hf --out model": (),
+    "import model --out runs/imported": ("a weight: imported",),
+    "generate model --max-new-tokens 2": ("a weight: loaded", "a token"),
+}
+
+
+@pytest.mark.parametrize(("line", "thing"), [(line, thing) for line, things in WAYS.items() for thing in things])
+def test_the_way_of(runs, line, thing):
+    check(f"The way of {thing}", runs[line])

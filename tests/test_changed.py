@@ -40,6 +40,14 @@ TREE = {
 }  # fmt: skip
 
 
+def commit(tree):
+    for arguments in (
+        ["add", "."],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--message", "a"],
+    ):
+        subprocess.run(["git", *arguments], cwd=tree, check=True)
+
+
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
     """A small repository with a record of it: f is run by test_f and test_run, G.g by test_g.
@@ -49,16 +57,12 @@ def tree(tmp_path, monkeypatch):
     for name, text in TREE.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
-    for arguments in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "all"]):
-        subprocess.run([*git, *arguments], cwd=tmp_path, check=True)
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    commit(tmp_path)
     monkeypatch.setattr(changed, "ROOT", tmp_path)
     monkeypatch.setattr(reach, "RECORD", tmp_path / "tests" / "reach.gz")
-    record = reach.Reach(
-        dict(RECORDED),
-        {"tpformer/ops/a.py::f": {F, RUN}, "tpformer/ops/a.py::G.g": {G}, "kernels/rows.py::launch": {G}},
-    )
-    reach.keep(record)
+    run = {"tpformer/ops/a.py::f": {F, RUN}, "tpformer/ops/a.py::G.g": {G}, "kernels/rows.py::launch": {G}}
+    reach.keep(record := reach.Reach(dict(RECORDED), run))
     assert reach.load() == record
     return tmp_path
 
@@ -99,7 +103,7 @@ def test_the_nearest_tests_come_first_and_what_does_not_fit_is_said(tree, capsys
 
 def test_tests_that_are_gone_are_not_asked_for_and_new_files_are(tree, capsys):
     (tree / "tests/ops/test_a.py").write_text("def test_g(): pass\n")
-    subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-aqm", "b"], cwd=tree, check=True)
+    commit(tree)
     (tree / "tpformer/ops/a.py").write_text(SOURCE.replace("x + 1", "x"))
     (tree / "tests/ops/test_new.py").write_text("import tpformer.ops.a\n")
     changed.main(["--list"])

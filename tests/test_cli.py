@@ -45,13 +45,11 @@ def test_a_command_whose_output_nobody_reads_ends_by_sigpipe_without_a_word(comm
     ],
 )
 def test_a_command_that_does_not_exist_gets_a_suggestion(commands, given, said):
-    """N12."""
     code, out, err = commands.run(*given)
     assert code == 2 and said in err and err.count("\n") == 1 and not out
 
 
 def test_presets_are_listed_with_their_sizes(commands):
-    """N12."""
     code, out, _ = commands.run("presets")
     rows = {row.split()[0]: row for row in out.splitlines()[1:]}
     assert code == 0 and [*rows] == [*PRESETS]
@@ -59,27 +57,24 @@ def test_presets_are_listed_with_their_sizes(commands):
 
 
 def test_help_has_the_choices_and_the_exit_codes_and_each_command_its_own_heading(commands):
-    """N12. Words are compared, because the help is wrapped into boxes."""
-    outs = [commands.run(command, "--help", COLUMNS="200")[1] for command in ("pretrain", "verify")]
-    words = [set(re.findall(r"[\w.]+", out)) for out in outs]
+    """Words are compared, because the help is wrapped into boxes."""
+    pretrain, verify = (commands.run(command, "--help", COLUMNS="200")[1] for command in ("pretrain", "verify"))
+    words = set(re.findall(r"[\w.]+", pretrain))
     choices = [*MLP_ACTIVATIONS, *NORM_NAMES, *DTYPES, *(name for names in CHOICES.values() for name in names)]
-    assert {name.lower() for name in choices} <= {word.lower().rstrip(".") for word in words[0]}
-    assert set(re.findall(r"[\w.]+", EXIT_CODES)) <= words[0]
-    assert "Compare two steps of FILE.toml" in outs[1] and "Exit codes" not in outs[1]
+    assert {name.lower() for name in choices} <= {word.lower().rstrip(".") for word in words}
+    assert set(re.findall(r"[\w.]+", EXIT_CODES)) <= words
+    assert "Compare two steps of FILE.toml" in verify and "Exit codes" not in verify
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 @pytest.mark.parametrize(
-    ("words", "found"),
-    [(["pret"], "pretrain"), (["data", "s"], "stdlib"), (["export", "RUN", "--dt"], "--dtype")],
+    ("line", "found"), [("pret", "pretrain"), ("data s", "stdlib"), ("export RUN --dt", "--dtype")]
 )
-def test_bash_completes_commands_and_options(words, found):
-    """N12."""
-    line = " ".join(["tpformer", *words])
+def test_bash_completes_commands_and_options(line, found):
     script = f"""
     tpformer() {{ {sys.executable} -m tpformer.cli "$@"; }}
     source {Path(__file__).parents[1] / "examples/completion.bash"}
-    COMP_WORDS=({line}); COMP_CWORD={len(words)}; _tpformer; echo "${{COMPREPLY[*]}}"
+    COMP_WORDS=(tpformer {line}); COMP_CWORD={len(line.split())}; _tpformer; echo "${{COMPREPLY[*]}}"
     """
     result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
     assert result.stdout.split() == [found], result.stderr

@@ -10,32 +10,23 @@ from pathlib import Path
 
 import pytest
 from gpu_report import dependencies, divided, may_have, part
+from test_imports import HIDE
 
 TESTS = Path(__file__).parent
+GPU = "import os, pytest\npytestmark = pytest.mark.gpu\n"
 SAMPLE = """
-import pytest
-pytestmark = pytest.mark.gpu
 def test_good(): pass
 def test_bad(): assert 1 == 2, "unequal"
 @pytest.mark.skip(reason="not today")
 def test_absent(): pass
 """
-INTERRUPTED = """
-import pytest
-pytestmark = pytest.mark.gpu
-def test_long(): raise KeyboardInterrupt
-def test_next(): pass
-"""
+INTERRUPTED = "def test_long(): raise KeyboardInterrupt\ndef test_next(): pass\n"
 KILLED = """
-import os, pytest
-pytestmark = pytest.mark.gpu
 def test_first(): pass
 def test_second(): os.kill(os.getpid(), 9)
 def test_third(): pass
 """
 MANY = """
-import pytest
-pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("number", range(4))
 def test_one(number): assert number != 1
 """
@@ -55,21 +46,18 @@ def run(commands, folder: Path, *options: str) -> tuple[int, str, dict]:
     return code, out + err, json.loads(path.read_text())
 
 
-def outcomes(written: dict) -> dict[str, str]:
-    return {entry["test"]: entry["outcome"] for entry in written["tests"]}
-
-
 def test_the_report(commands, tmp_path):
-    (tmp_path / "test_sample.py").write_text(SAMPLE)
+    (tmp_path / "test_sample.py").write_text(GPU + SAMPLE)
     (tmp_path / "test_whole.py").write_text("import pytest\n# mark.gpu\npytest.importorskip('absent_package')\n")
     (tmp_path / "test_broken.py").write_text("# mark.gpu\nimport absent_helper\n")
     (tmp_path / "test_other.py").write_text("import absent_package\n")  # no test for a GPU in it: never imported
-    (tmp_path / "test_stopped.py").write_text(INTERRUPTED)
+    (tmp_path / "test_stopped.py").write_text(GPU + INTERRUPTED)
     code, out, written = run(commands, tmp_path)
     assert code == pytest.ExitCode.INTERRUPTED, out
     path = tmp_path / "results" / "report.json"
-    assert f"gpu tests: 1 did not end, 2 failed, 1 not run, 1 passed, 2 skipped; written: {path}" in out
-    assert written["counts"] == {"did not end": 1, "failed": 2, "not run": 1, "passed": 1, "skipped": 2}
+    counts = ", ".join(f"{number} {outcome}" for outcome, number in written["counts"].items())
+    assert counts == "1 did not end, 2 failed, 1 not run, 1 passed, 2 skipped"
+    assert f"gpu tests: {counts}; written: {path}" in out
     assert {"torch", "pytest", "python"} <= written["versions"].keys() and "device" in written and "commit" in written
     assert {entry["test"]: (entry["outcome"], entry.get("reason")) for entry in written["tests"]} == {
         "test_sample.py::test_good": ("passed", None),
@@ -85,27 +73,25 @@ def test_the_report(commands, tmp_path):
 
 def test_a_killed_run_leaves_what_it_ran(commands, tmp_path):
     """The next call begins with what has not run."""
-    (tmp_path / "test_killed.py").write_text(KILLED)
-    code, _, written = run(commands, tmp_path, "--part", "1/1")
-    assert code == -signal.SIGKILL
-    assert list(outcomes(written).values()) == ["passed", "did not end", "not run"]
-    _, _, written = run(commands, tmp_path, "--part", "1/1")
-    assert list(outcomes(written).values()) == ["passed", "did not end", "passed"]
+    (tmp_path / "test_killed.py").write_text(GPU + KILLED)
+    ended = [run(commands, tmp_path, "--part", "1/1") for _ in range(2)]
+    assert ended[0][0] == -signal.SIGKILL
+    outcomes = [[entry["outcome"] for entry in written["tests"]] for _, _, written in ended]
+    assert outcomes == [["passed", "did not end", "not run"], ["passed", "did not end", "passed"]]
 
 
 def test_parts_make_one_file(commands, tmp_path):
-    (tmp_path / "test_many.py").write_text(MANY)
+    (tmp_path / "test_many.py").write_text(GPU + MANY)
     names = [f"test_many.py::test_one[{number}]" for number in range(4)]
 
     def ran(part: str) -> tuple[list[str], dict]:
         _, out, written = run(commands, tmp_path, "--part", part)
-        assert " deselected" in out
-        return [name for name, outcome in outcomes(written).items() if outcome != "not run"], written
+        assert " deselected" in out and written["parts"] == 2
+        return [entry["test"] for entry in written["tests"] if entry["outcome"] != "not run"], written
 
     assert ran("2/2")[0] == names[2:]
     there, written = ran("1/2")
-    assert there == names
-    assert written["counts"] == {"failed": 1, "passed": 3} and written["parts"] == 2
+    assert there == names and written["counts"] == {"failed": 1, "passed": 3}
 
     for entry in written["tests"]:  # as if of another commit, whose last test took as long as all others
         entry["seconds"] = 3.0 if entry["test"] == names[3] else 1.0
@@ -114,32 +100,15 @@ def test_parts_make_one_file(commands, tmp_path):
     assert ran("1/2")[1]["counts"] == {"failed": 1, "passed": 3}, "the times of this commit do not move its parts"
 
 
-def test_parts_take_about_as_long() -> None:
+def test_parts_take_about_as_long_and_what_is_none_is_refused() -> None:
     assert divided(["a", "b", "c", "d"], 2, {"a": 30.0, "b": 10.0, "c": 10.0, "d": 10.0}) == [1, 2, 2, 2]
     assert divided(["a", "new", "b"], 3, {"a": 5.0, "b": 5.0}) == [1, 2, 3]
     assert divided(["skipped"], 6, {"skipped": 0.0}) == [4]
+    for wrong in ("0/6", "7/6", "6", "one/6"):
+        with pytest.raises(ValueError, match=f"'{wrong}' is no part such as 1/6"):
+            part(wrong)
 
 
-@pytest.mark.parametrize("wrong", ["0/6", "7/6", "6", "one/6"])
-def test_a_part_that_is_none(wrong):
-    with pytest.raises(ValueError, match="is no part such as 1/6"):
-        part(wrong)
-
-
-# hides packages, as if they were not installed
-HIDING = """
-import importlib.machinery, sys
-Path = importlib.machinery.PathFinder
-class Finder(Path):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        if name.partition(".")[0] in sys.argv[1].split(","):
-            path = [folder for folder in path or sys.path if "site-packages" not in folder]
-        return Path.find_spec(name, path, target)
-sys.meta_path[sys.meta_path.index(Path)] = Finder
-import pytest
-sys.exit(pytest.main(sys.argv[2:]))
-"""
 AT_HAND = {"torch", "triton", "numpy", "pytest"}  # on a GPU machine
 TESTED = ("bench", "kernels", "ops", "training")  # folders of tests
 
@@ -148,8 +117,9 @@ def test_missing_packages_cost_few_tests() -> None:
     """Without other packages, pytest's plugins among them, all tests of kernels are found, and no file is an error."""
     options = ["-p", "gpu_report", "-m", "gpu", "--collect-only", "-qq", "-rs", "-p", "no:cacheprovider"]
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    program = HIDE.format(" ".join(dependencies() - AT_HAND)) + "import pytest\nsys.exit(pytest.main(sys.argv[1:]))"
     done = subprocess.run(
-        [sys.executable, "-c", HIDING, ",".join(dependencies() - AT_HAND), *options, *(f"tests/{x}" for x in TESTED)],
+        [sys.executable, "-c", program, *options, *(f"tests/{folder}" for folder in TESTED)],
         cwd=TESTS.parent, env=os.environ | {"PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True, text=True,
     )  # fmt: skip

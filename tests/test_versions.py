@@ -18,16 +18,10 @@ ITEMS = {
 }
 
 
-def skipped(monkeypatch: pytest.MonkeyPatch, version: str) -> list[str]:
+@pytest.mark.parametrize(("version", "too_old"), [("2.11.0+cu130", True), ("2.13.0+cpu", False)])
+def test_what_older_versions_skip_and_the_floor_does_not(monkeypatch, version, too_old):
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
-    found = []
-    for nodeid, (gpu, _) in ITEMS.items():
+    for nodeid, (gpu, skips) in ITEMS.items():
         marks = {"gpu": pytest.mark.gpu} if gpu else {}
         item = SimpleNamespace(nodeid=nodeid, path=Path(nodeid.split("::")[0]), get_closest_marker=marks.get)
-        found += [nodeid] if why_too_old(item) is not None else []  # type: ignore[arg-type]
-    return found
-
-
-def test_what_older_versions_skip_and_the_floor_does_not(monkeypatch):
-    assert skipped(monkeypatch, "2.11.0+cu130") == [nodeid for nodeid, (_, skips) in ITEMS.items() if skips]
-    assert skipped(monkeypatch, "2.13.0+cpu") == []
+        assert (why_too_old(item) is not None) == (skips and too_old), nodeid  # type: ignore[arg-type]
