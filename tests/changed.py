@@ -37,10 +37,8 @@ def git(*arguments: str) -> str:
 
 def changes(base: str) -> list[Change]:
     """What differs from a commit, with files that git does not know yet."""
-    found = []
-    names = git("diff", "--name-only", "--no-renames", "-z", base).split("\0")
-    untracked = git("ls-files", "--others", "--exclude-standard", "-z").split("\0")
-    for name in dict.fromkeys([*names, *untracked]):
+    found, names = [], git("diff", "--name-only", "--no-renames", "-z", base)
+    for name in dict.fromkeys((names + git("ls-files", "--others", "--exclude-standard", "-z")).split("\0")):
         if not name or name.endswith(RECORD.name):
             continue
         known = subprocess.run(["git", "show", f"{base}:{name}"], cwd=ROOT, capture_output=True)
@@ -48,20 +46,14 @@ def changes(base: str) -> list[Change]:
     return found
 
 
-def test_files() -> list[str]:
-    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
-
-
 def importers(modules: set[str]) -> set[str]:
     """The test files that import a module of these names, also by way of other helpers of tests/."""
     helpers = {path: imported(path) for path in (ROOT / "tests").rglob("*.py")}
     wanted, found = set(modules), set()
-    while True:
-        more = {path for path, names in helpers.items() if names & wanted} - found
-        if not more:
-            return {str(path.relative_to(ROOT)) for path in found if path.name.startswith("test_")}
+    while more := {path for path, names in helpers.items() if names & wanted} - found:
         found |= more
         wanted |= {path.stem for path in more}
+    return {str(path.relative_to(ROOT)) for path in found if path.name.startswith("test_")}
 
 
 def by_users(file: str) -> set[str]:
@@ -114,8 +106,8 @@ def module_of(file: str) -> str:
 def folder_of(file: str) -> set[str]:
     """The test files of the folder that mirrors a file's: tests/ops for tpformer/ops/transports/fused.py."""
     parts = [part for part in Path(file).parts[:-1] if part != "tpformer"]
-    mirrored = next((f"tests/{part}/" for part in reversed(parts) if (ROOT / "tests" / part).is_dir()), None)
-    return {name for name in test_files() if mirrored and name.startswith(mirrored)}
+    folders = [ROOT / "tests" / part for part in reversed(parts) if (ROOT / "tests" / part).is_dir()]
+    return {str(path.relative_to(ROOT)) for folder in folders[:1] for path in folder.rglob("test_*.py")}
 
 
 def reached(change: Change, reach: Reach) -> set[str]:
@@ -192,8 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not reach.functions:
         print("nothing is recorded yet, so tests are chosen by imports and folders: `make coverage` records")
     tests: set[str] = set().union(*(reached(change, reach) for change in found))
-    tests = {test for test in tests if exists(test)}
-    tests = {test for test in tests if "::" not in test or test.split("::")[0] not in tests}
+    tests = {test for test in tests if exists(test) and ("::" not in test or test.split("::")[0] not in tests)}
     if not tests:
         print(f"no test reaches {len(found)} changed files")
         return 0

@@ -49,13 +49,11 @@ class Command:
         self.process = server.start(enter, os.getcwd(), environment, self.files, test, function, args, daemon=False)
         self.pid: int = self.process.pid
 
-    @property
-    def out(self) -> str:
-        return self.files[0].read_text() if self.files[0].exists() else ""
+    out = property(lambda self: self.written(0))
+    err = property(lambda self: self.written(1))
 
-    @property
-    def err(self) -> str:
-        return self.files[1].read_text() if self.files[1].exists() else ""
+    def written(self, number: int) -> str:
+        return self.files[number].read_text() if self.files[number].exists() else ""
 
     def poll(self) -> int | None:
         return self.process.exitcode
@@ -63,9 +61,6 @@ class Command:
     def children(self) -> list[int]:
         """The process ids of its ranks, in rank order."""
         return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
-
-    def terminate(self) -> None:
-        os.kill(self.pid, signal.SIGTERM)
 
     def wait_until(self, happened: Callable[[], bool], what: str, seconds: float = 300) -> None:
         """Return when it has happened. Raises AssertionError if the process ends before, or if it takes too long."""
@@ -94,12 +89,7 @@ class Command:
 
 
 def enter(
-    directory: str,
-    environment: dict[str, str],
-    files: list[Path],
-    test: str,
-    function: Callable[..., None],
-    args: tuple,
+    directory: str, environment: dict[str, str], files: list[Path], test: str, call: Callable, args: tuple
 ) -> None:
     """Take on the directory, environment and files that a shell would give a process, then call the function."""
     threading.Thread(target=stop_without_pytest, daemon=True).start()
@@ -109,7 +99,7 @@ def enter(
     for number, output in enumerate(files, start=1):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), number)
     with on_account_of(test):
-        function(*args)
+        call(*args)
 
 
 def stop_without_pytest() -> None:

@@ -3,9 +3,7 @@
     PYTHONPATH=.:tests python3 -m pytest -p gpu_report -m gpu --part 1/6
 
 The file is written whenever a test begins or ends, so that it holds what ran when a machine is taken away. Calls with
-the same code on the same machine add to it, which makes one file of several parts; otherwise it is begun anew. Tests of
-kernels that communicate come first.
-
+the same code on the same machine add to it, which makes one file of several parts; otherwise it is begun anew.
 The plugin needs only pytest and torch. A test file without a test of the marker given by -m is not imported, and one
 that needs a package which is not installed is skipped.
 """
@@ -32,8 +30,6 @@ import torch
 
 from bench.provenance import RESULTS, ROOT, commit, device_directory
 
-SCHEMA = 2
-PACKAGES = ("torch", "triton", "numpy", "pytest")
 NOT_RUN, UNFINISHED = "not run", "did not end"
 # of a test's phases, the one that is last in this order counts
 OUTCOMES = (NOT_RUN, UNFINISHED, "passed", "skipped", "failed")
@@ -41,24 +37,17 @@ TIMEOUTS = util.find_spec("pytest_timeout") is not None
 STAND_INS = Path(__file__).parent / "stand_ins"
 # what a GPU is needed for most comes first
 WORTH = (
-    "kernels/test_virtual_ranks_gpu.py",
-    "ops/test_fused_op.py",
-    "distributed/test_kernel_workspace.py",
-    "distributed/test_symmetric.py",
-    "kernels/test_all_gather_matmul_kernel.py",
-    "kernels/test_matmul_reduce_scatter_kernel.py",
-    "kernels/test_matmul_all_reduce_kernel.py",
-    "kernels/test_matmul_kernel.py",
-    "training/test_run_gpu.py",
-)
+    "kernels/test_virtual_ranks_gpu.py", "ops/test_fused_op.py", "distributed/test_kernel_workspace.py",
+    "distributed/test_symmetric.py", "kernels/test_all_gather_matmul_kernel.py",
+    "kernels/test_matmul_reduce_scatter_kernel.py", "kernels/test_matmul_all_reduce_kernel.py",
+    "kernels/test_matmul_kernel.py", "training/test_run_gpu.py",
+)  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", type=part, help="run one of so many parts, as 1/6; all take about as long")
-    parser.addoption(
-        "--report",
-        help="where the report goes (bench/results/<the GPU's name>/<marker>_tests.json; of a changed tree, build/)",
-    )
+    where = "bench/results/<the GPU's name>/<marker>_tests.json; of a changed tree, build/"
+    parser.addoption("--report", help=f"where the report goes ({where})")
     if not TIMEOUTS:
         parser.addini("timeout", "seconds of a test; without pytest-timeout nothing ends one")
 
@@ -82,9 +71,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if not collection_path.name.startswith("test_") or not collection_path.is_file():
-        return None
-    return None if may_have(collection_path.read_text(), config.option.markexpr) else True
+    tests = collection_path.name.startswith("test_") and collection_path.is_file()
+    return True if tests and not may_have(collection_path.read_text(), config.option.markexpr) else None
 
 
 def may_have(text: str, marker: str) -> bool:
@@ -124,17 +112,12 @@ class Report:
         self.part: tuple[int, int] | None = config.option.part
         self.path = None if config.option.collectonly else self.place(config.option.report)
         self.head = {
-            "schema": SCHEMA,
-            "marker": self.marker,
-            "device": device(),
-            **commit(),
-            "sources": sources(),
+            "schema": 2, "marker": self.marker, "device": device(), **commit(), "sources": sources(),
             "versions": versions(),
-        }
+        }  # fmt: skip
         self.tests: dict[str, dict[str, Any]] = {}
         self.parts: int | None = None
-        self.seconds: dict[str, float] = {}
-        """What tests took when they ran last, perhaps at another commit."""
+        self.seconds: dict[str, float] = {}  # what tests took when they ran last, perhaps at another commit
         if self.path is not None and self.path.exists():
             self.continue_from(json.loads(self.path.read_text()))
 
@@ -144,10 +127,8 @@ class Report:
             return Path(asked_for)
         if not torch.cuda.is_available():
             return None
-        name = f"{self.marker}_tests.json"
-        if commit()["dirty"] is not False:  # it is no result of a commit
-            return ROOT / "build" / name
-        return RESULTS / device_directory("cuda") / name
+        of_a_commit = commit()["dirty"] is False
+        return (RESULTS / device_directory("cuda") if of_a_commit else ROOT / "build") / f"{self.marker}_tests.json"
 
     def continue_from(self, old: Mapping[str, Any]) -> None:
         """Take what an earlier call has written: all of it if it was of the same code here, else only the times."""
@@ -159,16 +140,16 @@ class Report:
     @pytest.hookimpl(trylast=True)  # after the marker and the options have chosen
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Order the tests, and leave those of the part. What has not run yet comes first, should a part begin again."""
-        items.sort(key=lambda item: worth(item.nodeid))
+        places = {f"tests/{file}": place for place, file in enumerate(WORTH)}
+        items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(WORTH)))
         for item in items:
             self.tests.setdefault(item.nodeid, {"test": item.nodeid, "outcome": NOT_RUN, "seconds": 0.0})
         if self.part is not None:
             number, parts = self.part
             if self.parts != parts or any("part" not in self.tests[item.nodeid] for item in items):
-                self.parts = parts
-                numbers = divided([item.nodeid for item in items], parts, self.seconds)
-                for item, of_item in zip(items, numbers, strict=True):
-                    self.tests[item.nodeid]["part"] = of_item
+                self.parts, tests = parts, [item.nodeid for item in items]
+                for test, of_test in zip(tests, divided(tests, parts, self.seconds), strict=True):
+                    self.tests[test]["part"] = of_test
             chosen = [item for item in items if self.tests[item.nodeid]["part"] == number]
             config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
             items[:] = sorted(chosen, key=lambda item: self.tests[item.nodeid]["outcome"] != NOT_RUN)
@@ -177,12 +158,12 @@ class Report:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.outcome != "passed":  # the file cannot be imported, or skips itself as a whole
             self.tests[report.nodeid] = {
-                "test": report.nodeid, "outcome": report.outcome, "seconds": 0.0, "reason": shown(cause(report))
+                "test": report.nodeid, "outcome": report.outcome, "seconds": 0.0, "reason": cause(report)
             }  # fmt: skip
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        kept = {key: self.tests[nodeid][key] for key in ("part",) if key in self.tests[nodeid]}
-        self.tests[nodeid] = {"test": nodeid, "outcome": UNFINISHED, "seconds": 0.0, **kept}
+        self.tests[nodeid] |= {"outcome": UNFINISHED, "seconds": 0.0}
+        self.tests[nodeid].pop("reason", None)
         self.write()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -191,7 +172,7 @@ class Report:
         if report.when != "setup" or not report.passed:
             entry["outcome"] = max(entry["outcome"], report.outcome, key=OUTCOMES.index)
         if not report.passed:
-            entry.setdefault("reason", shown(cause(report)))
+            entry.setdefault("reason", cause(report))
 
     def pytest_runtest_logfinish(self) -> None:
         self.write()
@@ -208,24 +189,15 @@ class Report:
         """Write the file in one move, so that there is a whole one at any time."""
         if self.path is None:
             return
+        tests = list(self.tests.values())
         content = {
-            **self.head,
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "parts": self.parts,
-            "counts": self.counts(),
-            "seconds": round(sum(entry["seconds"] for entry in self.tests.values()), 1),
-            "tests": list(self.tests.values()),
-        }
+            **self.head, "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "parts": self.parts,
+            "counts": self.counts(), "seconds": round(sum(entry["seconds"] for entry in tests), 1), "tests": tests,
+        }  # fmt: skip
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_suffix(".new")
         new.write_text(json.dumps(content, indent=1) + "\n")
         os.replace(new, self.path)
-
-
-def worth(test: str) -> int:
-    """The place of a test's file among those that come first; the others follow in their own order."""
-    file = test.partition("::")[0].removeprefix("tests/")
-    return WORTH.index(file) if file in WORTH else len(WORTH)
 
 
 def divided(tests: Sequence[str], parts: int, seconds: Mapping[str, float]) -> list[int]:
@@ -239,18 +211,14 @@ def divided(tests: Sequence[str], parts: int, seconds: Mapping[str, float]) -> l
 
 
 def cause(report: Any) -> str:
-    """The reason of a skip, or the last line of an error."""
+    """The reason of a skip or the last line of an error: short, and the same in whatever folder this clone is."""
     if isinstance(report.longrepr, tuple):  # (file, line, reason)
-        return report.longrepr[2].removeprefix("Skipped: ")
-    crash = getattr(report.longrepr, "reprcrash", None)
-    return str(report.longrepr).strip().splitlines()[-1] if crash is None else crash.message
-
-
-def shown(reason: str) -> str:
-    """A short form, which is the same in whatever folder this clone is."""
-    lines = reason.replace(str(ROOT) + os.sep, "").strip().splitlines()
-    text = lines[0] if len(lines) < 2 else f"{lines[0]} ... {lines[-1]}"
-    return text[:400]
+        text = report.longrepr[2].removeprefix("Skipped: ")
+    else:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        text = str(report.longrepr).strip().splitlines()[-1] if crash is None else crash.message
+    lines = text.replace(str(ROOT) + os.sep, "").strip().splitlines()
+    return " ... ".join(dict.fromkeys([lines[0], lines[-1]]))[:400]
 
 
 def sources() -> str:
@@ -264,7 +232,7 @@ def sources() -> str:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in ("torch", "triton", "numpy", "pytest"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
@@ -273,12 +241,9 @@ def versions() -> dict[str, str]:
 def device() -> dict[str, Any] | None:
     if not torch.cuda.is_available():
         return None
-    properties = torch.cuda.get_device_properties(0)
+    gpu = torch.cuda.get_device_properties(0)
     return {
-        "name": properties.name,
-        "count": torch.cuda.device_count(),
-        "capability": f"{properties.major}.{properties.minor}",
-        "processors": properties.multi_processor_count,
-        "memory_gib": round(properties.total_memory / 2**30),
+        "name": gpu.name, "count": torch.cuda.device_count(), "capability": f"{gpu.major}.{gpu.minor}",
+        "processors": gpu.multi_processor_count, "memory_gib": round(gpu.total_memory / 2**30),
         "cuda": torch.version.cuda,
-    }
+    }  # fmt: skip

@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import threading
-import time
 from pathlib import Path
 
 
@@ -19,9 +18,8 @@ def growth(work) -> int:
     before, seen, done = anonymous(), [0], threading.Event()
 
     def watch() -> None:
-        while not done.is_set():
+        while not done.wait(0.001):
             seen.append(anonymous())
-            time.sleep(0.001)
 
     thread = threading.Thread(target=watch)
     thread.start()

@@ -19,7 +19,7 @@ def die() -> None:
 
 
 def heard(
-    commands: Commands, folder: Path, function: Callable[[str], object], size: int, names: Sequence[str]
+    commands: Commands, folder: Path, function: Callable, size: int, names: Sequence[str]
 ) -> dict[str, list[str]]:
     """By name: the RuntimeErrors of the ranks that live on, "" of one that hears nothing.
 

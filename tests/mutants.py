@@ -23,6 +23,7 @@ from queue import Queue
 from typing import NamedTuple
 
 import pytest
+from changed import git
 from reach import RECORD, ROOT
 
 SEED, COUNT = 20261122, 240
@@ -48,10 +49,8 @@ class Mutant(NamedTuple):
 
 class Outcome(NamedTuple):
     mutant: Mutant
-    killed_by: str
-    """The first test that failed; empty if the mutant survived."""
-    reached: str
-    """How many tests reach it, in words."""
+    killed_by: str  # the first test that failed; empty if the mutant survived
+    reached: str  # how many tests reach it, in words
     seconds: float
 
 
@@ -71,9 +70,9 @@ def edits(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
         yield "constant", node, str(not node.value)
     elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
         yield "constant", node, f"({node.value!r} + 1)"
-    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        yield "statement", node, "pass"
-    elif isinstance(node, ast.AugAssign | ast.Raise):
+    elif isinstance(node, ast.AugAssign | ast.Raise) or (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    ):
         yield "statement", node, "pass"
 
 
@@ -81,11 +80,9 @@ def skipped(tree: ast.AST) -> set[ast.AST]:
     """The nodes in which an edit changes nothing that runs: annotations, and f-strings, which are messages."""
     found: set[ast.AST] = set()
     for node in ast.walk(tree):
-        for part in (getattr(node, "annotation", None), getattr(node, "returns", None)):
-            if part is not None:
-                found |= set(ast.walk(part))
-        if isinstance(node, ast.JoinedStr):
-            found |= set(ast.walk(node))
+        string = node if isinstance(node, ast.JoinedStr) else None
+        for part in (getattr(node, "annotation", None), getattr(node, "returns", None), string):
+            found.update(ast.walk(part) if part is not None else ())
     return found
 
 
@@ -96,14 +93,11 @@ def mutants_of(file: str) -> list[Mutant]:
         offsets.append(offsets[-1] + len(line))
     tree, found = ast.parse(text), []
     left_out = skipped(tree)
-    for node in ast.walk(tree):
-        if node in left_out:
-            continue
-        for kind, place, after in edits(node):
-            start = offsets[place.lineno - 1] + place.col_offset  # type: ignore[attr-defined]
-            end = offsets[place.end_lineno - 1] + place.end_col_offset  # type: ignore[attr-defined]
-            before = text.encode()[start:end].decode()
-            found.append(Mutant(file, place.lineno, start, end, kind, before, after))  # type: ignore[attr-defined]
+    for kind, place, after in (each for node in ast.walk(tree) if node not in left_out for each in edits(node)):
+        start = offsets[place.lineno - 1] + place.col_offset  # type: ignore[attr-defined]
+        end = offsets[place.end_lineno - 1] + place.end_col_offset  # type: ignore[attr-defined]
+        before = text.encode()[start:end].decode()
+        found.append(Mutant(file, place.lineno, start, end, kind, before, after))  # type: ignore[attr-defined]
     return found
 
 
@@ -130,11 +124,8 @@ def draw(count: int, seed: int) -> list[Mutant]:
 
     An edit is drawn by a hash of itself: a change of the library changes only what is drawn from the lines it changes.
     """
-    files = [
-        path for folder in ("tpformer", "kernels") for path in (ROOT / folder).rglob("*.py") if not path.is_symlink()
-    ]
     candidates: dict[int, Mutant] = {}
-    for file in sorted({str(path.resolve().relative_to(ROOT)) for path in files}):
+    for file in sorted(git("ls-files", "tpformer/*.py", "kernels/*.py").split()):
         text = (ROOT / file).read_text().splitlines()
         for mutant in mutants_of(file):
             line = text[mutant.line - 1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import inspect
 import shutil
@@ -51,13 +52,8 @@ def move(statement: str, behind: str) -> Edit:
         moved, target = find(statement), find(behind)
         block = textwrap.dedent("\n".join(lines[moved.lineno - 1 : moved.end_lineno]))
         placed = textwrap.indent(block, " " * target.col_offset).splitlines()
-        for first, last, new in sorted(
-            [
-                (moved.lineno - 1, moved.end_lineno, [" " * moved.col_offset + "pass"]),
-                (target.end_lineno, target.end_lineno, placed),
-            ],
-            reverse=True,
-        ):
+        removal = (moved.lineno - 1, moved.end_lineno, [" " * moved.col_offset + "pass"])
+        for first, last, new in sorted([removal, (target.end_lineno, target.end_lineno, placed)], reverse=True):
             lines[first:last] = new
         return "\n".join(lines) + "\n"
 
@@ -66,13 +62,7 @@ def move(statement: str, behind: str) -> Edit:
 
 def chain(*edits: Edit) -> Edit:
     """Apply one edit after another."""
-
-    def edit(source: str) -> str:
-        for each in edits:
-            source = each(source)
-        return source
-
-    return edit
+    return lambda source: functools.reduce(lambda text, edit: edit(text), edits, source)
 
 
 @contextlib.contextmanager
@@ -98,31 +88,25 @@ def forget_hashes() -> None:
                 value.hash = None
 
 
-def mutated_kernels(folder: Path, mutations: Mapping[str, Mapping[str, list[Edit]]]) -> dict[str, str]:
-    """mutation -> the importable name of a copy of all kernels in the folder, whose files the mutation's edits change.
-
-    Give each folder another name, which the packages' names begin with: processes keep what they have imported.
-    """
-    names = {}
-    for index, (mutation, edits) in enumerate(mutations.items()):
-        names[mutation] = f"{folder.name}_{index}"
-        copy = folder / names[mutation]
-        shutil.copytree(KERNELS, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        for file, changes in edits.items():
-            (copy / file).write_text(chain(*changes)((copy / file).read_text()))
-    return names
-
-
 def mutated_packages(name: str, mutations: Mapping[str, Mapping[str, list[Edit]]]) -> object:
-    """A fixture for a test module, to be assigned there to the name that its tests ask for: what mutated_kernels
-    returns, of packages that processes can import. name: what no other module's packages begin with."""
+    """A fixture for a test module, to be assigned there to the name that its tests ask for: mutation -> the importable
+    name of a copy of all kernels, whose files the mutation's edits change.
+
+    name: what no other module's packages begin with, because processes keep what they have imported.
+    """
 
     @pytest.fixture(scope="module")
     def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         folder = tmp_path_factory.mktemp(name)
+        names = {mutation: f"{folder.name}_{index}" for index, mutation in enumerate(mutations)}
+        for mutation, edits in mutations.items():
+            copy = folder / names[mutation]
+            shutil.copytree(KERNELS, copy, ignore=shutil.ignore_patterns("__pycache__"))
+            for file, changes in edits.items():
+                (copy / file).write_text(chain(*changes)((copy / file).read_text()))
         with pytest.MonkeyPatch.context() as patch:
             patch.syspath_prepend(folder)
-            yield mutated_kernels(folder, mutations)
+            yield names
 
     return packages
 

@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from multiprocessing import connection, forkserver
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -33,25 +34,14 @@ import torch.distributed as dist
 
 from tpformer.torch_private import forget_meshes
 
-# a fork server imports these once for all workers; a worker itself imports what cannot be imported here
+# a fork server imports these once for all workers, but for what is not installed; a worker itself imports the rest
 PRELOAD = [
-    "hypothesis",
-    "pytest",
-    "safetensors.torch",
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "torch.distributed.elastic.multiprocessing.errors",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor",
-    "torch.testing._internal.distributed.fake_pg",
-    "tpformer.cli.run",
-    "tpformer.planner.report",
-    "tpformer.training.export",
-    "tpformer.inference.evaluate",
-    "tpformer.training.trainer",
+    "hypothesis", "pytest", "safetensors.torch", "torch._dynamo", "torch.distributed.checkpoint",
+    "torch.distributed.elastic.multiprocessing.errors", "torch.distributed.fsdp", "torch.distributed.pipelining",
+    "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg", "tpformer.cli.run",
+    "tpformer.planner.report", "tpformer.training.export", "tpformer.inference.evaluate", "tpformer.training.trainer",
     "tpformer.training.verify",
-]
+]  # fmt: skip
 PROCESS_GROUP_TIMEOUT = timedelta(seconds=300)
 GRACE = 0.3  # seconds the other ranks get to report after the first failure; a peer's error is often the telling one
 
@@ -72,9 +62,7 @@ class WorkerPool:
         self.worlds: dict[int, World] = {}
 
     def __call__(self, size: int) -> World:
-        if size not in self.worlds:
-            self.worlds[size] = World(size, self.server, self.directory)
-        return self.worlds[size]
+        return self.worlds.setdefault(size, World(size, self.server, self.directory))  # which starts nothing yet
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -118,9 +106,7 @@ class World:
     """`size` worker processes in one gloo world, with one thread each; the first `run` starts them."""
 
     def __init__(self, size: int, server: Server, directory: str) -> None:
-        self.size = size
-        self.server = server
-        self.directory = directory
+        self.size, self.server, self.directory = size, server, directory
         self.processes: list[Any] = []
         self.connections: list[connection.Connection] = []
         self.store: dist.TCPStore | None = None  # it is in this process, so that it survives a killed rank
@@ -143,7 +129,9 @@ class World:
         except BaseException:  # at a KeyboardInterrupt too, else the next run would read these results
             self.kill()
             raise
-        self.leave()
+        for conn in self.connections:  # only now may ranks leave their process groups: no other one needs them any more
+            with contextlib.suppress(BrokenPipeError):  # the worker was killed, which the next run notices
+                conn.send(None)
         return results
 
     def start(self) -> None:
@@ -154,12 +142,6 @@ class World:
             self.processes.append(self.server.start(serve, *arguments, name=f"rank {rank} of {self.size}"))
             theirs.close()
             self.connections.append(ours)
-
-    def leave(self) -> None:
-        """Let all ranks leave their process groups, so that they idle. None does while another one still needs it."""
-        for conn in self.connections:
-            with contextlib.suppress(BrokenPipeError):  # the worker was killed, which the next run notices
-                conn.send(None)
 
     def kill(self) -> None:
         for process in self.processes:
@@ -182,13 +164,10 @@ class World:
     def collect(self, timeout: float) -> list[Any]:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        deadline = time.monotonic() + timeout
-        expired = False
-        while len(results) + len(failures) < self.size:
-            waiting = {self.connections[r]: r for r in range(self.size) if r not in results and r not in failures}
+        deadline, expired = time.monotonic() + timeout, False
+        while waiting := {c: r for r, c in enumerate(self.connections) if r not in results and r not in failures}:
             ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            for conn in ready:
-                rank = waiting[conn]  # type: ignore[index]
+            for rank in [waiting[conn] for conn in ready]:  # type: ignore[index]
                 succeeded, value = self.receive(rank)
                 (results if succeeded else failures)[rank] = value
                 if not succeeded:
@@ -213,12 +192,9 @@ class World:
         for rank in stuck:
             os.kill(self.processes[rank].pid, signal.SIGUSR1)  # makes the worker write its stacks, see serve
         time.sleep(0.1 if stuck else 0)
-        for rank in stuck:
-            with open(self.stack_file(rank)) as file:
-                stack = file.read()
-            cause = "was still running when another rank failed" if failures else f"did not return in {timeout} s"
-            lines.append(f"rank {rank} of {self.size} {cause}:\n{stack}")
-        return "\n".join(lines)
+        cause = "was still running when another rank failed" if failures else f"did not return in {timeout} s"
+        stacks = (f"rank {rank} of {self.size} {cause}:\n{Path(self.stack_file(rank)).read_text()}" for rank in stuck)
+        return "\n".join([*lines, *stacks])
 
 
 def serve(rank: int, size: int, port: int, stack_file: str, conn: Any) -> None:
@@ -261,11 +237,8 @@ def on_account_of(test: str) -> Iterator[None]:
     """Within, `make coverage` credits what runs to this test, even if this process is killed later."""
     os.environ["PYTEST_CURRENT_TEST"] = test
     measured = sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
-    if measured is None:
+    with contextlib.ExitStack() as stack:
+        if measured is not None:
+            measured.switch_context(test)
+            stack.callback(measured.save)
         yield
-        return
-    measured.switch_context(test)
-    try:
-        yield
-    finally:
-        measured.save()

@@ -14,6 +14,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 from coverage import CoverageData
 
@@ -52,10 +53,8 @@ def functions_of(source: str) -> dict[int, str]:
 class Reach(NamedTuple):
     """The kept record. Tests are functions: "tests/test_changed.py::test_what_a_change_reaches", without cases."""
 
-    seconds: dict[str, float]
-    """How long all cases of a test function took, two tests at a time."""
-    functions: dict[str, set[str]]
-    """"file::function" -> the tests that run it."""
+    seconds: dict[str, float]  # of all cases of a test, two tests at a time
+    functions: dict[str, set[str]]  # "file::function" -> the tests that run it
 
     def of_file(self, file: str) -> set[str]:
         """The tests that run any function of a file."""
@@ -63,7 +62,7 @@ class Reach(NamedTuple):
 
 
 def record() -> Reach:
-    """Condense coverage's database."""
+    """Condense coverage's database, and the seconds of pytest's JUnit file."""
     functions: dict[str, set[str]] = defaultdict(set)
     data = CoverageData(str(COVERAGE))
     data.read()
@@ -73,18 +72,11 @@ def record() -> Reach:
             if line in names:
                 tests = {test_name(context).split("[")[0] for context in contexts} - {IMPORTED}
                 functions[f"{os.path.relpath(path, ROOT)}::{names[line]}"] |= tests
-    return Reach(read_seconds(), {name: tests for name, tests in functions.items() if tests})
-
-
-def read_seconds() -> dict[str, float]:
-    """The seconds of each test function in pytest's JUnit file."""
-    from xml.etree import ElementTree
-
     seconds: dict[str, float] = defaultdict(float)
     for case in ElementTree.parse(DURATIONS).getroot().iter("testcase"):
         name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name', '').split('[')[0]}"
         seconds[name] += float(case.get("time", 0))
-    return seconds
+    return Reach(seconds, {name: tests for name, tests in functions.items() if tests})
 
 
 def keep(reach: Reach) -> None:

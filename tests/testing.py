@@ -50,9 +50,8 @@ def assert_same(actual: Any, expected: Any, what: str = "") -> None:
         dtype = y.dtype if isinstance(y, Tensor) else torch.float64
         assert dtype == torch.float64, f"{name} is {dtype}: assert_kernel_close judges it, or assert_identical"
         x, y = (z if isinstance(z, Tensor) else torch.tensor(z, dtype=dtype) for z in (x, y))
-        torch.testing.assert_close(
-            x, y, rtol=0, atol=ROUNDING * largest, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        bound = ROUNDING * largest
+        torch.testing.assert_close(x, y, rtol=0, atol=bound, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def _pairs(actual: Any, expected: Any, name: str) -> list[tuple[str, Any, Any]]:
@@ -78,14 +77,6 @@ def _largest(x: Any) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def _errors(x: Tensor, oracle: Tensor) -> Tensor:
-    """The maximum and the root mean square of x - oracle."""
-    difference = x.double() - oracle
-    if difference.numel() == 0:
-        return torch.zeros(2, dtype=torch.float64)
-    return torch.stack([difference.abs().max(), difference.square().mean().sqrt()])
-
-
 def assert_kernel_close(actual: Tensor, oracle_fp64: Tensor, baseline_same_dtype: Tensor, name: str) -> None:
     """The error is at most 2 * (error of the baseline + eps(dtype) * max|oracle|), as maximum and as root mean square.
 
@@ -94,26 +85,26 @@ def assert_kernel_close(actual: Tensor, oracle_fp64: Tensor, baseline_same_dtype
     """
     assert oracle_fp64.dtype == torch.float64, f"{name}: the oracle is {oracle_fp64.dtype}, not float64"
     assert actual.dtype == baseline_same_dtype.dtype, f"{name}: {actual.dtype}, baseline {baseline_same_dtype.dtype}"
-    assert actual.shape == oracle_fp64.shape == baseline_same_dtype.shape, (
-        f"{name}: {tuple(actual.shape)}, oracle {tuple(oracle_fp64.shape)}, baseline {tuple(baseline_same_dtype.shape)}"
-    )
+    shape, *others = (tuple(x.shape) for x in (actual, oracle_fp64, baseline_same_dtype))
+    assert others == [shape, shape], f"{name}: {shape}, oracle {others[0]}, baseline {others[1]}"
     assert bool(actual.isfinite().all()), f"{name}: {int((~actual.isfinite()).sum())} values are not finite"
     if actual.dtype == torch.float64:
         return assert_same(actual, oracle_fp64, name)
-    largest = oracle_fp64.abs().max() if oracle_fp64.numel() else torch.zeros(())
-    errors, baseline = _errors(actual, oracle_fp64), _errors(baseline_same_dtype, oracle_fp64)
+    if actual.numel() == 0:
+        return None
+    differences = (x.double() - oracle_fp64 for x in (actual, baseline_same_dtype))
+    errors, baseline = (torch.stack([x.abs().max(), x.square().mean().sqrt()]) for x in differences)
+    largest = oracle_fp64.abs().max()
     bounds = 2 * (baseline + torch.finfo(actual.dtype).eps * largest)
-    assert bool((errors <= bounds).all()), (
-        f"{name}: error (max {errors[0]:.3g}, rms {errors[1]:.3g}) exceeds "
-        f"(max {bounds[0]:.3g}, rms {bounds[1]:.3g}) = 2 * (baseline (max {baseline[0]:.3g}, rms {baseline[1]:.3g}) + "
-        f"eps * {largest:.3g})"
+    found, bound, usual = (f"(max {x[0]:.3g}, rms {x[1]:.3g})" for x in (errors, bounds, baseline))
+    assert (errors <= bounds).all(), (
+        f"{name}: error {found} exceeds {bound} = 2 * (baseline {usual} + eps * {largest:.3g})"
     )
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Within, torch fills new memory with NaNs, or with the largest integer, so that what a kernel does not write
-    shows."""
+    """Within, torch fills new memory with NaNs or the largest integer, so that what a kernel does not write shows."""
     torch.use_deterministic_algorithms(True)  # with torch.utils.deterministic.fill_uninitialized_memory, on by default
     try:
         assert torch.empty(1).isnan().all()

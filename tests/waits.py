@@ -31,43 +31,30 @@ def place() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(LIBRARY):
         frame = frame.f_back
-    if frame is None:
-        return "elsewhere"
-    return f"{Path(frame.f_code.co_filename).relative_to(ROOT)}:{frame.f_code.co_qualname}"
-
-
-class _Reads(TorchDispatchMode):
-    def __init__(self, found: Counter[str]) -> None:
-        super().__init__()
-        self.found = found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        masks = name in MASKED and any(index is not None and index.dtype == torch.bool for index in args[1])
-        if name in READS or masks:
-            self.found[f"{place()} {name}"] += 1
-        return func(*args, **(kwargs or {}))
-
-
-class _Copies(TorchFunctionMode):
-    def __init__(self, found: Counter[str]) -> None:
-        super().__init__()
-        self.found = found
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = [*args[1:], kwargs.get("device")]
-        moves = (
-            func in MOVES and not kwargs.get("non_blocking") and any(isinstance(x, str | torch.device) for x in given)
-        )
-        if func in COPIES or moves:
-            self.found[f"{place()} {func.__name__}"] += 1
-        return func(*args, **kwargs)
+    found = frame and f"{Path(frame.f_code.co_filename).relative_to(ROOT)}:{frame.f_code.co_qualname}"
+    return found or "elsewhere"
 
 
 @contextmanager
 def counted_waits() -> Iterator[Counter[str]]:
     """Yield a counter of "place operation", which grows while the context is open. It sees this thread alone."""
     found: Counter[str] = Counter()
-    with _Reads(found), _Copies(found):
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func.overloadpacket.__name__
+            masks = name in MASKED and any(index is not None and index.dtype == torch.bool for index in args[1])
+            if name in READS or masks:
+                found[f"{place()} {name}"] += 1
+            return func(*args, **(kwargs or {}))
+
+    class Copies(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            to_device = any(isinstance(x, str | torch.device) for x in (*args[1:], kwargs.get("device")))
+            if func in COPIES or (func in MOVES and to_device and not kwargs.get("non_blocking")):
+                found[f"{place()} {func.__name__}"] += 1
+            return func(*args, **kwargs)
+
+    with Reads(), Copies():
         yield found
