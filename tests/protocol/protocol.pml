@@ -4,7 +4,8 @@
  * others' flags and reads its slots, for EPOCHS operations one after another. Checked in every interleaving: a value
  * read is the one of this epoch from that source (the assertions), and all ranks finish (no invalid end state).
  *
- * What stands for what; "point" is one of DESIGN section 5, "Protocol of the in-kernel communication":
+ * -DRANKS and -DEPOCHS are given. What stands for what; "point" is one of DESIGN section 5, "Protocol of the in-kernel
+ * communication":
  *   epoch, ARRIVED        point 1: monotonic, never reset, compared by `flag - epoch >= 0`. Integers of 3 bits instead
  *                         of 32; FIRST makes the epoch pass from 3 to -4 during the run. The epoch is bumped between
  *                         kernels, when no warp of the rank runs.
@@ -26,13 +27,6 @@
  * Not modelled: several CTAs and role bands, residency (point 7), several tiles per source, TMA and its proxy fence
  * (point 4), copy engines (point 6), waits that expire (point 8), the second workspace (shares nothing with the first).
  */
-#ifndef RANKS
-#define RANKS 2
-#endif
-#ifndef EPOCHS
-#define EPOCHS 4
-#endif
-
 #define FIRST 2 /* flags and epoch before the first operation, as if many had gone before */
 #define UNWRITTEN 255
 #define LEAD 0
@@ -80,9 +74,7 @@ byte slot[RANKS * 2 * RANKS * 2] = UNWRITTEN;
 byte payload[RANKS * 2];  /* per warp: destinations whose word is buffered; its value follows from the epoch */
 byte publication[RANKS];  /* destinations whose flag is buffered */
 bit synced[RANKS];        /* the words of the other warp are ordered before the release */
-#ifdef ANNOUNCED
-bit fenced[RANKS];        /* the words are ordered before the flags */
-#endif
+bit fenced[RANKS];        /* ANNOUNCED: the words are ordered before the flags */
 chan cta[RANKS] = [0] of { bit };
 
 /* One step for both words of a source: each is then checked at every moment at which it could be loaded. */
@@ -93,6 +85,12 @@ inline read(src) {
     }
 }
 
+#ifdef MUTATE_HOISTED_WAIT
+#define RECEIVE(wait) read(src); wait
+#else
+#define RECEIVE(wait) wait; read(src)
+#endif
+
 /* Stores to all destinations are issued in one step: until it is performed nobody can tell when a store was issued. */
 active [RANKS] proctype lead() {
     byte src, count;
@@ -102,9 +100,7 @@ active [RANKS] proctype lead() {
             count++;
             epoch[rank] = (epoch[rank] + 1) & 7;
             synced[rank] = 0;
-#ifdef ANNOUNCED
             fenced[rank] = 0;
-#endif
             payload[WARP(rank, LEAD)] = PEERS(rank)
         }
         cta[rank]!0; /* launch */
@@ -120,14 +116,7 @@ active [RANKS] proctype lead() {
         }
         do
         :: src != rank ->
-#ifdef MUTATE_HOISTED_WAIT
-            read(src);
-#endif
-            ARRIVED(flag[FLAG(rank, src)], epoch[rank]);
-            cta[rank]!0;
-#ifndef MUTATE_HOISTED_WAIT
-            read(src);
-#endif
+            RECEIVE(ARRIVED(flag[FLAG(rank, src)], epoch[rank]); cta[rank]!0);
             src = (src + 1) % RANKS
         :: else -> break
         od;
@@ -152,13 +141,7 @@ active [RANKS] proctype other() {
         src = (rank + 1) % RANKS;
         do
         :: src != rank ->
-#ifdef MUTATE_HOISTED_WAIT
-            read(src);
-#endif
-            cta[rank]?_;
-#ifndef MUTATE_HOISTED_WAIT
-            read(src);
-#endif
+            RECEIVE(cta[rank]?_);
             src = (src + 1) % RANKS
         :: else -> break
         od;
