@@ -7,6 +7,7 @@ kernels.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tpformer.distributed.shared_memory import SharedMemory
@@ -17,18 +18,7 @@ LIMIT = 10**8  # polls: so many that a stuck test ends by the pool's timeout, wh
 FLAG_BYTES = 4
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16
-
-
-def region_bytes(world: int, capacity: int, writer_flags: int) -> int:
-    """The bytes that `real_channel` needs of each rank's memory: two slots, then the flags of every writer."""
-    return 2 * _aligned(capacity) + FLAG_BYTES * world * writer_flags
-
-
-def channel_of(
-    data: Tensor, flags: Tensor, slots: tuple[Tensor, Tensor], rank: int, writer_flags: int, epoch: int, limit: int
-) -> Channel:
+def channel_of(data: Tensor, flags: Tensor, slots, rank: int, writer_flags: int, epoch: int, limit: int) -> Channel:
     """A channel that serves the ranks from `rank` on, as many as `data` has rows. On CUDA the error words are in pinned
     host memory."""
     served, world = data.shape
@@ -37,45 +27,38 @@ def channel_of(
         return torch.zeros(*size, dtype=torch.int32, **options)
 
     return Channel(
-        rank=rank,
-        served=served,
-        world=world,
-        data=data,
-        flags=flags,
-        epoch=words(served, device=data.device).fill_(epoch),
-        error=words(served, ERROR_WORDS.value, pin_memory=data.is_cuda),
-        slots=slots,
-        parity_stride=len(slots[0]),
-        capacity=len(slots[0]) // served,
-        writer_flags=writer_flags,
-        limit=limit,
-        stopped=words(served, 2, device=data.device),
+        rank=rank, served=served, world=world, data=data, flags=flags, slots=slots, writer_flags=writer_flags,
+        limit=limit, parity_stride=len(slots[0]), capacity=len(slots[0]) // served,
+        epoch=words(served, device=data.device).fill_(epoch), stopped=words(served, 2, device=data.device),
         counters=words(served, world * writer_flags, device=data.device),
-    )
+        error=words(served, ERROR_WORDS.value, pin_memory=data.is_cuda),
+    )  # fmt: skip
 
 
-def real_channel(memory: SharedMemory, capacity: int, writer_flags: int, epoch: int = 0, limit: int = LIMIT) -> Channel:
-    """Make this process's channel over `region_bytes` of shared memory, its slots poisoned; collective (one barrier).
+def real_channel(
+    capacity: int, writer_flags: int, epoch: int, timeout: float, limit: int = LIMIT, extra: int = 0
+) -> tuple[SharedMemory, Channel]:
+    """Make this process's channel: two poisoned slots, then the flags of every writer; collective.
 
-    epoch: the last finished one, to which all flags are set; the first operation has epoch + 1.
+    capacity: bytes, a multiple of 16. epoch: the last finished one, to which all flags are set; the first operation has
+    epoch + 1. timeout: seconds that the memory's own barrier waits. extra: zeroed bytes behind the flags.
     """
-    capacity = _aligned(capacity)
+    nbytes = 2 * capacity + FLAG_BYTES * dist.get_world_size() * writer_flags
+    memory = SharedMemory(nbytes + extra, dist.group.WORLD, timeout=timeout)
     rank, world = memory.rank, memory.size
     slots = memory.peer(rank, (2, capacity), torch.uint8).fill_(POISON)
     memory.peer(rank, (world * writer_flags,), torch.int32, 2 * capacity).fill_(epoch)
     memory.barrier()
     addresses = memory.pointers.view(1, world).clone()
-    return channel_of(addresses, addresses + 2 * capacity, (slots[0], slots[1]), rank, writer_flags, epoch, limit)
+    areas = addresses, addresses + 2 * capacity, (slots[0], slots[1])
+    return memory, channel_of(*areas, rank, writer_flags, epoch, limit)
 
 
 def virtual_channel(
     world: int, capacity: int, writer_flags: int, epoch: int = 0, limit: int = LIMIT, device: str = "cpu"
 ) -> Channel:
     """Make the channel of a whole group in one launch: poisoned slots (2, world, capacity), then flags, in one tensor.
-
-    epoch: as in real_channel.
-    """
-    capacity = _aligned(capacity)
+    capacity, epoch: as in real_channel."""
     nbytes, own_flags = 2 * world * capacity, FLAG_BYTES * world * writer_flags
     memory = torch.full((nbytes + world * own_flags,), POISON, dtype=torch.uint8, device=device)
     slots = memory[:nbytes].view(2, world * capacity)
@@ -86,9 +69,8 @@ def virtual_channel(
         return torch.tensor([row] * world, dtype=torch.int64, device=device)
 
     # the slots are views of `memory`: they keep the flags alive, too
-    return channel_of(
-        addresses(slots, capacity), addresses(flags, own_flags), (slots[0], slots[1]), 0, writer_flags, epoch, limit
-    )
+    areas = addresses(slots, capacity), addresses(flags, own_flags), (slots[0], slots[1])
+    return channel_of(*areas, 0, writer_flags, epoch, limit)
 
 
 def poison(channel: Channel, epoch: int) -> None:

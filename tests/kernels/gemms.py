@@ -6,19 +6,18 @@ virtual ranks on CUDA.
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from channels import poison, real_channel, region_bytes, virtual_channel
-from pool import WorkerPool
-from testing import assert_kernel_close, poisoned_memory
+from channels import poison, real_channel, virtual_channel
+from testing import assert_identical, assert_kernel_close, on_every_rank, poisoned_memory
 from torch import Tensor
 
 from tpformer.distributed.kernel_workspace import wrap
-from tpformer.distributed.shared_memory import SharedMemory
 from tpformer.kernels.all_gather_matmul import plan
 from tpformer.kernels.all_gather_matmul.kernel import gathered_copy
 from tpformer.kernels.configurations import TILES
@@ -36,13 +35,14 @@ PATIENCE = 60  # seconds that the shared memory's own barrier waits
 # (rows per rank, N, K): one of everything, primes below and above the tile in each, three tiles of rows and of K
 SHAPES = ((1, 1, 1), (5, 7, 3), (17, 23, 19), (34, 5, 40))
 GPU_SHAPES = ((128, 256, 512), (200, 264, 136), (1, 8, 8), (300, 1000, 1024), (8, 256, 512))
-
 FINISH = ("bias", "start", "residual")  # what finishes a sum; "start" is dropout's
 KEY = 0xF234567887654321  # of dropout: both halves are negative as int32
-
 WORLDS = (1, 2, pytest.param(4, marks=pytest.mark.proof))  # ranks
 
 Tensors = dict[str, Tensor]
+
+# of a function, which every rank of each of these worlds calls, with kernels in Triton's interpreter
+in_interpreter = partial(on_every_rank, pool="interpreted")
 
 
 class Gemm(NamedTuple):
@@ -67,20 +67,18 @@ def finish_of(x: Tensors) -> Finish:
 
 
 def sum_of_products(
-    launch: Callable[..., Tensor], reference: Callable[..., Sequence[Tensor]], inputs: int, parts: Sequence[str],
-    transposed: bool, rows_of_all: bool, **fields,
-) -> Gemm:  # fmt: skip
+    launch, reference, inputs: int, parts: Sequence[str], transposed: bool, rows_of_all: bool, **fields
+) -> Gemm:
     """A GEMM whose result is the sum of so many products, and of those parts of FINISH. Each product's K is 4 more than
     that of the one before. rows_of_all: inputs have the rows of all ranks, and results those of one."""
     names = [(f"a{i}" if i else "a", f"w{i}") for i in range(inputs)]
 
     def make(rank: int, world: int, rows: int, n: int, k: int) -> Tensors:
-        made: dict[str, tuple[int, ...]] = {}
-        for i, (a, w) in enumerate(names):
-            width = k + 4 * i
-            made |= {a: (world * rows if rows_of_all else rows, width), w: (width, n) if transposed else (n, width)}
         sizes = {"bias": (n,), "residual": (rows, n), "start": (rows,)}
-        return shapes(**made, **{name: sizes[name] for name in parts})
+        made = {name: sizes[name] for name in parts}
+        for width, (a, w) in zip(range(k, k + 4 * inputs, 4), names, strict=True):
+            made |= {a: (world * rows if rows_of_all else rows, width), w: (width, n) if transposed else (n, width)}
+        return shapes(**made)
 
     def run(x: Tensors, channel: Channel, tile: Tile) -> list[Tensor]:
         factors = [x[a] for a, _ in names], [x[w] for _, w in names]
@@ -117,24 +115,11 @@ def compare(actual: Sequence[Tensor | None], gemm: Gemm, inputs: list[Tensors], 
     """Compare with the reference in float64; the reference in the inputs' own dtype gives the allowed error."""
     baseline = gemm.reference(inputs)[rank]
     oracle = gemm.reference(cast(inputs, torch.float64, inputs[0]["a"].device.type))[rank]
-    assert len(actual) == len(oracle)
     for number, (x, wide, same) in enumerate(zip(actual, oracle, baseline, strict=True)):
-        if wide is None:
-            assert x is None
-        elif exact:
-            assert torch.equal(x, same), (where, number)
+        if exact or wide is None:
+            assert_identical(x, same, f"{where} output {number}")
         else:
             assert_kernel_close(x, wide, same, f"{where} output {number}")
-
-
-def in_interpreter(check: Callable[[], None], *worlds) -> Callable[..., None]:
-    """The tests of a check that every rank of each of these worlds calls, with kernels in Triton's interpreter."""
-
-    @pytest.mark.parametrize("world", worlds)
-    def test(interpreted: WorkerPool, world: int) -> None:
-        interpreted(world).run(check)
-
-    return test
 
 
 def on_gpu(*gemms: Gemm) -> Callable[..., None]:
@@ -151,23 +136,14 @@ def on_gpu(*gemms: Gemm) -> Callable[..., None]:
     return test
 
 
-def own_channel(epoch: int = 0) -> Channel:
-    """This process's channel to all others; collective."""
-    nbytes = region_bytes(dist.get_world_size(), CAPACITY, WRITER_FLAGS)
-    memory = SharedMemory(nbytes, dist.group.WORLD, timeout=PATIENCE)
-    return real_channel(memory, CAPACITY, WRITER_FLAGS, epoch=epoch)
-
-
-def run_on_processes(
-    gemm: Gemm, tile: Tile = TILE, dtype: torch.dtype = torch.float32, sizes: Sequence = SHAPES
-) -> None:
+def run_on_processes(gemm: Gemm, tile: Tile = TILE, dtype=torch.float32, sizes: Sequence = SHAPES) -> None:
     """This process's part. Each time another rank is late: before it starts, and before it poisons what it has read.
 
     A rank alone takes the last size, as it waits for nobody.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = sizes if world > 1 else sizes[-1:]
-    channel = own_channel(epoch=BEFORE_WRAP)
+    _, channel = real_channel(CAPACITY, WRITER_FLAGS, BEFORE_WRAP, PATIENCE)
     for index, shape in enumerate(sizes):
         binary = gemm.exact and index == len(sizes) - 1
         inputs = cast(make_inputs(gemm, index, world, shape, binary), dtype)
@@ -181,9 +157,7 @@ def run_on_processes(
     assert not channel.error.any() and not channel.counters.any()
 
 
-def channel_for(
-    world: int, k: int, dtype: torch.dtype, device: str, capacity: int, flags: int, **options: int
-) -> Channel:
+def channel_for(world: int, k: int, dtype, device: str, capacity: int, flags: int, **options: int) -> Channel:
     """A virtual channel, for rows of k elements: a TMA descriptor covers all ranks' slots as one matrix, so a slot is a
     whole number of rows."""
     row = -(-k * dtype.itemsize // 16) * 16
@@ -210,11 +184,8 @@ def run_on_virtual_ranks(
 
         for index in range(repeat):
             inputs = cast(make_inputs(gemm, 100 * number + index, world, shape, False), dtype, device)
-            if graph and index > 0:
-                for name, x in stacked(inputs).items():
-                    given[name].copy_(x)
-            else:
-                given |= stacked(inputs)
+            for name, x in stacked(inputs).items():
+                given[name] = given[name].copy_(x) if graph and index > 0 else x
             if graph and index == 1:  # the first operation has compiled the kernels
                 operate = captured(operate)
             outputs = operate()
@@ -232,17 +203,13 @@ def captured(operate: Callable[[], Sequence[Tensor | None]]) -> Callable[[], Seq
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = operate()
-
-    def replay() -> Sequence[Tensor | None]:
-        graph.replay()
-        return outputs
-
-    return replay
+    return lambda: graph.replay() or outputs
 
 
 def check_kept_rows(launch: Callable[[Tensor, Channel], object]) -> None:
     """A gather keeps the rows of all ranks in its slot, and gathered_copy has them when the slot is used again."""
-    rank, world, channel = dist.get_rank(), dist.get_world_size(), own_channel()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    _, channel = real_channel(CAPACITY, WRITER_FLAGS, 0, PATIENCE)
     for epoch in (1, 2):
         shards = [torch.full((3, 5), 10.0 * epoch + r) for r in range(world)]
         bump(channel)

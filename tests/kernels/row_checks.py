@@ -7,7 +7,6 @@ and dropout. No tests.
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,42 +26,37 @@ FLOATS: Dtypes = {
     "interpreter": (torch.float32, torch.float16),  # which computes wrongly in bfloat16
     "gpu": (torch.bfloat16, torch.float16, torch.float32),
 }
-OF_KERNEL: Dtypes = {place: ONCE[place] for place in ("interpreter", "gpu")}
+OF_KERNEL: Dtypes = {**ONCE, "reference": ()}
 
 
-def at(places: Dtypes, *names: str) -> Dtypes:
-    """Those of the places that have these names."""
-    return {name: places[name] for name in names}
-
-
-def everywhere(operation: str, check: Callable[..., None], places: Dtypes = ONCE) -> Callable[..., None]:
+def everywhere(operation: str, places: Dtypes = ONCE) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The tests of check(module, dtype, device) at each place in its dtypes, or of check(module, device) once at each.
 
-    module: the operation's reference, or its kernel. A worker finds the check by its name in its module.
+    module: the operation's reference, or its kernel.
     """
-    cases = [(place, dtype) for place, dtypes in places.items() for dtype in dtypes]
-    marks = {"gpu": [pytest.mark.gpu]}
 
-    @pytest.mark.parametrize(
-        "place, dtype", [pytest.param(*case, marks=marks.get(case[0], []), id=name_of(*case)) for case in cases]
-    )
-    def test(request: pytest.FixtureRequest, place: str, dtype: torch.dtype | None) -> None:
-        if place == "interpreter":
-            request.getfixturevalue("interpreted")(1).run(check_at, operation, check, place, dtype)
-        else:
-            check_at(operation, check, place, dtype)
+    def case(place: str, dtype: torch.dtype | None) -> object:
+        name = place if dtype is None else f"{place} {dtype}".replace("torch.", "")
+        return pytest.param(place, dtype, marks=[pytest.mark.gpu] if place == "gpu" else [], id=name)
 
-    return test
+    def decorate(check: Callable[..., None]) -> Callable[..., None]:
+        @pytest.mark.parametrize("place, dtype", [case(place, dtype) for place in places for dtype in places[place]])
+        def test(request: pytest.FixtureRequest, place: str, dtype: torch.dtype | None) -> None:
+            if place == "interpreter":
+                request.getfixturevalue("interpreted")(1).run(check_at, operation, check, place, dtype)
+            else:
+                check_at(operation, check, place, dtype)
 
+        if check.__name__.startswith("test_"):  # so the test has its name, by which a worker would look for it
+            test.function, check.__qualname__ = check, f"{check.__name__}.function"  # type: ignore[attr-defined]
+        return test
 
-def name_of(place: str, dtype: torch.dtype | None) -> str:
-    return place if dtype is None else f"{place} {dtype}".replace("torch.", "")
+    return decorate
 
 
 def check_at(operation: str, check: Callable[..., None], place: str, dtype: torch.dtype | None) -> None:
     pytest.importorskip("triton")
-    name = "reference" if place == "reference" else "kernel"
-    module = import_module(f"tpformer.kernels.{operation}.{name}")
+    module = import_module(f"tpformer.kernels.{operation}.{'reference' if place == 'reference' else 'kernel'}")
     check(module, *([] if dtype is None else [dtype]), "cuda" if place == "gpu" else "cpu")
 
 
@@ -81,9 +75,8 @@ def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], dy
 def between_nans(x: Tensor, margin: int = 3) -> Tensor:
     """x (R, ...) as columns of a wider matrix, whose other columns are NaNs, or the largest integer."""
     rows = x.reshape(len(x), -1) if len(x) else x
-    wide = rows.new_full(
-        (len(x), rows.shape[1] + 2 * margin), float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).max
-    )
+    filling = float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).max
+    wide = rows.new_full((len(x), rows.shape[1] + 2 * margin), filling)
     wide[:, margin:-margin] = rows
     return wide[:, margin:-margin].unflatten(1, x.shape[1:]) if x.dim() > 1 else wide[:, margin]
 
@@ -93,37 +86,38 @@ def columnwise(x: Tensor) -> Tensor:
     return x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() > 1 else between_nans(x)
 
 
+LAYOUTS = (between_nans, columnwise)
+
+
 def check_layouts(function: Callable[..., Any], *operands: Tensor) -> None:
     """A function of rows gives the same bits wherever they lie: between NaNs, and one column after the other. Of no
     rows it gives no rows, and sums of 0."""
     with poisoned_memory():
-        expected = results_of(function, operands)
-        for layout in (between_nans, columnwise):
-            assert_identical(results_of(function, [layout(x) for x in operands]), expected)
-        empty = results_of(function, [x[:0] for x in operands])
+        expected = function(*operands)
+        for layout in LAYOUTS:
+            assert_identical(function(*map(layout, operands)), expected)
+        empty = function(*(x[:0] for x in operands))
+    if isinstance(expected, Tensor):
+        empty, expected = [empty], [expected]
     for x, whole in zip(empty, expected, strict=True):
         of_rows = whole is not None and len(whole) == len(operands[0])
         assert_identical(x, whole[:0] if of_rows else None if whole is None else torch.zeros_like(whole))
 
 
-def results_of(function: Callable[..., Any], operands: Sequence[Tensor]) -> list[Tensor | None]:
-    found = function(*operands)
-    return [found] if isinstance(found, Tensor) else list(found)
-
-
 EPS = 1e-5
-BEYOND_32_BITS = 5 * 2**33
-HIGH_KEY = 2**63 + 12345
+FAR = 5 * 2**33  # an index beyond 32 bits
+KEYS = (0, 1, 2**64 - 1, 2**63 + 12345)
 
 
 def draw_norm(seed: int, n: int, kind: str, dtype: torch.dtype, device: str = "cpu", with_bias: bool = True) -> Norm:
+    """rmsnorm's bias, which must not be read, is NaN."""
     weight, bias = draw(seed + 1000, dtype, device, (n,), (n,))
-    return Norm(kind, weight, bias if with_bias and kind == "layernorm" else None, EPS)
+    return Norm(kind, weight, (bias if kind == "layernorm" else bias * float("nan")) if with_bias else None, EPS)
 
 
 def draw_dropout(rows: int, n: int, p: float, device: str = "cpu") -> Dropout:
     """The rows are whole rows of a large tensor, so that their starts are multiples of 4 if n is one."""
-    return Dropout((BEYOND_32_BITS // 4 + torch.arange(rows, device=device)) * n, HIGH_KEY, p)
+    return Dropout((FAR // 4 + torch.arange(rows, device=device)) * n, KEYS[-1], p)
 
 
 def formula(x: Tensor, norm: Norm) -> Tensor:
@@ -140,24 +134,21 @@ def by_torch(x: Tensor, norm: Norm) -> Tensor:
     return F.layer_norm(x, x.shape[1:], norm.weight, norm.bias, norm.eps)
 
 
-def by_autograd(
-    function, x: Tensor, norm: Norm, dy: Tensor, dresidual: Tensor | None, compute: torch.dtype, store: torch.dtype
-) -> list[Tensor]:
-    """y, dx (+ dresidual), dweight and any dbias of a norm, computed in one dtype and rounded once to another."""
+def by_autograd(function, x: Tensor, norm: Norm, dy: Tensor, dresidual, compute, store) -> list[Tensor]:
+    """y, dx (+ dresidual), dweight and layernorm's dbias, computed in one dtype and rounded once to another."""
 
     def normalise(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return function(x, norm._replace(weight=weight, bias=bias))
 
-    inputs = [t.to(compute) for t in (x, norm.weight, norm.bias) if t is not None]
+    bias = norm.bias if norm.kind == "layernorm" else None
+    inputs = [t.to(compute) for t in (x, norm.weight, bias) if t is not None]
     y, dx, *parameters = with_gradients(normalise, inputs, dy.to(compute))
     if dresidual is not None:
         dx = dx + dresidual.to(compute)
     return [t.to(store) for t in (y, dx, *parameters)]
 
 
-def check_norm(
-    module: ModuleType, x: Tensor, norm: Norm, dy: Tensor, dresidual: Tensor | None = None, **options
-) -> None:
+def check_norm(module, x: Tensor, norm: Norm, dy: Tensor, dresidual: Tensor | None = None, **options) -> None:
     """Compare every output and gradient of a module's norm with float64 autograd."""
     with poisoned_memory():
         y, statistics = module.norm_forward(x, norm, **options)
@@ -166,9 +157,7 @@ def check_norm(
     check_normalised(module, x, y, statistics, norm, dy, dresidual, **options)
 
 
-def check_normalised(
-    module: ModuleType, x: Tensor, y: Tensor, statistics, norm: Norm, dy: Tensor, dresidual: Tensor | None, **options
-) -> None:
+def check_normalised(module, x: Tensor, y: Tensor, statistics, norm: Norm, dy: Tensor, dresidual, **options) -> None:
     """Compare the y and the statistics that a module made of x, and its norm_backward, with float64 autograd."""
     wide = torch.promote_types(x.dtype, torch.float32)
     mean, rstd = statistics
@@ -180,10 +169,21 @@ def check_normalised(
     oracle = by_autograd(formula, x, norm, dy, dresidual, torch.float64, torch.float64)
     # the baseline computes in float32 and rounds once, which is what is promised for 16-bit rows
     baseline = by_autograd(by_torch, x, norm, dy, dresidual, wide, x.dtype)
-    assert len(actual) == len(oracle) == (4 if norm.bias is not None else 3)
-    names = ("y", "dx", "dweight", "dbias")
-    for name, a, o, b in zip(names, actual, oracle, baseline, strict=False):
+    for name, a, o, b in zip(("y", "dx", "dweight", "dbias")[: len(oracle)], actual, oracle, baseline, strict=True):
         assert_kernel_close(a, o, b, f"{norm.kind} {name} {tuple(x.shape)} {x.dtype} {options}")
+
+
+def check_finish_norm(module, x: Tensor, finish: Finish, dy: Tensor, dz: Tensor, **options) -> None:
+    """Check that z follows from x, and that all of the norm follows from z as it is stored."""
+    given = x.clone()  # x may be overwritten
+    with poisoned_memory():
+        z, y, statistics = module.finish_norm_forward(given, finish, **options)
+    name = f"z {tuple(x.shape)} {x.dtype} {options} {[part is not None for part in finish]}"
+    assert (z is given) or any(part is not None for part in finish[:3]), name
+    check_finished(z, x, finish, name)
+    if x.device.type == "cpu":  # y follows from z as it is stored, to the bit
+        assert torch.equal(y, module.norm_forward(z, finish.norm, **options)[0]), name
+    check_normalised(module, z, y, statistics, finish.norm, dy, dz, **options)
 
 
 def dropped(x: Tensor, start: Tensor, key: int, p: float) -> Tensor:

@@ -5,15 +5,16 @@ import math
 from types import ModuleType
 
 import pytest
+import row_checks
 import torch
 import torch.nn.functional as F
-from row_checks import FLOATS, OF_KERNEL, ONCE, at, check_layouts, everywhere, with_gradients
+from row_checks import FLOATS, OF_KERNEL, ONCE, check_layouts, everywhere, with_gradients
 from testing import assert_kernel_close, poisoned_memory
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tpformer.kernels.activation import kernel
+from tpformer.kernels.activation import kernel, reference
 from tpformer.kernels.activation.reference import ACTIVATIONS
 
 
@@ -33,26 +34,27 @@ def torch_activation(x: Tensor, name: str) -> Tensor:
     return F.silu(x) if name == "silu" else F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
+SPECIAL = (0.0, 40.0, -40.0, 1e-6, -5.0)
+
+
 def draw(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
     """x, gate, da, with special values: at 0 slopes are 1/2 or 0, at 40 and -40 float32's tanh and erf are
     saturated."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
-    special = torch.tensor([0.0, 40.0, -40.0, 1e-6, -5.0], dtype=torch.float64)
+    tensors = row_checks.draw(0, torch.float64, "cpu", *[shape] * 3)
     for x in tensors[:2]:
         if x.numel() > 5:
-            x.view(-1)[:5] = special
+            x.view(-1)[:5] = torch.tensor(SPECIAL)
     return [x.to(device, dtype) for x in tensors]
 
 
 def check(module: ModuleType, name: str, gated: bool, x: Tensor, gate: Tensor, da: Tensor) -> None:
     """Compare a module's functions with float64, where torch stays finite in the same dtype."""
-    given_gate = gate if gated else None
+    given_gate, given = gate if gated else None, da.clone()
     with poisoned_memory():
         forward = module.activation_forward(x, name, given_gate)
-        # a clone: the backward may write into da
-        dx, dgate, a = module.activation_backward(da.clone(), x, name, given_gate)
+        dx, dgate, a = module.activation_backward(given, x, name, given_gate)
     assert (dgate is not None) == gated
+    assert module is reference or dx.data_ptr() == given.data_ptr()  # the kernel writes dx into da
     actual = [forward, dx, *([dgate] if gated else []), a]
 
     def expected(activation, dtype: torch.dtype) -> list[Tensor]:
@@ -69,15 +71,13 @@ def check(module: ModuleType, name: str, gated: bool, x: Tensor, gate: Tensor, d
         assert_kernel_close(y[finite], o[finite], b[finite], f"{name} gated={gated} result {index} {x.dtype}")
 
 
-# one element, a part of a block, a whole block of the float32 backward, several blocks and a rest
-SHAPES = ((1, 1), (7, 13), (8, 128), (3, 1031))
-# one element alone is left out: its rounding may allow less than a GPU's approximate exponential needs
-GPU_SHAPES = (*SHAPES[1:], (1, 4097), (2048, 5504))
-
-
-def equals_float64_autograd(module: ModuleType, dtype: torch.dtype, device: str) -> None:
-    """Without a GPU all activations have one of the shapes."""
-    for shape, gated in itertools.product(GPU_SHAPES if device == "cuda" else SHAPES, (False, True)):
+@everywhere("activation", FLOATS)
+def test_equals_float64_autograd(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+    """Of a part of a block, a whole one of the float32 backward, several and a rest. Without a GPU all activations have
+    one of the shapes, and one is one element, whose rounding may allow less than a GPU's approximate exponential needs.
+    """
+    shapes = ((7, 13), (8, 128), (3, 1031), *(((1, 4097), (2048, 5504)) if device == "cuda" else ((1, 1),)))
+    for shape, gated in itertools.product(shapes, (False, True)):
         for name in ACTIVATIONS if device == "cuda" or shape == (7, 13) else ("gelu",):
             check(module, name, gated, *draw(shape, dtype, device))
     for name in ACTIVATIONS:
@@ -85,7 +85,8 @@ def equals_float64_autograd(module: ModuleType, dtype: torch.dtype, device: str)
         check(module, name, True, *unaligned)
 
 
-def extreme_values_stay_finite(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+@everywhere("activation", FLOATS | {"reference": ()})
+def test_extreme_values_stay_finite(module: ModuleType, dtype: torch.dtype, device: str) -> None:
     """Values are of the largest magnitudes: their squares, cubes and exponentials leave every format."""
     largest = 6e4 if dtype == torch.float16 else 1e18
     x = torch.tensor([largest, -largest, 1e4, -1e4, 200.0, -200.0, 88.0, -88.0, 0.0, -0.0], dtype=torch.float64)
@@ -95,20 +96,23 @@ def extreme_values_stay_finite(module: ModuleType, dtype: torch.dtype, device: s
         check(module, name, True, torch.ones_like(x), x, torch.full_like(x, 0.25))
 
 
-def slopes_do_not_cancel(module: ModuleType, device: str) -> None:
+@everywhere("activation", ONCE | {"gpu": ()})
+def test_slopes_do_not_cancel(module: ModuleType, device: str) -> None:
     """Here gelu_tanh's slope is 1 + x * (a difference of numbers near 1) * (a factor of up to 40)."""
     x = torch.linspace(0, 12, 1031)
     for name in ACTIVATIONS:
         check(module, name, False, x, x, torch.ones_like(x))
 
 
-def no_activation_is_the_identity(module: ModuleType, device: str) -> None:
+@everywhere("activation")
+def test_no_activation_is_the_identity(module: ModuleType, device: str) -> None:
     x, _, da = draw((2, 3), torch.float32, device)
     assert module.activation_forward(x, None) is x
     assert module.activation_backward(da, x, None) == (da, None, x)
 
 
-def takes_any_layout(module: ModuleType, device: str) -> None:
+@everywhere("activation", OF_KERNEL)
+def test_takes_any_layout(module: ModuleType, device: str) -> None:
     x, gate, da = draw((5, 6), torch.float32, device)
     for name in ACTIVATIONS:
         check_layouts(lambda x, name=name: module.activation_forward(x, name), x)
@@ -117,25 +121,12 @@ def takes_any_layout(module: ModuleType, device: str) -> None:
         )  # fmt: skip
 
 
-def nans_stay(module: ModuleType, device: str) -> None:
+@everywhere("activation")
+def test_nans_stay(module: ModuleType, device: str) -> None:
     x = torch.full((5, 2), float("nan"), device=device)
     for name in ACTIVATIONS:
         results = (module.activation_forward(x, name), *module.activation_backward(x.clone(), x, name)[::2])
         assert all(y.isnan().all() for y in results)
-
-
-def dx_takes_the_memory_of_da(module: ModuleType, device: str) -> None:
-    x, _, da = draw((5, 6), torch.float32, device)
-    assert module.activation_backward(da, x, "silu")[0].data_ptr() == da.data_ptr()
-
-
-test_equals_float64_autograd = everywhere("activation", equals_float64_autograd, FLOATS)
-test_extreme_values_stay_finite = everywhere("activation", extreme_values_stay_finite, at(FLOATS, "interpreter", "gpu"))
-test_slopes_do_not_cancel = everywhere("activation", slopes_do_not_cancel, at(ONCE, "reference", "interpreter"))
-test_no_activation_is_the_identity = everywhere("activation", no_activation_is_the_identity)
-test_takes_any_layout = everywhere("activation", takes_any_layout, OF_KERNEL)
-test_nans_stay = everywhere("activation", nans_stay)
-test_dx_takes_the_memory_of_da = everywhere("activation", dx_takes_the_memory_of_da, OF_KERNEL)
 
 
 @pytest.mark.gpu

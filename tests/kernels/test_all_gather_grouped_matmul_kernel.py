@@ -9,13 +9,11 @@ import torch.distributed as dist
 pytest.importorskip("triton")
 
 import gemms
+from testing import assert_identical
 
 from tpformer.kernels.all_gather_grouped_matmul.kernel import all_gather_grouped_matmul, take_turn
-from tpformer.kernels.all_gather_grouped_matmul.reference import (
-    all_gather_grouped_matmul_reference,
-    offsets_of,
-    starts_of,
-)
+from tpformer.kernels.all_gather_grouped_matmul.reference import all_gather_grouped_matmul_reference as formula
+from tpformer.kernels.all_gather_grouped_matmul.reference import offsets_of, starts_of
 from tpformer.ops.dispatch import Dispatch, dispatch
 from tpformer.ops.route import Routing
 
@@ -51,24 +49,22 @@ def grouped(transposed: bool = False, kind: str = "mixed") -> gemms.Gemm:
     def launch(x, channel, tile):
         world, rows = channel.world, len(x["a"]) // channel.served
         served = routed(world, rows, kind)[channel.rank :][: channel.served]
-        counts = torch.cat([each.counts for each in served]).to(x["a"].device)
-        tokens = torch.cat([each.tokens for each in served]).to(x["a"].device)
+        every = zip(*((each.counts, each.tokens) for each in served), strict=True)
+        counts, tokens = (torch.cat(parts).to(x["a"].device) for parts in every)
         y = all_gather_grouped_matmul(x["a"], x["w"], channel, counts, tokens, transposed=transposed, tile=tile)
         return [y if len(served) == 1 else Parts(y.split([len(each.tokens) for each in served]))]
 
     def reference(xs):
-        rows = len(xs[0]["a"])
-        every, device = routed(len(xs), rows, kind), xs[0]["a"].device
-        products = all_gather_grouped_matmul_reference(
-            [x["a"] for x in xs], [x["w"] for x in xs], [each.counts.to(device) for each in every],
-            [each.tokens.to(device) for each in every], transposed=transposed,
-        )  # fmt: skip
-        return [[y] for y in products]
+        every, device = routed(len(xs), len(xs[0]["a"]), kind), xs[0]["a"].device
+        factors = [[x[name] for x in xs] for name in ("a", "w")]
+        places = [[each.counts.to(device) for each in every], [each.tokens.to(device) for each in every]]
+        return [[y] for y in formula(*factors, *places, transposed=transposed)]
 
     return gemms.Gemm(make, launch, reference)
 
 
-def processes() -> None:
+@gemms.in_interpreter(*gemms.WORLDS)
+def test_on_processes() -> None:
     gemms.run_on_processes(grouped())
     gemms.run_on_processes(grouped(transposed=True), sizes=gemms.SHAPES[1:3])
     gemms.run_on_processes(grouped(), gemms.TMA_TILE, torch.float16, gemms.SHAPES[1:3])
@@ -76,7 +72,8 @@ def processes() -> None:
     gemms.run_on_processes(grouped(kind="own"), sizes=gemms.SHAPES[:3])
 
 
-def virtual_ranks() -> None:
+@gemms.in_interpreter(1)
+def test_on_virtual_ranks() -> None:
     gemms.run_on_virtual_ranks(grouped(), 3, gemms.TILE, torch.float32, gemms.SHAPES[1:2], repeat=3)
     gemms.run_on_virtual_ranks(grouped(True, "one"), 2, gemms.TMA_TILE, torch.float32, [(17, 36, 16)], repeat=2)
 
@@ -90,30 +87,28 @@ def keep(shard, channel) -> None:
     assert torch.equal(y, every if rank == world - 1 else y.new_empty(0, 2))
 
 
-def pushers_join() -> None:
+@gemms.in_interpreter(2)
+def test_pushers_join() -> None:
     gemms.pushers_that_join(grouped())
 
 
-def kept_rows() -> None:
+@gemms.in_interpreter(3)
+def test_gathered_rows_are_kept_on_request() -> None:
     gemms.check_kept_rows(keep)
 
 
-test_on_processes = gemms.in_interpreter(processes, *gemms.WORLDS)
-test_on_virtual_ranks = gemms.in_interpreter(virtual_ranks, 1)
-test_gathered_rows_are_kept_on_request = gemms.in_interpreter(kept_rows, 3)
-test_pushers_join = gemms.in_interpreter(pushers_join, 2)
 test_virtual_ranks_on_gpu = gemms.on_gpu(grouped(), grouped(True, "own"))
 
 
 def turns(programs: int, pushers: int, joins: int, counts: list[int]) -> list[list[range]]:
     """Return for each chunk the tiles of each program."""
-    found, before = [], torch.tensor(0)
+    found, before = [], 0
     for step, tiles in enumerate(counts):
-        numbers = (torch.tensor(each) for each in (programs, pushers, joins <= step))
-        with mock.patch("triton.language.where", torch.where):
-            firsts, distance = take_turn.fn(torch.arange(programs), *numbers, before, torch.tensor(tiles))
-        found.append([range(first, tiles, int(distance)) for first in firsts.tolist()])
-        before = (before + tiles) % distance
+        rest = programs, pushers, joins <= step, before, tiles
+        with mock.patch("triton.language.where", lambda condition, x, y: x if condition else y):
+            ways = [take_turn.fn(program, *rest) for program in range(programs)]
+        found.append([range(first, tiles, distance) for first, distance in ways])
+        before = (before + tiles) % ways[0][1]
     return found
 
 
@@ -129,6 +124,5 @@ def test_every_tile_is_taken_once() -> None:
 def test_where_rows_begin() -> None:
     counts = torch.tensor([[2, 0], [1, 4], [0, 0], [3, 1]], dtype=torch.int32)  # two ranks' rows from two
     assert offsets_of(counts[:2]).tolist() == [0, 3, 7]
-    assert starts_of(counts[:2]).tolist() == [[[0, 3], [2, 3], [3, 7]]]
-    assert starts_of(counts, 2).tolist() == [[[0, 3], [2, 3], [3, 7]], [[7, 10], [7, 10], [10, 11]]]
-    assert starts_of(counts).dtype == torch.int32
+    begins = [[[0, 3], [2, 3], [3, 7]], [[7, 10], [7, 10], [10, 11]]]
+    assert_identical(starts_of(counts, 2), torch.tensor(begins, dtype=torch.int32))

@@ -9,14 +9,13 @@ pytest.importorskip("triton")
 import gemms
 
 from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul, all_gather_matmul_derivative, walk
-from tpformer.kernels.all_gather_matmul.reference import (
-    all_gather_matmul_derivative_reference,
-    all_gather_matmul_reference,
-)
+from tpformer.kernels.all_gather_matmul.reference import all_gather_matmul_derivative_reference as derivative_formula
+from tpformer.kernels.all_gather_matmul.reference import all_gather_matmul_reference as formula
 
 
 def linear(weights: int, activation: str | None = None, transposed: bool = False, **options) -> gemms.Gemm:
     names = [(f"w{i}", f"bias{i}") for i in range(weights)]
+    form = {"activation": activation, "b_transposed": transposed}
 
     def make(rank, world, rows, n, k):
         made = {"a": (rows, k)}
@@ -25,16 +24,12 @@ def linear(weights: int, activation: str | None = None, transposed: bool = False
         return gemms.shapes(**made)
 
     def launch(x, channel, tile):
-        return all_gather_matmul(
-            x["a"], [x[w] for w, _ in names], channel, [x[bias] for _, bias in names],
-            activation=activation, b_transposed=transposed, tile=tile, **options,
-        )  # fmt: skip
+        weights, biases = [x[w] for w, _ in names], [x[bias] for _, bias in names]
+        return all_gather_matmul(x["a"], weights, channel, biases, **form, tile=tile, **options)
 
     def reference(xs):
-        return all_gather_matmul_reference(
-            [x["a"] for x in xs], [[x[w] for w, _ in names] for x in xs], [[x[bias] for _, bias in names] for x in xs],
-            activation=activation, b_transposed=transposed,
-        )  # fmt: skip
+        weights, biases = ([[x[pair[part]] for pair in names] for x in xs] for part in (0, 1))
+        return formula([x["a"] for x in xs], weights, biases, **form)
 
     return gemms.Gemm(make, launch, reference, exact=activation is None)
 
@@ -49,12 +44,13 @@ def derivative(activation: str, gated: bool) -> gemms.Gemm:
 
     def reference(xs):
         columns = [[x.get(name) for x in xs] for name in ("a", "w", "x", "gate")]
-        return all_gather_matmul_derivative_reference(*columns[:3], activation, columns[3])
+        return derivative_formula(*columns[:3], activation, columns[3])
 
     return gemms.Gemm(make, launch, reference, exact=False)
 
 
-def processes() -> None:
+@gemms.in_interpreter(*gemms.WORLDS)
+def test_on_processes() -> None:
     gemms.run_on_processes(linear(3, "gelu"))
     gemms.run_on_processes(linear(2), gemms.TMA_TILE, torch.float16, gemms.SHAPES[1:3])
     gemms.run_on_processes(linear(1, transposed=True), sizes=gemms.SHAPES[2:3])
@@ -62,25 +58,24 @@ def processes() -> None:
     gemms.run_on_processes(derivative("silu", gated=True), sizes=gemms.SHAPES[2:3] * 2)
 
 
-def virtual_ranks() -> None:
+@gemms.in_interpreter(1)
+def test_on_virtual_ranks() -> None:
     gemms.run_on_virtual_ranks(linear(2, "silu"), 3, gemms.TILE, torch.float32, gemms.SHAPES[2:3], repeat=3)
     gemms.run_on_virtual_ranks(linear(1), 2, gemms.TMA_TILE, torch.float32, [(17, 36, 16)], repeat=2)
     gemms.run_on_virtual_ranks(derivative("gelu", gated=False), 2, gemms.TILE, torch.float32, gemms.SHAPES[1:2])
 
 
-def pushers_join() -> None:
+@gemms.in_interpreter(2)
+def test_pushers_join() -> None:
     gemms.pushers_that_join(linear(2))
 
 
-def kept_rows() -> None:
+@gemms.in_interpreter(3)
+def test_gathered_rows_are_kept_on_request() -> None:
     w = torch.ones(2, 5)
     gemms.check_kept_rows(lambda a, channel: all_gather_matmul(a, [w], channel, keep=True, tile=gemms.TILE))
 
 
-test_on_processes = gemms.in_interpreter(processes, *gemms.WORLDS)
-test_on_virtual_ranks = gemms.in_interpreter(virtual_ranks, 1)
-test_gathered_rows_are_kept_on_request = gemms.in_interpreter(kept_rows, 3)
-test_pushers_join = gemms.in_interpreter(pushers_join, 2)
 test_virtual_ranks_on_gpu = gemms.on_gpu(linear(3), linear(1, "gelu", transposed=True), derivative("silu", gated=True))
 
 

@@ -4,7 +4,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from row_checks import FLOATS, between_nans, columnwise, everywhere
+from row_checks import FLOATS, LAYOUTS, columnwise, everywhere
 from testing import assert_kernel_close, poisoned_memory
 from torch import Tensor
 
@@ -13,9 +13,7 @@ pytest.importorskip("triton")
 from tpformer.kernels.combine import kernel  # noqa: F401 - tests/execute takes it from here
 
 
-def draw(
-    tokens: int, k: int, h: int, dtype: torch.dtype, device: str = "cpu", own: int = 5, experts: int = 8
-) -> tuple[Tensor, Tensor, Tensor]:
+def draw(tokens: int, k: int, h: int, dtype, device: str = "cpu", own: int = 5, experts: int = 8) -> tuple[Tensor, ...]:
     """rows, tokens, positions: each token goes to k of `experts` experts, of which this rank has the first `own`."""
     generator = torch.Generator().manual_seed(tokens + h)
     chosen = torch.stack([torch.randperm(experts, generator=generator)[:k].sort().values for _ in range(tokens)])
@@ -31,10 +29,8 @@ def draw(
 def by_loop(rows: Tensor, positions: Tensor) -> Tensor:
     """Sums from left to right in the rows' dtype."""
     y = rows.new_zeros(len(positions), rows.shape[1])
-    for token, places in enumerate(positions.tolist()):
-        for row in places:
-            if row >= 0:
-                y[token] += rows[row]
+    for token, place in (positions >= 0).nonzero().tolist():
+        y[token] += rows[positions[token, place]]
     return y
 
 
@@ -52,7 +48,8 @@ SHAPES = ((1, 1, 1), (7, 3, 13), (9, 2, 64), (3, 4, 1040), (5, 8, 33))
 GPU_SHAPES = ((500, 2, 4096), (300, 8, 2048), (70, 8, 1001))
 
 
-def equals_a_loop(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+@everywhere("combine", FLOATS)
+def test_equals_a_loop(module: ModuleType, dtype: torch.dtype, device: str) -> None:
     for shape in SHAPES:
         check(module, *draw(*shape, dtype, device))
     for shape in GPU_SHAPES if device == "cuda" else ():
@@ -60,10 +57,11 @@ def equals_a_loop(module: ModuleType, dtype: torch.dtype, device: str) -> None:
     check(module, *draw(2, 16, 5, dtype, device, own=16, experts=16))
 
 
-def takes_any_layout(module: ModuleType, device: str) -> None:
+@everywhere("combine")
+def test_takes_any_layout(module: ModuleType, device: str) -> None:
     """Rows may lie apart, and positions too. There may be no rows, and tokens without rows, which are 0."""
     rows, tokens, positions = draw(6, 3, 5, torch.float32, device, own=2)
-    for layout in (between_nans, columnwise):
+    for layout in LAYOUTS:
         y = module.combine(layout(rows), tokens, columnwise(positions))
         assert torch.equal(y, by_loop(rows, positions))
     nowhere = (positions < 0).all(1)
@@ -75,15 +73,11 @@ def takes_any_layout(module: ModuleType, device: str) -> None:
     assert module.combine(rows[:0], tokens[:0], positions[:0]).shape == (0, 5)
 
 
-def sums_are_from_left_to_right(module: ModuleType, device: str) -> None:
+@everywhere("combine")
+def test_sums_are_from_left_to_right(module: ModuleType, device: str) -> None:
     """2**24 + 1 - 2**24 is 0 in float32 from left to right, and 1 in another order; nothing is rounded in between."""
     values = torch.tensor([[2.0**24], [1.0], [-(2.0**24)], [2048.0], [1.0], [-2048.0]], device=device)
     tokens = torch.tensor([0, 0, 0, 1, 1, 1], dtype=torch.int32, device=device)
     positions = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.int32, device=device)
     assert module.combine(values, tokens, positions).tolist() == [[0.0], [1.0]]
     assert module.combine(values[3:].half(), tokens[:3], positions[:1]).tolist() == [[1.0]]  # in float16 it would be 0
-
-
-test_equals_a_loop = everywhere("combine", equals_a_loop, FLOATS)
-test_takes_any_layout = everywhere("combine", takes_any_layout)
-test_sums_are_from_left_to_right = everywhere("combine", sums_are_from_left_to_right)

@@ -2,6 +2,7 @@
 reference and the kernels take the same tests; NaNs stand beside the logits, and must not reach in."""
 
 import itertools
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -11,27 +12,24 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_checks import FLOATS, OF_KERNEL, between_nans, columnwise, everywhere
-from testing import assert_kernel_close, assert_same, poisoned_memory
+from testing import assert_identical, assert_kernel_close, assert_same, poisoned_memory
 from torch import Tensor
 
 from tpformer.kernels.cross_entropy import reference
 from tpformer.kernels.cross_entropy.reference import LossTerms, VocabSlice
 
+kernel = partial(import_module, "tpformer.kernels.cross_entropy.kernel")
 PLAIN = LossTerms()
 TERMS = (PLAIN, LossTerms(label_smoothing=0.1), LossTerms(z_loss=1e-2), LossTerms(5, 0.3, 1e-3))
 NAN = float("nan")
-
-
-def slices(columns: int, per_slice: int, vocab: int) -> list[VocabSlice]:
-    return [VocabSlice(first, per_slice, vocab) for first in range(0, columns, per_slice)]
+NARROW = FLOATS | {"reference": (torch.float32, torch.bfloat16, torch.float16)}
 
 
 def in_slices(
-    kernels: Any, logits: Tensor, targets: Tensor, scale: Tensor | None, per_slice: int, vocab: int,
-    terms: LossTerms = PLAIN, rebuild: bool = False, in_place: bool = False,
+    kernels, logits, targets, scale, per_slice: int, vocab: int, terms: LossTerms = PLAIN, rebuild=False, in_place=False
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (losses, dlogits) from slices of per_slice columns; the columns from `vocab` on are padding."""
-    pieces = slices(logits.shape[1], per_slice, vocab)
+    pieces = [VocabSlice(first, per_slice, vocab) for first in range(0, logits.shape[1], per_slice)]
     # between the NaNs rows start at multiples of 16 elements if the width is such a multiple
     inputs = [between_nans(logits[:, piece.first : piece.first + per_slice], margin=16) for piece in pieces]
     for x, piece in zip(inputs, pieces, strict=True):
@@ -42,31 +40,23 @@ def in_slices(
         parts = torch.stack([statistics for statistics, _ in steps])
         normalisers, losses = kernels.combine_statistics(parts, targets, pieces[0], terms)
         assert parts.shape == (len(pieces), terms.rows, len(targets))
-        assert all(torch.equal(x, y) for x, y in zip(map(bits, inputs), map(bits, before), strict=True))
+        assert_identical(inputs, before)
         scale = None if scale is None else scale.to(losses.dtype)
+        works = [None if rebuild else work for _, work in steps]
         gradients = [
-            kernels.slice_gradient(
-                x, normalisers, targets, scale, piece, terms, work=None if rebuild else work, in_place=in_place
-            )
-            for x, piece, (_, work) in zip(inputs, pieces, steps, strict=True)
+            kernels.slice_gradient(x, normalisers, targets, scale, piece, terms, work=work, in_place=in_place)
+            for x, piece, work in zip(inputs, pieces, works, strict=True)
         ]
-    for x, gradient, own in zip(inputs, gradients, before, strict=True):
+    if not in_place:
+        assert_identical(inputs, before)
+    for x, gradient in zip(inputs, gradients, strict=True):
         assert gradient.dtype == x.dtype and gradient.shape == x.shape
-        if not in_place:
-            assert torch.equal(bits(x), bits(own))
-        whole = x._base
-        assert bool(whole[:, :16].isnan().all()) and bool(whole[:, -16:].isnan().all())  # nothing is written beside x
+        beside = x._base[:, :16], x._base[:, -16:]
+        assert all(bool(nans.isnan().all()) for nans in beside)  # nothing is written there
     return losses, torch.cat(gradients, 1)
 
 
-def bits(x: Tensor) -> Tensor:
-    """Integers with the same bits, because a NaN differs from itself."""
-    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-
-
-def by_torch(
-    logits: Tensor, targets: Tensor, scale: Tensor | None, vocab: int, terms: LossTerms = PLAIN
-) -> tuple[Tensor, Tensor]:
+def by_torch(logits: Tensor, targets: Tensor, scale: Tensor | None, vocab: int, terms: LossTerms):
     leaf = logits.detach().requires_grad_()
     valid, ignore, smoothing = leaf[:, :vocab], terms.ignore_index, terms.label_smoothing
     losses = F.cross_entropy(valid, targets, reduction="none", ignore_index=ignore, label_smoothing=smoothing)
@@ -77,9 +67,7 @@ def by_torch(
     return losses.detach(), gradient
 
 
-def draw(
-    seed: int, tokens: int, vocab: int, padding: int, dtype: torch.dtype, device: str = "cpu", ignore: int = -100
-) -> tuple[Tensor, Tensor, Tensor]:
+def draw(seed: int, tokens: int, vocab: int, padding: int, dtype, device="cpu", ignore=-100) -> tuple[Tensor, ...]:
     """Logits, targets of which every third is ignored, and a scale; padding would dominate if it were counted."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(tokens, vocab + padding, generator=generator, dtype=torch.float64) * 3
@@ -90,7 +78,7 @@ def draw(
     return logits.to(device, dtype), targets.to(device), scale.to(device)
 
 
-def check(kernels: Any, case: tuple[Tensor, Tensor, Tensor | None], per_slice: int, vocab: int, terms, **how) -> None:
+def check(kernels, case: tuple[Tensor, ...], per_slice: int, vocab: int, terms: LossTerms, **how) -> None:
     """Compare losses and gradients with float64. The baseline is torch in float32, rounded once."""
     logits, targets, scale = case
     losses, gradient = in_slices(kernels, logits, targets, scale, per_slice, vocab, terms, **how)
@@ -113,15 +101,16 @@ def test_slices_equal_the_whole(tokens, vocab, padding, per_slice, seed, terms, 
     ignore = min(terms.ignore_index, vocab - 1)
     terms = terms._replace(ignore_index=ignore)
     logits, targets, scale = draw(seed, tokens, vocab, padding, torch.float64, ignore=ignore)
-    losses, gradient = in_slices(reference, logits, targets, scale, per_slice, vocab, terms, rebuild=rebuild)
-    expected_losses, expected_gradient = by_torch(logits, targets, scale, vocab, terms)
+    results = in_slices(reference, logits, targets, scale, per_slice, vocab, terms, rebuild=rebuild)
+    oracles = by_torch(logits, targets, scale, vocab, terms)
     # a loss is a difference of numbers as large as logits, and its gradient of numbers as large as the scale
-    assert_same([losses, logits[:, :vocab]], [expected_losses, logits[:, :vocab]])
-    assert_same([gradient, scale], [expected_gradient, scale])
-    assert torch.equal(gradient[:, vocab:], torch.zeros(tokens, padding, dtype=torch.float64))
+    for x, oracle, like in zip(results, oracles, (logits[:, :vocab], scale), strict=True):
+        assert_same([x, like], [oracle, like])
+    assert not bool(results[1][:, vocab:].any())
 
 
-def huge_logits(kernels: Any, dtype: torch.dtype, device: str) -> None:
+@everywhere("cross_entropy", NARROW)
+def test_huge_logits(kernels: Any, dtype: torch.dtype, device: str) -> None:
     """Near the largest numbers, alone or all of them equal: only differences count."""
     largest = 6e4 if dtype == torch.float16 else 3e38
     logits, _, scale = draw(0, 5, 9, 0, dtype, device)
@@ -157,8 +146,9 @@ def infinite_logits(kernels: Any, device: str = "cpu") -> None:
     assert losses.tolist() == [0] and not bool(gradient.any())
 
 
+@everywhere("cross_entropy")
 @poisoned_memory()
-def empty(kernels: Any, device: str) -> None:
+def test_slices_without_entries(kernels: Any, device: str) -> None:
     """A slice without entries takes no part, whether it has columns of padding or none. No tokens are no error."""
     targets = torch.tensor([0, 1, 2], device=device)
     for terms in TERMS[:2]:
@@ -191,17 +181,14 @@ def outside(kernels: Any, device: str = "cpu") -> None:
             assert_kernel_close(x, oracle, baseline, f"kept rows, {terms}")
 
 
-def kernel() -> Any:
-    return import_module("tpformer.kernels.cross_entropy.kernel")
-
-
 # (vocabulary, padding, columns of a slice): one entry, odd ones, whole 16-byte vectors and several blocks; slices have
 # some padding, much, or nothing else
 WIDTHS = ((1, 0, 1), (3, 2, 2), (17, 0, 17), (64, 0, 64), (60, 4, 64), (33, 31, 16), (1000, 24, 1024), (1001, 0, 501))
 GPU_WIDTHS = ((50257, 47, 25152), (50257, 0, 50257), (128256, 0, 128256), (128256, 0, 16032))
 
 
-def widths_and_terms(kernels: Any, dtype: torch.dtype, device: str) -> None:
+@everywhere("cross_entropy", NARROW)
+def test_widths_and_terms(kernels: Any, dtype: torch.dtype, device: str) -> None:
     """All terms at every width; in the interpreter, which is slow, one of them at each."""
     turn = None if kernels is reference or device == "cuda" else int(dtype == torch.float16)
     for seed, (vocab, padding, per_slice) in enumerate(WIDTHS):
@@ -216,50 +203,43 @@ def widths_and_terms(kernels: Any, dtype: torch.dtype, device: str) -> None:
         check(kernels, case, per_slice, vocab, terms, in_place=terms is PLAIN)
 
 
+def in_one(kernels, x: Tensor, targets: Tensor, scale: Tensor | None, terms: LossTerms, **memory: bool) -> list[Tensor]:
+    """Statistics, normalisers, losses and dlogits, of one slice that is the whole vocabulary."""
+    vocab = VocabSlice(0, x.shape[1], x.shape[1])
+    statistics, _ = kernels.slice_statistics(x, targets, vocab, terms)
+    normalisers, losses = kernels.combine_statistics(statistics[None], targets, vocab, terms)
+    gradient = kernels.slice_gradient(x, normalisers, targets, scale, vocab, terms, **memory)
+    return [statistics, normalisers, losses, gradient]
+
+
+@everywhere("cross_entropy", OF_KERNEL)
 @poisoned_memory()
-def memory_and_repeats(kernels: Any, device: str) -> None:
+def test_memory_and_repeats(kernels: Any, device: str) -> None:
     """Strides and repeats change no bit; an ignored row is not read; in place, the gradient takes the logits'
     memory."""
-    vocab, terms = VocabSlice(0, 600, 600), TERMS[3]
-    logits, targets, scale = draw(3, 3, 600, 0, torch.float32, device, terms.ignore_index)
-    results = []
-    for x in (logits, columnwise(logits), logits):
-        statistics, _ = kernels.slice_statistics(x, targets, vocab, terms)
-        normalisers, losses = kernels.combine_statistics(statistics[None], targets, vocab, terms)
-        given = (normalisers, targets, scale.float(), vocab, terms)
-        results.append((statistics, losses, kernels.slice_gradient(x, *given)))
-    for other in results[1:]:
-        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+    logits, targets, scale = draw(3, 3, 600, 0, torch.float32, device, TERMS[3].ignore_index)
+    given = targets, scale.float(), TERMS[3]
+    results = in_one(kernels, logits, *given)
+    for x in (columnwise(logits), logits):
+        assert_identical(in_one(kernels, x, *given), results)
     # an upstream gradient of ones may be one number without strides, or None
-    ones = (torch.ones((), device=device).expand(3), None)
-    one, other = (kernels.slice_gradient(logits, normalisers, targets, scale, vocab, terms) for scale in ones)
-    assert torch.equal(one, other)
+    ones = in_one(kernels, logits, targets, torch.ones((), device=device).expand(3), TERMS[3])
+    assert_identical(in_one(kernels, logits, targets, None, TERMS[3]), ones)
     logits[2] = NAN  # ignored, so the gradient does not read it
-    gradient = kernels.slice_gradient(logits, *given, in_place=True)
-    assert gradient.data_ptr() == logits.data_ptr() and torch.equal(gradient, results[0][2])
+    gradient = kernels.slice_gradient(logits, results[1], *given[:2], VocabSlice(0, 600, 600), TERMS[3], in_place=True)
+    assert gradient.data_ptr() == logits.data_ptr() and torch.equal(gradient, results[3])
 
 
-NARROW = FLOATS | {"reference": (torch.float32, torch.bfloat16, torch.float16)}
-test_widths_and_terms = everywhere("cross_entropy", widths_and_terms, NARROW)
-test_huge_logits = everywhere("cross_entropy", huge_logits, NARROW)
-test_infinite_logits = everywhere("cross_entropy", infinite_logits)
-test_slices_without_entries = everywhere("cross_entropy", empty)
-test_targets_outside = everywhere("cross_entropy", outside)
-test_memory_and_repeats = everywhere("cross_entropy", memory_and_repeats, OF_KERNEL)
+test_infinite_logits = everywhere("cross_entropy")(infinite_logits)
+test_targets_outside = everywhere("cross_entropy")(outside)
 
 
 @pytest.mark.gpu
 def test_offsets_beyond_32_bits_on_gpu() -> None:
-    tokens, vocab = 2**31 // 50304 + 9, VocabSlice(0, 50304, 50304)
+    tokens = 2**31 // 50304 + 9
     logits = torch.zeros(tokens, 50304, dtype=torch.bfloat16, device="cuda")
     targets = torch.arange(tokens, device="cuda")
     logits[-1] = torch.randn(50304, generator=torch.Generator().manual_seed(0))
-
-    def run(x: Tensor, targets: Tensor, **memory: bool) -> tuple[Tensor, Tensor]:
-        statistics, _ = kernel().slice_statistics(x, targets, vocab, TERMS[1])
-        normalisers, losses = kernel().combine_statistics(statistics[None], targets, vocab, TERMS[1])
-        return losses, kernel().slice_gradient(x, normalisers, targets, None, vocab, TERMS[1], **memory)
-
-    alone = run(logits[-1:].clone(), targets[-1:])
-    losses, gradient = run(logits, targets, in_place=True)
-    assert torch.equal(losses[-1:], alone[0]) and torch.equal(gradient[-1:], alone[1])
+    alone = in_one(kernel(), logits[-1:].clone(), targets[-1:], None, TERMS[1])[2:]
+    whole = in_one(kernel(), logits, targets, None, TERMS[1], in_place=True)[2:]
+    assert_identical([x[-1:] for x in whole], alone)

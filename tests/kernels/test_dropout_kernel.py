@@ -3,14 +3,15 @@
 
 import itertools
 import math
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 
 import torch
 from row_checks import (
-    BEYOND_32_BITS,
+    FAR,
     FLOATS,
-    HIGH_KEY,
+    KEYS,
     OF_KERNEL,
     check_finished,
     check_layouts,
@@ -23,12 +24,10 @@ from testing import assert_kernel_close, poisoned_memory
 from torch import Tensor
 
 from tpformer.kernels.dropout import reference
-from tpformer.kernels.finish import NOTHING, Dropout, Finish
+from tpformer.kernels.finish import NOTHING, Finish
 from tpformer.kernels.philox.reference import random_words
 
-
-def kernel() -> ModuleType:
-    return import_module("tpformer.kernels.dropout.kernel")
+kernel = partial(import_module, "tpformer.kernels.dropout.kernel")
 
 
 def check_finish(module, rows: int, n: int, dtype: torch.dtype, device: str = "cpu") -> None:
@@ -44,29 +43,20 @@ def check_finish(module, rows: int, n: int, dtype: torch.dtype, device: str = "c
         if module is reference and x.element_size() >= 4:  # wide rows are finished in place
             assert z.data_ptr() == given.data_ptr(), name
         check_finished(z, x, finish, f"z {name}")
-        if parts[2] is None:
-            check_finish_backward(module, dz, parts[1], parts[0] is not None, name)
+        with poisoned_memory():
+            dx, dbias = module.finish_backward(dz, finish.dropout, finish.bias is not None)
+        assert dx is dz if finish.dropout is None else torch.equal(dx, dropped(dz, *finish.dropout)), f"dx {name}"
+        if finish.bias is None:
+            assert dbias is None, name
+        else:  # the sum is of the stored values, after their rounding
+            wide = dx.to(torch.promote_types(dx.dtype, torch.float32))
+            assert_kernel_close(dbias, dx.double().sum(0), wide.sum(0).to(dx.dtype), f"dbias {name}")
 
 
-def check_finish_backward(module, dz: Tensor, dropout: Dropout | None, bias: bool, name: str) -> None:
-    with poisoned_memory():
-        dx, dbias = module.finish_backward(dz, dropout, bias)
-    if dropout is None:
-        assert dx is dz, name
-    else:
-        assert torch.equal(dx, dropped(dz, *dropout)), f"dx {name}"
-    assert (dbias is None) != bias, name
-    if bias:  # the sum is of the stored values, after their rounding
-        wide = dx.to(torch.promote_types(dx.dtype, torch.float32))
-        assert_kernel_close(dbias, dx.double().sum(0), wide.sum(0).to(dx.dtype), f"dbias {name}")
-
-
-SHAPES = ((1, 1), (5, 7), (3, 36))
-GPU_SHAPES = ((1, 1), (10000, 64), (8192, 4096), (17, 32768), (1000, 5120), (100, 5001))
-
-
-def finishes(module: ModuleType, dtype: torch.dtype, device: str) -> None:
-    for shape in GPU_SHAPES if device == "cuda" else SHAPES:
+@everywhere("dropout", FLOATS)
+def test_finishes(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+    shapes = ((10000, 64), (8192, 4096), (17, 32768), (1000, 5120), (100, 5001))
+    for shape in ((1, 1), *(shapes if device == "cuda" else ((5, 7), (3, 36)))):
         check_finish(module, *shape, dtype, device)
         given = *draw(1, dtype, device, shape), draw_dropout(*shape, 0.1, device), True
         (_, first), (_, second) = (module.finish_backward(*given) for _ in range(2))
@@ -77,7 +67,8 @@ def finishes(module: ModuleType, dtype: torch.dtype, device: str) -> None:
 PROBABILITIES = (1 - 2.0**-34, 1 - 1e-9, 0.9, 0.5, 0.1, 1e-9, 0.0)
 
 
-def drops_what_the_words_say(module: ModuleType, device: str) -> None:
+@everywhere("dropout")
+def test_drops_what_the_words_say(module: ModuleType, device: str) -> None:
     """Bit for bit by the definition on a CPU, even what is infinite. Widths are odd, whole blocks of four words, and
     wider than a tile."""
     rows, widths = (9, (5, 64, 1100, 4096, 5001)) if device == "cuda" else (3, (5, 8, 36, 1100))
@@ -86,29 +77,31 @@ def drops_what_the_words_say(module: ModuleType, device: str) -> None:
         with poisoned_memory():
             return module.dropout_apply(x.to(device), start.to(device), key, p).cpu()
 
-    keys = itertools.cycle((0, 1, HIGH_KEY, 2**64 - 1))
+    keys = itertools.cycle(KEYS)
     for n, p in itertools.product(widths, PROBABILITIES):
         # in any order, and at a whole block or not
-        start = BEYOND_32_BITS + (3 if n % 4 else 0) + torch.arange(rows).flip(0) * n * 2**20
+        start = FAR + (3 if n % 4 else 0) + torch.arange(rows).flip(0) * n * 2**20
         given = start, next(keys), p
         (x,) = draw(n, torch.float32, "cpu", (rows, n))
         expected = dropped(x, *given)
         x[expected == 0] = math.inf
         assert torch.equal(applied(x, *given), expected), (n, *given)
     zero = torch.zeros(1, dtype=torch.int64)
-    words = random_words(HIGH_KEY, zero, 5)
+    words = random_words(KEYS[-1], zero, 5)
     for limit in words[0].tolist():  # a word that equals the threshold is kept
-        assert torch.equal(applied(torch.ones(1, 5), zero, HIGH_KEY, limit / 2**32) != 0, words >= limit), limit
+        assert torch.equal(applied(torch.ones(1, 5), zero, KEYS[-1], limit / 2**32) != 0, words >= limit), limit
 
 
-def takes_any_layout(module: ModuleType, device: str) -> None:
+@everywhere("dropout")
+def test_takes_any_layout(module: ModuleType, device: str) -> None:
     """Also rows wider than a tile, and narrow numbers."""
     for dtype, n in ((torch.float32, 1100), (torch.float16, 5)):
         (x,) = draw(0, dtype, device, (3, n))
-        check_layouts(lambda x: module.dropout_apply(x, torch.arange(len(x), device=device) * 1100, HIGH_KEY, 0.3), x)
+        check_layouts(lambda x: module.dropout_apply(x, torch.arange(len(x), device=device) * 1100, KEYS[-1], 0.3), x)
 
 
-def sums_over_all_programs(module: ModuleType, device: str) -> None:
+@everywhere("dropout", OF_KERNEL)
+def test_sums_over_all_programs(module: ModuleType, device: str) -> None:
     """Small integers sum exactly, however programs share the rows; no rows sum to zero."""
     for rows, n in ((600, 5), (20, 300)):
         dz = torch.randint(-2, 3, (rows, n), device=device).float()
@@ -125,9 +118,3 @@ def sums_over_all_programs(module: ModuleType, device: str) -> None:
         dx, dbias = module.finish_backward(dz[:0], draw_dropout(0, 300, 0.5, device), True)
         z = module.finish_forward(dz[:0], Finish(bias=torch.ones(300, device=device)))
     assert dx.shape == z.shape == (0, 300) and torch.equal(dbias, torch.zeros(300, device=device))
-
-
-test_finishes = everywhere("dropout", finishes, FLOATS)
-test_drops_what_the_words_say = everywhere("dropout", drops_what_the_words_say)
-test_takes_any_layout = everywhere("dropout", takes_any_layout)
-test_sums_over_all_programs = everywhere("dropout", sums_over_all_programs, OF_KERNEL)

@@ -6,27 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
 import gemms
 from channels import virtual_channel
 
+from tpformer.kernels import configurations
 from tpformer.kernels.all_gather_grouped_matmul.kernel import all_gather_grouped_matmul
 from tpformer.kernels.all_gather_matmul import plan
 from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul, await_gathered
 from tpformer.kernels.all_gather_matmul.plan import Push, Work
-from tpformer.kernels.configurations import (
-    BUSY,
-    TILES,
-    WAVES,
-    narrow_tile_names,
-    select_grouped_tile,
-    select_local_tile,
-    select_tile,
-    tile_names,
-)
+from tpformer.kernels.configurations import TILES, WAVES, select_grouped_tile, select_local_tile, select_tile
 from tpformer.kernels.cost import MACHINES, RELEASE_SECONDS
 from tpformer.kernels.finish import Finish, Norm
 from tpformer.kernels.launch import resident_programs
@@ -48,8 +39,8 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 def test_tiles_are_few_and_used(h100) -> None:
     assert len(TILES) <= 24
     kinds = [(capability, size) for capability in (80, 90, 100) for size in (2, 4)]
-    used = {name for kind in kinds for name in tile_names(*kind)}
-    narrow = {name for kind in kinds for name in narrow_tile_names(*kind)}  # for few rows
+    used = {name for kind in kinds for name in configurations.tile_names(*kind)}
+    narrow = {name for kind in kinds for name in configurations.narrow_tile_names(*kind)}  # for few rows
     assert used | narrow | {"interpreted"} == set(TILES) and used == set(WAVES)
     for name in used:
         assert len(WAVES[name]) * 132 <= resident_programs(h100, TILES[name])
@@ -93,45 +84,37 @@ def test_tiles_that_are_picked_for_an_h100(h100, select, arguments, options, exp
     assert select(h100, torch.float32, *arguments, **options) == TILES["exact"]
     rows, columns, *_ = arguments
     if select is select_all_reduce_tile and rows * columns <= 1 << 17 and columns >= 4096:
-        assert math.ceil(columns / TILES[expected].n) >= BUSY * 132
+        assert math.ceil(columns / TILES[expected].n) >= configurations.BUSY * 132
 
 
-@pytest.mark.parametrize(
-    "rows, n, world, expected",
-    [
-        (512, 8192, 8, 128),  # 128 tiles: one for each program
-        (128, 8192, 8, 32),  # 32 tiles, of which each is added by four programs
-        (256, 8192, 8, 64),
-        (2048, 8192, 2, 128),
-        (128, 4096, 8, 16),  # 16 tiles. With bands of 8 rows a program would wait for two of them
-        (8, 8192, 8, 128),  # 8 rows are one piece
-    ],
-)
-def test_the_program_with_the_most_bands_has_the_least_to_do(rows, n, world, expected) -> None:
+@pytest.mark.parametrize("expected, rows, n, world", [
+    (128, 512, 8192, 8),  # 128 tiles: one for each program
+    (32, 128, 8192, 8),  # 32 tiles, of which each is added by four programs
+    (64, 256, 8192, 8),
+    (128, 2048, 8192, 2),
+    (16, 128, 4096, 8),  # 16 tiles. With bands of 8 rows a program would wait for two of them
+    (128, 8, 8192, 8),  # 8 rows are one piece
+])  # fmt: skip
+def test_the_program_with_the_most_bands_has_the_least_to_do(expected, rows, n, world) -> None:
     assert band_rows(rows, n, world, TILES["large"], 2, 132) == expected
 
 
-@pytest.mark.parametrize(
-    "tiles, programs, multiplying, expected",
-    [
-        (128, 132, 40e-6, (32, 119, 13)),  # 8 turns, the last one of 100; 924 tiles have 115 places
-        (128, 132, 10e-6, (132, 119, 13)),  # a tile is too short for 4 units
-        (132, 132, 1.0, (132, 115, 17)),  # whole turns
-        (16, 128, 1.0, (128, 112, 16)),  # one turn: every unit is late
-        (16, 16, 1.0, (16, 14, 2)),
-        (1, 1, 1.0, (1, 1, 1)),
-    ],
-)
-def test_programs_without_a_last_tile_add(tiles, programs, multiplying, expected) -> None:
+@pytest.mark.parametrize("expected, tiles, programs, multiplying", [
+    ((32, 119, 13), 128, 132, 40e-6),  # 8 turns, the last one of 100; 924 tiles have 115 places
+    ((132, 119, 13), 128, 132, 10e-6),  # a tile is too short for 4 units
+    ((132, 115, 17), 132, 132, 1.0),  # whole turns
+    ((128, 112, 16), 16, 128, 1.0),  # one turn: every unit is late
+    ((16, 14, 2), 16, 16, 1.0),
+    ((1, 1, 1), 1, 1, 1.0),
+])  # fmt: skip
+def test_programs_without_a_last_tile_add(expected, tiles, programs, multiplying) -> None:
     assert share_sums(tiles, 8, 1, programs, 11e-6, multiplying) == expected
 
 
-@pytest.mark.parametrize(
-    "rows, n, one_shot, tile_rows",
-    [(16, 8192, True, 16), (64, 16384, True, 64), (65, 8192, False, 9), (65, 1024, True, 65)],  # 64: a tile's rows
-)
-def test_small_sums_take_one_shot(rows, n, one_shot, tile_rows) -> None:
-    assert plan_all_reduce(rows, n, 8, torch.bfloat16, None, gemms.TILE)[:2] == (one_shot, tile_rows)
+def test_small_sums_take_one_shot() -> None:
+    # 64 rows are a tile's; without one shot a rank adds an eighth of them
+    for rows, n, *found in ((16, 8192, True, 16), (64, 16384, True, 64), (65, 8192, False, 9), (65, 1024, True, 65)):
+        assert [*plan_all_reduce(rows, n, 8, torch.bfloat16, None, gemms.TILE)[:2]] == found
 
 
 H200, _, A100, B200 = MACHINES
@@ -189,32 +172,30 @@ def test_a_launch_has_all_resident_programs_if_there_are_tiles(monkeypatch):
 def test_copies_hide_more_under_another_kernel_from_some_size_on():
     """A push would come after that kernel, and a copy to a peer begins 6.4 us late, so a copy is faster once the push
     to a peer takes as long, from 2.4 MB on."""
-    assert not plan.copies_hide_more(2 * MIB, 8, H200)
-    assert plan.copies_hide_more(3 * MIB, 8, H200)
+    assert [plan.copies_hide_more(size * MIB, 8, H200) for size in (2, 3)] == [False, True]
 
 
-def too_small(operation: str, nbytes: int, flags: int, given: int) -> str:
-    needs = f"{operation} needs {nbytes} bytes per slot and {flags} flags per writer"
-    return f"{needs}, but the channel has 64 and {given}: size it by {operation}_space"
-
-
+TOO_SMALL = "{0} needs {1} per writer, but the channel has 64 and {2}: size it by {0}_space"
 NORMALISE = "finishes tiles, not whole rows: normalise its result instead"
 
 
-def refusals() -> None:
+@gemms.in_interpreter(1)
+def test_what_cannot_run_is_refused() -> None:
     """What the fused GEMMs cannot run they refuse before a launch, and say what is missing."""
     two, one, wide = virtual_channel(2, 64, 1), virtual_channel(1, 64, 8), virtual_channel(1, 1 << 14, 8)
     a, w, matrices = torch.zeros(8, 16), torch.zeros(40, 16), torch.zeros(6, 4, 16)
     integers = torch.zeros(4, 3, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
-    nothing = (a[:0], matrices, two, *integers)
     norm, tile = Finish(norm=Norm("rmsnorm", torch.ones(40), None, 1e-5)), {"tile": gemms.TILE}
+    shards = TOO_SMALL.format("all_gather_matmul", "512 bytes per slot and 1 flags", 1)
+    partials = TOO_SMALL.format("matmul_reduce_scatter", "3072 bytes per slot and 1 flags", 8)
+    sums = TOO_SMALL.format("matmul_all_reduce", "3072 bytes per slot and 3 flags", 8)
     for words, launch, arguments, options in (
-        (too_small("all_gather_matmul", 512, 1, 1), all_gather_matmul, (a, [w], two), tile),
-        (too_small("all_gather_matmul", 512, 1, 1), await_gathered, (two, a), {"push": True}),
-        (too_small("all_gather_matmul", 512, 1, 1), all_gather_grouped_matmul, (a, matrices, two, *integers), tile),
-        (r"takes no empty \(0, 16\) or \(6, 4, 16\)", all_gather_grouped_matmul, nothing, tile),
-        (too_small("matmul_reduce_scatter", 3072, 1, 8), matmul_reduce_scatter, ([a], [w], one), tile),
-        (too_small("matmul_all_reduce", 3072, 3, 8), matmul_all_reduce, ([a], [w], one), tile),
+        (shards, all_gather_matmul, (a, [w], two), tile),
+        (shards, await_gathered, (two, a), {"push": True}),
+        (shards, all_gather_grouped_matmul, (a, matrices, two, *integers), tile),
+        (r"no empty \(0, 16\) or \(6, 4, 16\)", all_gather_grouped_matmul, (a[:0], matrices, two, *integers), tile),
+        (partials, matmul_reduce_scatter, ([a], [w], one), tile),
+        (sums, matmul_all_reduce, ([a], [w], one), tile),
         (NORMALISE, matmul_reduce_scatter, ([a], [w], wide, norm), tile),
         (NORMALISE, matmul_all_reduce, ([a], [w], wide, norm), tile),
     ):
@@ -222,17 +203,12 @@ def refusals() -> None:
             launch(*arguments, **options)
 
 
-test_what_cannot_run_is_refused = gemms.in_interpreter(refusals, 1)
-
-
-def description(*values: object) -> tuple:
-    found: list = []
-    tensors: list[Tensor] = []
-    describe(values, found, tensors, [], [])
-    return tuple(found)
-
-
 def test_lists_that_share_out_the_same_tensors_in_another_way_have_plans_of_their_own() -> None:
+    def description(*values: object) -> list:
+        found: list = []
+        describe(values, found, [], [], [])
+        return found
+
     x, y, z = torch.zeros(3, 16).unbind()
     assert description([x, y], [z]) == description([y, z], [x])
     assert description([x, y], [z]) != description([x], [y, z])

@@ -20,11 +20,6 @@ from tpformer.kernels.protocol import bump
 TALL = Tile(64, 16, 16, 1, 1, False)  # in the interpreter 64 rows are added in two pieces from 2 ranks, in 8 from 8
 
 
-def many_bands() -> mock._patch:
-    """Within, tiles are divided into as many bands as there are programs to add them."""
-    return mock.patch.object(kernel, "PIECE_SECONDS", 1.0)
-
-
 def gemm(inputs: int, finished: bool, one_shot: bool | None, transposed: bool = False, **options) -> gemms.Gemm:
     """A shape's `rows` are all rows here, not those of a rank."""
     parts = gemms.FINISH if finished else ()
@@ -38,36 +33,15 @@ def gemm(inputs: int, finished: bool, one_shot: bool | None, transposed: bool = 
     return gemms.sum_of_products(launch, reference, inputs, parts, transposed, rows_of_all=False, same=frozenset(parts))
 
 
-def processes() -> None:
+@gemms.in_interpreter(*gemms.WORLDS)
+def test_on_processes() -> None:
     for one_shot in (True, False):
         gemms.run_on_processes(gemm(1, True, one_shot), sizes=gemms.SHAPES[:3])
         gemms.run_on_processes(gemm(2, False, one_shot, transposed=True), sizes=gemms.SHAPES[1:3])
     gemms.run_on_processes(gemm(1, False, False), gemms.TMA_TILE, torch.float16, gemms.SHAPES[2:3])
-    with many_bands():
+    with mock.patch.object(kernel, "PIECE_SECONDS", 1.0):  # tiles have as many bands as programs can add
         assert band_rows(60, 5, 2, TALL, 4, 2) == 32
         gemms.run_on_processes(gemm(1, True, False), TALL, sizes=((120, 5, 7), (150, 17, 7)))
-
-
-def bits(one_shot: bool) -> None:
-    """Sums of three numbers of any size have the same bits on all ranks only if all add in one order."""
-    channel = virtual_channel(3, 1 << 14, 64)
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randn(3 * 19, 24, generator=generator) * 10.0 ** torch.randint(-6, 6, (3 * 19, 1), generator=generator)
-    w = torch.randn(3 * 9, 24, generator=generator)
-    bump(channel)
-    first, *others = matmul_all_reduce([a], [w], channel, one_shot=one_shot, tile=gemms.TILE).chunk(3)
-    assert first.abs().max() > 1e4
-    for other in others:
-        assert torch.equal(first, other)
-
-
-def minus_zeros() -> None:
-    """A sum that rounds to -0.0 does on all ranks."""
-    channel = virtual_channel(2, 1 << 12, 16)
-    a, w = torch.full((2 * 8, 8), 1e-4, dtype=torch.half), torch.full((2 * 9, 8), -1e-5, dtype=torch.half)
-    bump(channel)
-    out = matmul_all_reduce([a], [w], channel, partial=torch.float32, one_shot=False, tile=gemms.TILE)
-    assert (out == 0).all() and out.signbit().all()
 
 
 def only_rows_that_exist(one_shot: bool) -> None:
@@ -88,18 +62,28 @@ def only_rows_that_exist(one_shot: bool) -> None:
             assert written[rank, 1, source, :, :rows].all() and not written[rank, 1, source, :, rows:].any()
 
 
-def virtual_ranks() -> None:
+@gemms.in_interpreter(1)
+def test_on_virtual_ranks_with_equal_bits() -> None:
     for one_shot in (True, False):
         sizes = gemms.SHAPES[1:2] if one_shot else gemms.SHAPES[2:3]
         gemms.run_on_virtual_ranks(gemm(2, True, one_shot), 3, gemms.TILE, torch.float32, sizes, repeat=3)
-        bits(one_shot)
+        # sums of three numbers of any size have the same bits on all ranks only if all add in one order
+        channel, generator = virtual_channel(3, 1 << 14, 64), torch.Generator().manual_seed(0)
+        a, w = (torch.randn(3 * rows, 24, generator=generator) for rows in (19, 9))
+        a *= 10.0 ** torch.randint(-6, 6, (3 * 19, 1), generator=generator)
+        bump(channel)
+        first, *others = matmul_all_reduce([a], [w], channel, one_shot=one_shot, tile=gemms.TILE).chunk(3)
+        assert first.abs().max() > 1e4 and all(torch.equal(first, other) for other in others)
         only_rows_that_exist(one_shot)
-    minus_zeros()
+    # a sum that rounds to -0.0 does on all ranks
+    channel = virtual_channel(2, 1 << 12, 16)
+    a, w = torch.full((2 * 8, 8), 1e-4, dtype=torch.half), torch.full((2 * 9, 8), -1e-5, dtype=torch.half)
+    bump(channel)
+    out = matmul_all_reduce([a], [w], channel, partial=torch.float32, one_shot=False, tile=gemms.TILE)
+    assert (out == 0).all() and out.signbit().all()
     gemms.run_on_virtual_ranks(gemm(1, False, False), 2, gemms.TMA_TILE, torch.float32, [(17, 36, 16)], repeat=2)
 
 
-test_on_processes = gemms.in_interpreter(processes, *gemms.WORLDS)
-test_on_virtual_ranks_with_equal_bits = gemms.in_interpreter(virtual_ranks, 1)
 test_virtual_ranks_on_gpu = gemms.on_gpu(
     *(gemm(1, True, one_shot) for one_shot in (True, False)),
     *(gemm(3, False, one_shot, transposed=True) for one_shot in (True, False)),

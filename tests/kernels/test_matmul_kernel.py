@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from gemms import in_interpreter
-from row_checks import draw
+from gemms import TILE, in_interpreter
+from row_checks import between_nans, draw
 from testing import assert_kernel_close
 
 pytest.importorskip("triton")
@@ -12,12 +12,8 @@ from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.configurations import TILES, tile_names
 from tpformer.kernels.launch import Tile
 from tpformer.kernels.matmul.kernel import matmul, matmul_derivative
-from tpformer.kernels.matmul.reference import (
-    matmul_derivative_reference,
-    matmul_reference,
-)
+from tpformer.kernels.matmul.reference import matmul_derivative_reference, matmul_reference
 
-TILE = Tile(16, 16, 16, 1, 1, False)
 SHAPES = ((1, 1, 1), (3, 1, 7), (17, 37, 19), (16, 32, 48), (3, 5, 600))  # (m, n, k); 600 is many tiles long
 
 
@@ -36,17 +32,12 @@ def close(actual, reference, *arguments, **options) -> None:
 
 def layouts(m: int, n: int, k: int, dtype: torch.dtype, device: str, tile: Tile) -> None:
     a, at, w, wt = draw(m, dtype, device, (m, k), (k, m), (n, k), (k, n))
-    close(matmul(a, [w], tile=tile)[0], matmul_reference, a, w)
-    close(matmul(a, [wt], b_transposed=True, tile=tile)[0], matmul_reference, a, wt, b_transposed=True)
-    close(
-        matmul(at, [wt], a_transposed=True, b_transposed=True, tile=tile)[0],
-        matmul_reference, at, wt, a_transposed=True, b_transposed=True,
-    )  # fmt: skip
+    for left, right, *transposed in ((a, w, False, False), (a, wt, False, True), (at, wt, True, True)):
+        options = dict(zip(("a_transposed", "b_transposed"), transposed, strict=True))
+        close(matmul(left, [right], tile=tile, **options)[0], matmul_reference, left, right, **options)
 
 
-def epilogues(
-    m: int, n: int, k: int, dtype: torch.dtype, device: str, tile: Tile, activations=(None, *ACTIVATIONS)
-) -> None:
+def epilogues(m: int, n: int, k: int, dtype, device: str, tile: Tile, activations=(None, *ACTIVATIONS)) -> None:
     widths = (n, n + 5, max(1, n // 2))
     a, x, gate, wt, *rest = draw(m + 1, dtype, device, (m, k), (m, n), (m, n), (k, n), *[(w, k) for w in widths])
     biases = draw(m + 2, dtype, device, *[(w,) for w in widths])
@@ -60,7 +51,8 @@ def epilogues(
                 close(actual, matmul_derivative_reference, a, wt, x, activation, given)
 
 
-def all_cases() -> None:
+@in_interpreter(1)
+def test_kernels_match_references() -> None:
     """Every layout in every shape, and every activation in one of them."""
     for shape, activation in zip(SHAPES, (None, *ACTIVATIONS), strict=True):
         layouts(*shape, torch.float32, "cpu", TILE)
@@ -69,20 +61,12 @@ def all_cases() -> None:
     epilogues(16, 24, 8, torch.float16, "cpu", TILE._replace(tma=True), [None, "silu"])
 
 
-test_kernels_match_references = in_interpreter(all_cases, 1)
-
-
-def exact_and_strided() -> None:
+@in_interpreter(1)
+def test_zeros_and_ones_are_exact_in_strided_operands() -> None:
     """Sums of zeros and ones are exact. Operands are columns of larger matrices, whose other columns are NaN."""
-    wide = torch.full((19, 40), float("nan"))
-    a, w = wide[:, 3:20], torch.full((23, 30), float("nan"))[:, :17]
-    a.copy_(torch.randint(0, 2, (19, 17)))
-    w.copy_(torch.randint(0, 2, (23, 17)))
+    a, w = (between_nans(torch.randint(0, 2, (rows, 17)).float(), margin) for rows, margin in ((19, 3), (23, 8)))
     for tma in (False, True):
         assert torch.equal(matmul(a, [w], tile=TILE._replace(tma=tma))[0], a @ w.t())
-
-
-test_zeros_and_ones_are_exact_in_strided_operands = in_interpreter(exact_and_strided, 1)
 
 
 def shipped_tile(name: str, dtype: torch.dtype) -> Tile:

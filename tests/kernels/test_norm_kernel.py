@@ -1,83 +1,32 @@
 """The reference and the kernel of LayerNorm and RMSNorm equal float64 autograd of their formulas, gradients too."""
 
 import itertools
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 
-import pytest
 import torch
 from row_checks import (
-    EPS,
     FLOATS,
+    LAYOUTS,
     OF_KERNEL,
-    ONCE,
-    at,
-    between_nans,
-    by_autograd,
-    check_finished,
+    check_finish_norm,
     check_norm,
-    check_normalised,
-    columnwise,
     draw,
     draw_dropout,
     draw_norm,
     everywhere,
-    formula,
 )
-from testing import assert_identical, assert_same, poisoned_memory
-from torch import Tensor
+from testing import assert_identical, poisoned_memory
 
 from tpformer.kernels.finish import Finish, Norm
 from tpformer.kernels.norm import reference
-from tpformer.kernels.norm.reference import norm_backward, norm_forward
 
+kernel = partial(import_module, "tpformer.kernels.norm.kernel")
 KINDS = ("layernorm", "rmsnorm")
 # (scale, offset). The variance cancels; eps dominates; squares come near float32's largest; rows are constant, twice.
 EXTREMES = [(1.0, 300.0), (1e-6, 0.0), (1e15, 0.0), (0.0, 5.0), (0.0, 0.0)]
 LOOPED = {"widest": 16}  # columns of a tile, with which the kernel loops over wider rows
-
-
-def kernel() -> ModuleType:
-    return import_module("tpformer.kernels.norm.kernel")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_narrow_rows(kind):
-    for columns in (1, 2):
-        x, dy = draw(0, torch.float64, "cpu", *[(3, columns)] * 2)
-        norm = draw_norm(0, columns, kind, torch.float64)
-        y, statistics = norm_forward(x, norm)
-        actual = [y, *(t for t in norm_backward(dy, x, statistics, norm) if t is not None)]
-        assert_same(actual, by_autograd(formula, x, norm, dy, None, torch.float64, torch.float64), f"{columns} columns")
-
-
-def test_rmsnorm_has_no_bias():
-    x, dy = draw(0, torch.float32, "cpu", *[(3, 5)] * 2)
-    norm = draw_norm(0, 5, "rmsnorm", torch.float32)
-    unused = norm._replace(bias=torch.full((5,), float("nan")))
-    y, statistics = norm_forward(x, unused)
-    assert torch.equal(y, norm_forward(x, norm)[0]) and norm_backward(dy, x, statistics, unused)[2] is None
-
-
-def finishes(rows: int, n: int, dtype: torch.dtype, norm: Norm, device: str = "cpu"):
-    """Every choice of bias, dropout and residual before the norm."""
-    bias, residual = draw(n, dtype, device, (n,), (rows, n))
-    dropout = draw_dropout(rows, n, 0.4, device)
-    for parts in itertools.product((None, bias), (None, dropout), (None, residual)):
-        yield Finish(*parts, norm)
-
-
-def check_finish_norm(module, x: Tensor, finish: Finish, dy: Tensor, dz: Tensor, **options) -> None:
-    """Check that z follows from x, and that all of the norm follows from z as it is stored."""
-    given = x.clone()  # x may be overwritten
-    with poisoned_memory():
-        z, y, statistics = module.finish_norm_forward(given, finish, **options)
-    name = f"z {tuple(x.shape)} {x.dtype} {options} {[part is not None for part in finish]}"
-    assert (z is given) or any(part is not None for part in finish[:3]), name
-    check_finished(z, x, finish, name)
-    if x.device.type == "cpu":  # y follows from z as it is stored, to the bit
-        assert torch.equal(y, module.norm_forward(z, finish.norm, **options)[0]), name
-    check_normalised(module, z, y, statistics, finish.norm, dy, dz, **options)
 
 
 def ways(module: ModuleType, device: str) -> tuple[dict[str, int], ...]:
@@ -85,7 +34,7 @@ def ways(module: ModuleType, device: str) -> tuple[dict[str, int], ...]:
     return ({},) if module is reference or device == "cuda" else ({}, LOOPED)
 
 
-# widths start at 3, because dx of narrower rows is little but the rounding error of a cancellation (test_narrow_rows)
+# widths start at 3, because dx of narrower rows is little but the rounding error of a cancellation
 SHAPES = [(1, 3), (5, 7), (1, 33), (5, 33), (3, 64)]
 # Tiles have many rows, or one or two. Some widths are no power of two; one is the widest that stays in registers, some
 # are wider; 5001 has no vector loads.
@@ -93,7 +42,8 @@ GPU_SHAPES = [(3, 5), (10000, 64), (8192, 4096), (1000, 5120), (300, 8192), (200
               (100, 5001)]  # fmt: skip
 
 
-def equals_float64_autograd(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+@everywhere("norm", FLOATS)
+def test_equals_float64_autograd(module: ModuleType, dtype: torch.dtype, device: str) -> None:
     """Of one row without a bias and a residual's gradient, of several with them. On a GPU repeats change no bit."""
     for (rows, n), kind in itertools.product(GPU_SHAPES if device == "cuda" else SHAPES, KINDS):
         x, dy, dresidual = draw(n, dtype, device, *[(rows, n)] * 3)
@@ -108,25 +58,26 @@ def equals_float64_autograd(module: ModuleType, dtype: torch.dtype, device: str)
             assert_identical(first, second)
 
 
-def finishes_and_normalises(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+@everywhere("norm", FLOATS)
+def test_finishes_and_normalises(module: ModuleType, dtype: torch.dtype, device: str) -> None:
     """Every choice of what comes before the norm; on a GPU, whose rows are many, all of it together."""
     for kind, shape in (("layernorm", (3, 33)), ("rmsnorm", (3, 20))):
         options = ways(module, device)[-1] if (kind, dtype) == ("layernorm", torch.float16) else {}
         for rows, n in GPU_SHAPES if device == "cuda" else [shape]:
-            x, dy, dz = draw(n, dtype, device, *[(rows, n)] * 3)
-            choices = list(finishes(rows, n, dtype, draw_norm(n, n, kind, dtype, device), device))
-            for finish in choices[-1:] if device == "cuda" else choices:
-                check_finish_norm(module, x, finish, dy, dz, **options)
+            x, dy, dz, residual, bias = draw(n, dtype, device, *[(rows, n)] * 4, (n,))
+            norm, dropout = draw_norm(n, n, kind, dtype, device), draw_dropout(rows, n, 0.4, device)
+            choices = list(itertools.product((None, bias), (None, dropout), (None, residual)))
+            for parts in choices[-1:] if device == "cuda" else choices:
+                check_finish_norm(module, x, Finish(*parts, norm), dy, dz, **options)
 
 
-def without_weight(module: ModuleType, device: str) -> None:
+@everywhere("norm")
+def test_without_weight(module: ModuleType, device: str) -> None:
     """Without weight and eps the bits are those with a weight of ones and float32's epsilon, without a dweight."""
-    cases = itertools.product(((3, 7), (3, 33), (0, 7)), KINDS, ways(module, device))
-    for (rows, n), kind, options in cases:
-        x, dy = draw(n, torch.float32, device, *[(rows, n)] * 2)
-        ones = torch.ones(n, device=device)
-        bare, given = Norm(kind, None, None, None), Norm(kind, ones, None, torch.finfo(torch.float32).eps)
-        bare = bare if kind == "rmsnorm" else bare._replace(eps=given.eps)
+    for (rows, n), kind, options in itertools.product(((3, 7), (3, 33), (0, 7)), KINDS, ways(module, device)):
+        (x, dy), eps = draw(n, torch.float32, device, *[(rows, n)] * 2), torch.finfo(torch.float32).eps
+        bare = Norm(kind, None, None, None if kind == "rmsnorm" else eps)
+        given = bare._replace(weight=torch.ones(n, device=device), eps=eps)
         with poisoned_memory():
             (y, statistics), (expected, _) = (module.norm_forward(x, norm, **options) for norm in (bare, given))
             dx, *parameters = module.norm_backward(dy, x, statistics, bare, **options)
@@ -134,7 +85,8 @@ def without_weight(module: ModuleType, device: str) -> None:
         assert torch.equal(y, expected) and torch.equal(dx, expected_dx) and parameters == [None, None]
 
 
-def takes_extreme_values(module: ModuleType, device: str) -> None:
+@everywhere("norm")
+def test_takes_extreme_values(module: ModuleType, device: str) -> None:
     rows, widths = (200, (33, 4096, 32768)) if device == "cuda" else (4, (33,))
     for kind, n, options in itertools.product(KINDS, widths, ways(module, device)):
         x, dy = draw(0, torch.float32, device, *[(rows, n)] * 2)
@@ -144,12 +96,13 @@ def takes_extreme_values(module: ModuleType, device: str) -> None:
         check_norm(module, x * 1e4, draw_norm(0, n, kind, torch.float16, device), dy, **options)
 
 
-def takes_any_layout(module: ModuleType, device: str) -> None:
+@everywhere("norm")
+def test_takes_any_layout(module: ModuleType, device: str) -> None:
     """Of the reference within rounding, as torch's sums depend on strides."""
     for kind, options in (("layernorm", {}), ("rmsnorm", ways(module, device)[-1])):
         x, dy = draw(0, torch.float16, device, *[(5, 33)] * 2)
         norm = draw_norm(0, 33, kind, torch.float16, device)
-        for layout in (between_nans, columnwise):
+        for layout in LAYOUTS:
             check_norm(module, layout(x), norm, layout(dy), layout(x), **options)
         with poisoned_memory():
             y, statistics = module.norm_forward(x[:0], norm, **options)
@@ -158,18 +111,19 @@ def takes_any_layout(module: ModuleType, device: str) -> None:
         assert all(torch.equal(p, torch.zeros_like(p)) for p in parameters if p is not None)
 
 
-def one_column_is_the_bias(module: ModuleType, device: str) -> None:
+@everywhere("norm", {"interpreter": (None,)})
+def test_one_column_is_the_bias(module: ModuleType, device: str) -> None:
     """layernorm of one column gives the bias, and passes on the residual's gradient, exactly."""
     x, dy, dresidual = draw(3, torch.float32, device, *[(4, 1)] * 3)
     dy = (8 * dy).round()  # integers sum exactly
     norm = draw_norm(3, 1, "layernorm", torch.float32, device)
     y, statistics = module.norm_forward(x, norm)
     dx, dweight, dbias = module.norm_backward(dy, x, statistics, norm, dresidual)
-    assert torch.equal(y, norm.bias.expand(4, 1)) and torch.equal(dx, dresidual)
-    assert torch.equal(dweight, torch.zeros_like(dweight)) and torch.equal(dbias, dy.sum(0))
+    assert_identical([y, dx, dweight, dbias], [norm.bias.expand(4, 1), dresidual, torch.zeros_like(dweight), dy.sum(0)])
 
 
-def sums_over_all_programs(module: ModuleType, device: str) -> None:
+@everywhere("norm", OF_KERNEL)
+def test_sums_over_all_programs(module: ModuleType, device: str) -> None:
     """Small integers sum exactly, however programs share the rows."""
     from tpformer.kernels.rows import sum_partials
 
@@ -180,17 +134,8 @@ def sums_over_all_programs(module: ModuleType, device: str) -> None:
         rows = 300 if n == 8 else 20  # more than a tile has: 128 rows of 8 columns, or 8 rows that are looped over
         x, dy = torch.randint(-2, 3, (2, rows, n), device=device).float()
         statistics = (torch.ones(rows, 1, device=device), torch.full((rows, 1), 2.0, device=device))
-        norm = Norm("layernorm", *torch.ones(2, n, device=device), EPS)
+        norm = Norm("layernorm", *torch.ones(2, n, device=device), 1e-5)
         for programs in (1, 2, 100):
             with poisoned_memory():
                 _, dweight, dbias = module.norm_backward(dy, x, statistics, norm, programs=programs, **options)
             assert torch.equal(dweight, (dy * (x - 1) * 2).sum(0)) and torch.equal(dbias, dy.sum(0)), (n, programs)
-
-
-test_equals_float64_autograd = everywhere("norm", equals_float64_autograd, FLOATS)
-test_finishes_and_normalises = everywhere("norm", finishes_and_normalises, FLOATS)
-test_without_weight = everywhere("norm", without_weight)
-test_takes_extreme_values = everywhere("norm", takes_extreme_values)
-test_takes_any_layout = everywhere("norm", takes_any_layout)
-test_one_column_is_the_bias = everywhere("norm", one_column_is_the_bias, at(ONCE, "interpreter"))
-test_sums_over_all_programs = everywhere("norm", sums_over_all_programs, OF_KERNEL)

@@ -3,19 +3,19 @@
 Norms on a GPU do not: they are as accurate as norms of plain rows.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-from pool import WorkerPool
+from gemms import in_interpreter
 from row_checks import draw, draw_norm
 from testing import assert_identical, assert_kernel_close, poisoned_memory
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 pytest.importorskip("triton")
 
 from tpformer.kernels.activation import kernel as activations
-from tpformer.kernels.finish import Norm
 from tpformer.kernels.matmul.kernel import matmul_derivative
 from tpformer.kernels.norm import kernel as norms
 from tpformer.kernels.norm import reference as norm_reference
@@ -62,12 +62,22 @@ def mixes() -> dict[str, Tensor]:
     }
 
 
+def bits(results):
+    """Nested results, of which each tensor is one of integers."""
+    if isinstance(results, Tensor):
+        return results.contiguous().view(torch.int16)
+    return None if results is None else [bits(each) for each in results]
+
+
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and torch.equal(x.contiguous().view(torch.int16), y.contiguous().view(torch.int16))
+    return torch.equal(bits(x), bits(y))
 
 
 def test_reference_round_trips() -> None:
     """The values come back, or the counts say that they cannot; a tensor that overflowed has a NaN."""
+    # 12 bits for each value, 8 for each block, 16 for each slot: 12.078125 bits for each value
+    assert 8 * RECORD == 12 * GROUP + 8 * GROUP // BLOCK + 16 * SLOTS == 12.078125 * GROUP
+    assert pack_cost(2 * GROUP + 1) == (0, 2 * (2 * GROUP + 1) + 3 * RECORD)
     for name, x in mixes().items():
         with poisoned_memory():
             packed, counts = reference.pack(x)
@@ -93,14 +103,9 @@ def equals_the_reference(device: str = "cpu") -> None:
         assert same_bits(back.cpu(), reference.unpack(expected)), name
 
 
-def test_kernel_equals_the_reference(interpreted: WorkerPool) -> None:
-    interpreted(1).run(equals_the_reference)
-
-
-def test_bytes_of_a_group() -> None:
-    """12 bits for each value, 8 for each block, 16 for each slot: 12.078125 bits for each value."""
-    assert 8 * RECORD == 12 * GROUP + 8 * GROUP // BLOCK + 16 * SLOTS == 12.078125 * GROUP
-    assert pack_cost(2 * GROUP + 1) == (0, 2 * (2 * GROUP + 1) + 3 * RECORD)
+@in_interpreter(1)
+def test_kernel_equals_the_reference() -> None:
+    equals_the_reference()
 
 
 def kept(rows: int, columns: int, seed: int, device: str) -> tuple[Tensor, Packed]:
@@ -110,13 +115,6 @@ def kept(rows: int, columns: int, seed: int, device: str) -> tuple[Tensor, Packe
     packed, counts = kernel.pack(x)
     assert 0 < counts.max() <= SLOTS
     return x, packed
-
-
-def bits(results):
-    """Nested results, of which each tensor is one of integers."""
-    if isinstance(results, Tensor):
-        return results.contiguous().view(torch.int16)
-    return None if results is None else [bits(each) for each in results]
 
 
 def norms_of_packed(rows: int, columns: int, kind: str, device: str = "cpu", **options) -> None:
@@ -130,48 +128,27 @@ def norms_of_packed(rows: int, columns: int, kind: str, device: str = "cpu", **o
         if device == "cpu":
             assert_identical(bits(packed_result), bits(plain))
         else:  # on a GPU the registers of a packed tile lie in another order, in which its row is summed
-            oracle = getattr(norm_reference, name)(*double([*before, x, *after]))
-            close(packed_result, oracle, plain, f"{kind} {columns} {name}")
+            oracle = getattr(norm_reference, name)(*tree_map_only(Tensor, Tensor.double, [*before, x, *after]))
+            for parts in zip(*map(tree_leaves, (packed_result, oracle, plain)), strict=True):
+                if parts != (None, None, None):
+                    assert_kernel_close(*parts, f"{kind} {columns} {name}")
 
 
-def double(value: Any) -> Any:
-    """A copy of nested values in which every floating-point tensor is float64."""
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, Norm):
-        return Norm(*map(double, value))
-    return [double(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def close(actual: Any, oracle: Any, baseline: Any, what: str) -> None:
-    """assert_kernel_close for nested results."""
-    if isinstance(actual, Tensor):
-        assert_kernel_close(actual, oracle, baseline, what)
-    elif actual is not None:
-        for parts in zip(actual, oracle, baseline, strict=True):
-            close(*parts, what)
+def check_packed(launch: Callable, rows: int, columns: int, device: str) -> None:
+    """launch(x, gate) gives the same bits of packed values, with a gate and without one."""
+    (x, packed_x), (gate, packed_gate) = (kept(rows, columns, seed, device) for seed in (1, 2))
+    assert_identical(bits(launch(packed_x, None)), bits(launch(x, None)))
+    assert_identical(bits(launch(packed_x, packed_gate)), bits(launch(x, gate)))
 
 
 def activations_of_packed(rows: int, columns: int, name: str, device: str = "cpu") -> None:
-    (x, packed_x), (gate, packed_gate) = (kept(rows, columns, seed, device) for seed in (1, 2))
     (da,) = draw(3, torch.bfloat16, device, (rows, columns))
-
-    def launch(x, gate):
-        return activations.activation_backward(da.clone(), x, name, gate)
-
-    assert_identical(bits(launch(packed_x, None)), bits(launch(x, None)))
-    assert_identical(bits(launch(packed_x, packed_gate)), bits(launch(x, gate)))
+    check_packed(lambda x, gate: activations.activation_backward(da.clone(), x, name, gate), rows, columns, device)
 
 
 def derivatives_of_packed(m: int, n: int, k: int, tile, device: str = "cpu") -> None:
-    (x, packed_x), (gate, packed_gate) = (kept(m, n, seed, device) for seed in (1, 2))
     a, b = draw(3, torch.bfloat16, device, (m, k), (k, n))
-
-    def launch(x, gate):
-        return matmul_derivative(a, b, x, "silu", gate, tile=tile)
-
-    assert_identical(bits(launch(packed_x, None)), bits(launch(x, None)))
-    assert_identical(bits(launch(packed_x, packed_gate)), bits(launch(x, gate)))
+    check_packed(lambda x, gate: matmul_derivative(a, b, x, "silu", gate, tile=tile), m, n, device)
 
 
 def test_rows_that_do_not_begin_with_a_run_are_refused() -> None:

@@ -12,13 +12,11 @@ from pool import WorkerPool
 pytest.importorskip("triton")
 
 from mutations import Edit, move, mutated_packages, replace
-from schedules import BEFORE, OPERATIONS, TWO_PHASES, run_all
+from schedules import BEFORE, NAMES, SCHEDULES, TWO_PHASES, run_all
 
-NAMES = set(OPERATIONS)
 REPORT = [1, 2, BEFORE, BEFORE + 1]  # expired, peer, epoch seen, epoch wanted
 
-Mutation = dict[str, list[Edit]]  # by file
-MUTATIONS: dict[str, Mutation] = {
+MUTATIONS: dict[str, dict[str, list[Edit]]] = {  # by file
     # matmul_reduce_scatter then sets a flag with the first tile of a block of rows instead of the last
     "flags before the payload": {
         "all_gather_matmul/kernel.py": [
@@ -27,7 +25,7 @@ MUTATIONS: dict[str, Mutation] = {
         ],
         "matmul_reduce_scatter/kernel.py": [replace("== tiles_n - 1", "== 0")],
         "matmul_all_reduce/kernel.py": [
-            move("for peer in tl.static_range(WORLD // CHUNKS)", "if ONE_SHOT:\n                announce("),
+            move("for peer in tl.static_range(WORLD // CHUNKS)", "if ONE_SHOT:\n                announce(")
         ],
     },
     "slot 0 in both parities": {
@@ -36,16 +34,10 @@ MUTATIONS: dict[str, Mutation] = {
         "all_gather_grouped_matmul/kernel.py": [replace("& 1) == 1", "& 0) == 1")],
     },
     "waits accept the epoch before": {
-        "protocol.py": [
-            replace("(seen - epoch, PEERS) < 0", "(seen - epoch, PEERS) < -1"),
-            replace("(seen - me.epoch, PEERS) < 0", "(seen - me.epoch, PEERS) < -1"),
-        ]
+        "protocol.py": [replace(f"- {epoch}, PEERS) < 0", f"- {epoch}, PEERS) < -1") for epoch in ("epoch", "me.epoch")]
     },
     "waits compare without wrap": {
-        "protocol.py": [
-            replace("least(seen - epoch, PEERS) < 0", "least(seen, PEERS) < epoch"),
-            replace("least(seen - me.epoch, PEERS) < 0", "least(seen, PEERS) < me.epoch"),
-        ]
+        "protocol.py": [replace(f" - {epoch}, PEERS) < 0", f", PEERS) < {epoch}") for epoch in ("epoch", "me.epoch")]
     },
     "the last rank is not awaited": {
         "all_gather_matmul/kernel.py": [
@@ -66,63 +58,45 @@ MUTATIONS: dict[str, Mutation] = {
 }
 
 
-# (mutation, schedule, operations in which the watched rank then finds something else, what it finds)
-CAUGHT: list[tuple[str, str, set[str], object]] = [
-    ("slot 0 in both parities", "ahead", NAMES, "wrong"),
-    ("waits accept the epoch before", "late", NAMES, "wrong"),
-    ("waits accept the epoch before", "absent", NAMES, [0, 0, 0, 0]),
-    ("waits compare without wrap", "late", NAMES, "wrong"),
-    ("waits compare without wrap", "ahead", NAMES, "error"),
-    ("flags before the payload", "late", NAMES, "wrong"),
-    ("the last rank is not awaited", "absent", NAMES, [0, 0, 0, 0]),
+# (mutation, schedule, a rank, operations in which it then finds something else, what it finds)
+CAUGHT: list[tuple[str, str, int, set[str], object]] = [
+    ("slot 0 in both parities", "ahead", 1, NAMES, "wrong"),
+    ("waits accept the epoch before", "late", 1, NAMES, "wrong"),
+    ("waits accept the epoch before", "absent", 0, NAMES, [0, 0, 0, 0]),
+    ("waits compare without wrap", "late", 1, NAMES, "wrong"),
+    ("waits compare without wrap", "ahead", 1, NAMES, "error"),
+    ("flags before the payload", "late", 1, NAMES, "wrong"),
+    ("the last rank is not awaited", "absent", 0, NAMES, [0, 0, 0, 0]),
+    ("a rank that gave up still pushes", "gave up", 0, NAMES, ("error", False)),
+    ("a rank that gave up still pushes", "gave up", 1, NAMES, ("wrong", True)),
+    ("a rank forgets that it gave up", "gave up", 0, NAMES, ("error", False)),
+    ("a rank forgets that it gave up", "gave up", 1, NAMES - TWO_PHASES, ("wrong", True)),  # its second phase knows
 ]
-WORLD = {"late": 2, "ahead": 2, "absent": 3}
-WATCHED = {"late": 1, "ahead": 1, "absent": 0}
-UNMUTATED = {"late": "right", "ahead": "right", "absent": REPORT}
-
+# what ranks 0 and 1 find. The peer of a rank that gave up has its part of an operation. If it needs that rank's sums of
+# what it did not receive, it reports that these are missing.
+FOUND = {
+    "late": [dict.fromkeys(NAMES, "right")] * 2,
+    "ahead": [dict.fromkeys(NAMES, "right")] * 2,
+    "absent": [dict.fromkeys(NAMES, REPORT)] * 2,
+    "gave up": [
+        dict.fromkeys(NAMES, ("error", True)),
+        {name: ("error" if name in TWO_PHASES else "right", True) for name in NAMES},
+    ],
+}
+WORLD = {name: 3 if name == "absent" else 2 for name in SCHEDULES}
 
 packages = mutated_packages("mutated", MUTATIONS)
 
 
-@pytest.mark.parametrize("schedule", WATCHED)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_protocol_stands_every_schedule(interpreted: WorkerPool, schedule: str) -> None:
-    results = interpreted(WORLD[schedule]).run(run_all, schedule, "tpformer.kernels", sorted(NAMES))
-    for rank in (0, 1) if schedule != "absent" else (0,):
-        assert results[rank] == dict.fromkeys(NAMES, UNMUTATED[schedule])
+    results = interpreted(WORLD[schedule]).run(run_all, schedule, "tpformer.kernels", NAMES)
+    assert results[:2] == FOUND[schedule]
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("mutation, schedule, operations, found", CAUGHT, ids=[", ".join(row[:2]) for row in CAUGHT])
-def test_a_mutation_is_caught(
-    interpreted: WorkerPool, packages: dict[str, str], mutation: str, schedule: str, operations: set[str], found: object
-) -> None:
-    results = interpreted(WORLD[schedule]).run(run_all, schedule, packages[mutation], sorted(operations))
-    assert results[WATCHED[schedule]] == dict.fromkeys(operations, found)
-
-
-def test_a_rank_that_gave_up_leaves_its_peers_alone(interpreted: WorkerPool) -> None:
-    """Its peers have its part of the operation. If they need its sums, of what it did not receive, they report that
-    these are missing."""
-    results = interpreted(2).run(run_all, "gave up", "tpformer.kernels", sorted(NAMES))
-    for name in NAMES:
-        assert [result[name] for result in results] == [
-            ("error", True),
-            ("error" if name in TWO_PHASES else "right", True),
-        ], name
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize(
-    "mutation, wrong",
-    [
-        ("a rank that gave up still pushes", NAMES),
-        ("a rank forgets that it gave up", NAMES - TWO_PHASES),  # whose second phase still knows
-    ],
-    ids=["it still pushes", "it forgets"],
-)
-def test_a_rank_that_gave_up_and_goes_on_is_caught(
-    interpreted: WorkerPool, packages: dict[str, str], mutation: str, wrong: set[str]
-) -> None:
-    gave_up, healthy = interpreted(2).run(run_all, "gave up", packages[mutation], sorted(NAMES))
-    assert gave_up == dict.fromkeys(NAMES, ("error", False))
-    assert {name for name, (verdict, _) in healthy.items() if verdict == "wrong"} == wrong
+@pytest.mark.parametrize("case", CAUGHT, ids=lambda case: ", ".join(map(str, case[:3])))
+def test_a_mutation_is_caught(interpreted: WorkerPool, packages: dict[str, str], case: tuple) -> None:
+    mutation, schedule, rank, names, found = case
+    results = interpreted(WORLD[schedule]).run(run_all, schedule, packages[mutation], names)
+    assert results[rank] == dict.fromkeys(names, found)

@@ -14,20 +14,28 @@ pytest.importorskip("triton")
 from tpformer.kernels.rope import kernel  # noqa: F401 - tests/execute takes it from here
 from tpformer.kernels.rope.reference import rope_table
 
+OF_REFERENCE = {"reference": (*FLOATS["reference"], torch.float16)}
+FAR = {"reference": (torch.float32, torch.bfloat16), "interpreter": (torch.float32,)}
 BASE = 10000.0
 LENGTH = 50
 
 
-def by_complex_numbers(x: Tensor, positions: Tensor, base: float, interleaved: bool = False) -> Tensor:
+def by_complex_numbers(x: Tensor, positions: Tensor, base: float, interleaved: bool) -> Tensor:
     """The rotation of x, which is float64."""
     half = x.shape[-1] // 2
-    frequency = torch.tensor([base ** (-2 * i / (2 * half)) for i in range(half)], dtype=torch.float64, device=x.device)
+    frequency = torch.tensor([base ** (-i / half) for i in range(half)], dtype=torch.float64, device=x.device)
     angle = positions.double()[:, None, None] * frequency
-    turn = torch.polar(torch.ones_like(angle), angle)
-    if interleaved:
-        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (half, 2)).contiguous()) * turn).flatten(-2)
-    turned = torch.complex(x[..., :half], x[..., half:]) * turn
-    return torch.cat([turned.real, turned.imag], -1)
+    turned = torch.complex(*pair(x, interleaved)) * torch.polar(torch.ones_like(angle), angle)
+    return unpair(turned.real, turned.imag, interleaved)
+
+
+def pair(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The first and the second numbers of the pairs that are rotated."""
+    return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+
+
+def unpair(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
+    return torch.stack([first, second], -1).flatten(-2) if interleaved else torch.cat([first, second], -1)
 
 
 def make(tokens: int, heads: int, head_dim: int, seed: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
@@ -36,13 +44,11 @@ def make(tokens: int, heads: int, head_dim: int, seed: int, device: str = "cpu")
     return q, k, torch.randint(LENGTH, (tokens,), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def close(
-    actual: Tensor, x: Tensor, positions: Tensor, what: str, interleaved: bool = False, base: float = BASE
-) -> None:
+def close(actual: Tensor, x: Tensor, positions: Tensor, interleaved: bool = False, base: float = BASE) -> None:
     """The result is rounded once, when it is stored, so the float64 result in this dtype is the best there is."""
     oracle = by_complex_numbers(x.double(), positions, base, interleaved)
     assert actual.is_contiguous()
-    assert_kernel_close(actual, oracle, oracle.to(x.dtype), f"{what} {x.dtype} {tuple(x.shape)} {interleaved}")
+    assert_kernel_close(actual, oracle, oracle.to(x.dtype), f"{x.dtype} {tuple(x.shape)} {positions} {interleaved}")
 
 
 # (tokens, heads, key-value heads, head dim): the least; odd halves; halves that are no power of two; heads that do not
@@ -68,43 +74,40 @@ def check(module: ModuleType, shape: tuple[int, int, int, int], dtype: torch.dty
             integers = [(x * 7).round() for x in (q, k)]
             exact = module.rope_rotate(*integers, (quarters[0], quarters[1]), positions, interleaved)
         for x, y, z in zip((q, k), turned, back, strict=True):
-            close(y, x, positions, "rotated", interleaved)
-            close(z, x, -positions, "rotated back", interleaved)
+            close(y, x, positions, interleaved)
+            close(z, x, -positions, interleaved)
         for x, y in zip(integers, exact, strict=True):
             c, s = (rows[positions][:, None].to(dtype) for rows in quarters)
-            first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
-            pair = (first * c - second * s, second * c + first * s)
-            assert torch.equal(y, torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1))
+            first, second = pair(x, interleaved)
+            assert torch.equal(y, unpair(first * c - second * s, second * c + first * s, interleaved))
 
 
-def equals_complex_multiplication(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+@everywhere("rope", FLOATS | OF_REFERENCE)
+def test_equals_complex_multiplication(module: ModuleType, dtype: torch.dtype, device: str) -> None:
     for shape in GPU_SHAPES if device == "cuda" else SHAPES:
         check(module, shape, dtype, device)
 
 
-def far_positions_are_exact(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+@everywhere("rope", FAR)
+def test_far_positions_are_exact(module: ModuleType, dtype: torch.dtype, device: str) -> None:
     """Angles are made in float64: in float32, position 100000 would be off by thousandths of a radian."""
     q, k, _ = (x.to(dtype) for x in make(3, 2, 8, 0))
     positions = torch.tensor([0, 1, 100_000])
     for base in (BASE, 500000.0):
         table = rope_table(100_001, 8, base, dtype, "cpu")
         assert table[0].dtype == table[1].dtype == torch.float32
+        # a shorter one is its beginning, so an offset changes only which rows are read
+        assert_identical(rope_table(5, 8, base, dtype, "cpu"), tuple(rows[:5] for rows in table))
         for x, y in zip((q, k), module.rope_rotate(q, k, table, positions), strict=True):
-            close(y, x, positions, "far", base=base)
+            close(y, x, positions, base=base)
 
 
-def test_a_shorter_table_is_the_beginning_of_a_longer_one():
-    """An offset therefore changes only which rows are read."""
-    short, long = (rope_table(n, 12, BASE, torch.float32, "cpu") for n in (5, 9))
-    assert all(torch.equal(a, b[:5]) for a, b in zip(short, long, strict=True))
-
-
-def takes_any_layout(module: ModuleType, device: str) -> None:
+@everywhere("rope")
+def test_takes_any_layout(module: ModuleType, device: str) -> None:
     """Also heads that lie one after the other, a gradient that is expanded, and q and k of one wide projection."""
     table = rope_table(LENGTH, 6, BASE, torch.float32, device)
     positions = torch.tensor([3, 0, 1, 2, 49], device=device)
     q, k = draw(0, torch.float32, device, (5, 3, 6), (5, 2, 6))
-    expanded, repeated = [x[:1].expand(5, -1, -1) for x in (q, k)], [x[:1].repeat(5, 1, 1) for x in (q, k)]
     wide = between_nans(torch.cat([q, k], 1), margin=4)
     for interleaved in (False, True):
 
@@ -114,12 +117,13 @@ def takes_any_layout(module: ModuleType, device: str) -> None:
             return results
 
         check_layouts(rotated, q, k)
-        assert_identical(rotated(*expanded), rotated(*repeated))
+        assert_identical(rotated(*(x[:1].expand_as(x) for x in (q, k))), rotated(q[[0] * 5], k[[0] * 5]))
         assert_identical(rotated(*wide.split((3, 2), 1)), rotated(q, k))
         assert_identical(rotated(q, between_nans(k)), rotated(q, k))
 
 
-def extreme_values_are_exact(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+@everywhere("rope", FLOATS)
+def test_extreme_values_are_exact(module: ModuleType, dtype: torch.dtype, device: str) -> None:
     """The largest values stay exact at position 0, and equal rows stay equal at the table's last position."""
     x = torch.full((2, 3, 8), torch.finfo(dtype).max, dtype=dtype, device=device)
     table = rope_table(LENGTH, 8, BASE, dtype, device)
@@ -128,13 +132,3 @@ def extreme_values_are_exact(module: ModuleType, dtype: torch.dtype, device: str
         assert all(torch.equal(y, x) for y in module.rope_rotate(x, x, table, zero, interleaved, inverse))
         for y in module.rope_rotate(x / 2, -x / 2, table, zero + LENGTH - 1, interleaved, inverse):
             assert y.isfinite().all() and torch.equal(y, y[:1, :1].expand_as(y))
-
-
-test_equals_complex_multiplication = everywhere(
-    "rope", equals_complex_multiplication, FLOATS | {"reference": (*FLOATS["reference"], torch.float16)}
-)
-test_far_positions_are_exact = everywhere(
-    "rope", far_positions_are_exact, {"reference": (torch.float32, torch.bfloat16), "interpreter": (torch.float32,)}
-)
-test_takes_any_layout = everywhere("rope", takes_any_layout)
-test_extreme_values_are_exact = everywhere("rope", extreme_values_are_exact, FLOATS)

@@ -5,9 +5,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from row_checks import columnwise, everywhere
+from row_checks import ONCE, check_layouts, columnwise, everywhere
 from row_checks import draw as draw_normal
-from testing import assert_kernel_close, poisoned_memory
+from testing import assert_identical, assert_kernel_close, poisoned_memory
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from tpformer.kernels.route import kernel, reference  # noqa: F401 - tests/execute takes the kernel from here
 from tpformer.kernels.route.reference import SCORES, Policy
 
+WIDE = dict.fromkeys(ONCE, (torch.float32,)) | {"reference": (torch.float64, torch.float32)}
 LEAST = 1e-20  # what reference.py adds to a sum that divides
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -23,8 +24,8 @@ def policies(k: int, groups: int = 1, top_groups: int = 1) -> list[Policy]:
     return [Policy(k, score, normalised, 2.5, groups, top_groups) for score in SCORES for normalised in (True, False)]
 
 
-# tokens, and policies with the number of experts: one expert, all of them, powers of two and not, groups of one, of two
-# and of five experts, and as many groups as no power of two is
+# tokens, experts, policy: one expert, all of them, powers of two and not; groups of one, two and five experts; six and
+# twelve groups, no powers of two
 CASES = [
     (1, 1, Policy(1)),
     *((5, 8, policy) for policy in policies(2)),
@@ -55,14 +56,9 @@ def draw(m: int, e: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tenso
 
 
 def first(values: list[float], k: int) -> list[int]:
-    """Indices of the k largest, of equal ones the first, and NaN the largest, one after the other."""
-    taken: list[int] = []
-    for _ in range(k):
-        rest = [
-            (value != value, value if value == value else 0, -i) for i, value in enumerate(values) if i not in taken
-        ]
-        taken.append(-max(rest)[2])
-    return taken
+    """Indices of the k largest, of equal ones the first, and NaN the largest."""
+    order = [(x == x, -x if x == x else 0, i) for i, x in enumerate(values)]
+    return [i for *_, i in sorted(order)[:k]]
 
 
 def choose(scores: list[float], policy: Policy) -> list[int]:
@@ -87,7 +83,7 @@ def by_formula(logits: Tensor, experts: Tensor, policy: Policy) -> tuple[Tensor,
 
 def check(module: ModuleType, m: int, e: int, policy: Policy, dtype: torch.dtype, device: str = "cpu") -> None:
     """The choice to the index, for the scores that are returned and for those of float64; weights, scores, shares and
-    gradients by the accuracy rule."""
+    gradients by the accuracy rule, of formulas without the bias, which is for the choice alone."""
     logits, bias = draw(m, e, dtype, device)
     dweights, dshares = draw_normal(1, dtype, device, (m, policy.k), (m, e))
     for given in (None, bias):
@@ -100,10 +96,8 @@ def check(module: ModuleType, m: int, e: int, policy: Policy, dtype: torch.dtype
         name = f"{policy} of {e}, bias {given is not None}, {dtype}"
         leaves = [logits.to(each).requires_grad_() for each in (torch.float64, dtype)]
         formulas = [by_formula(leaf, experts, policy) for leaf in leaves]
-        for what, x, oracle, plain in zip(
-            ("scores", "weights", "shares"), (scores, weights, module.shares(scores)), *formulas, strict=True
-        ):
-            assert_kernel_close(x, oracle.detach(), plain.detach(), f"{what}, {name}")
+        for x, oracle, plain in zip((scores, weights, module.shares(scores)), *formulas, strict=True):
+            assert_kernel_close(x, oracle.detach(), plain.detach(), f"forward, {name}")
         for gradient in (None, dshares):
             with poisoned_memory():
                 dlogits = module.route_backward(dweights, experts, scores, policy, gradient)
@@ -114,7 +108,8 @@ def check(module: ModuleType, m: int, e: int, policy: Policy, dtype: torch.dtype
             assert_kernel_close(dlogits, *wanted, f"dlogits, shares {gradient is not None}, {name}")
 
 
-def equals_brute_force_and_autograd(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+@everywhere("route", WIDE)
+def test_equals_brute_force_and_autograd(module: ModuleType, dtype: torch.dtype, device: str) -> None:
     for m, e, policy in (*CASES, *LARGE):
         for tokens in (1, 1000) if device == "cuda" else (m,):
             check(module, tokens, e, policy, dtype, device)
@@ -140,21 +135,6 @@ def ties(module: ModuleType, device: str = "cpu") -> None:
         assert experts.tolist() == [[0, 1, 2]] and bool(weights.isfinite().all())
 
 
-def bias_is_for_the_choice_alone(module: ModuleType, device: str = "cpu") -> None:
-    logits, _ = draw(4, 8, torch.float32, device)
-    bias = torch.tensor([0.0, 9, 0, 0, 0, 9, 0, 0], device=device)
-    for policy in policies(2):
-        experts, weights, scores = module.route_forward(logits, policy, bias)
-        assert experts.tolist() == [[1, 5]] * 4
-        assert torch.equal(scores, module.route_forward(logits, policy)[2])
-        picked = scores[:, [1, 5]]
-        oracle, baseline = (
-            2.5 * (each / each.sum(1, keepdim=True) if policy.normalised else each)
-            for each in (picked.double(), picked)
-        )
-        assert_kernel_close(weights, oracle, baseline, f"{policy}")
-
-
 def strange_logits(module: ModuleType, device: str = "cpu") -> None:
     """Whatever the logits are, indices are in range, ascending and those of the reference for the same scores, and a
     score is NaN where its formula is."""
@@ -172,33 +152,25 @@ def strange_logits(module: ModuleType, device: str = "cpu") -> None:
             assert_kernel_close(*(each.nan_to_num(0) for each in (scores, oracle, baseline)), f"{policy}")
 
 
-def takes_any_layout(module: ModuleType, device: str = "cpu") -> None:
+@everywhere("route")
+def test_takes_any_layout(module: ModuleType, device: str = "cpu") -> None:
     """No tokens, and operands that do not lie without gaps."""
     logits, bias = draw(5, 12, torch.float32, device)
     dweights, dshares = torch.ones(5, 3, device=device), logits.abs()
+
+    def placed(x: Tensor) -> Tensor:  # the reference's bits are torch's, which depend on strides
+        return x.contiguous() if module is reference else x
+
     for policy in (Policy(3), Policy(3, "sigmoid", groups=4, top_groups=2)):
-        empty = module.route_forward(logits[:0], policy, bias)
-        assert [tuple(x.shape) for x in empty] == [(0, 3), (0, 3), (0, 12)] and empty[0].dtype == torch.int32
-        assert module.route_backward(dweights[:0], empty[0], empty[2], policy, dshares[:0]).shape == (0, 12)
-        apart = bias[:, None].expand(12, 2).contiguous()[:, 1]
-        experts, *found = module.route_forward(columnwise(logits), policy, apart)
-        given = [columnwise(x) for x in (dweights, experts, found[1])]
-        found.append(module.route_backward(*given, policy, columnwise(dshares)))
-        wanted = []
-        for dtype in (torch.float64, torch.float32):  # where nothing is strided: torch's sums depend on strides
-            chosen, *results = reference.route_forward(logits.to(dtype), policy, bias.to(dtype))
-            assert torch.equal(chosen, experts)
-            gradients = dweights.to(dtype), experts, results[1], policy, dshares.to(dtype)
-            wanted.append([*results, reference.route_backward(*gradients)])
-        for x, oracle, baseline in zip(found, *wanted, strict=True):
-            assert_kernel_close(x, oracle, baseline, f"{policy}")
+
+        def backward(*given: Tensor, policy: Policy = policy) -> Tensor:
+            return module.route_backward(*map(placed, given[:3]), policy, placed(given[3]))
+
+        check_layouts(lambda x, policy=policy: module.route_forward(placed(x), policy, bias), logits)
+        experts, weights, scores = module.route_forward(logits, policy, columnwise(bias))
+        assert_identical([experts, weights, scores], list(module.route_forward(logits, policy, bias)))
+        check_layouts(backward, dweights, experts, scores, dshares)
 
 
-test_equals_brute_force_and_autograd = everywhere(
-    "route", equals_brute_force_and_autograd,
-    {"reference": (torch.float64, torch.float32), "interpreter": (torch.float32,), "gpu": (torch.float32,)},
-)  # fmt: skip
-test_ties = everywhere("route", ties)
-test_bias_is_for_the_choice_alone = everywhere("route", bias_is_for_the_choice_alone)
-test_strange_logits = everywhere("route", strange_logits)
-test_takes_any_layout = everywhere("route", takes_any_layout)
+test_ties = everywhere("route")(ties)
+test_strange_logits = everywhere("route")(strange_logits)

@@ -2,13 +2,11 @@
 Triton's race sanitizer for global memory.
 
 Late ranks have a launch and a stream each, and random delays, so that their kernels run at once and drift apart as on
-real devices. A graph has all ranks in one launch. The same code also runs in the interpreter as far as one process can:
-all ranks in one launch, one rank in its own launch, replays without a graph.
+real devices. The same code also runs in the interpreter as far as one process can.
 
-GSan finds no race, and does find a planted one. All ranks are in one launch of fewer programs than SMs, because GSan
-takes an SM for a thread. It sees a program read what another wrote without a release and an acquire between. It does
-not look inside a program, and on one GPU it cannot see a scope that is too narrow (the compile check can). A race ends
-the CUDA context, so each run is a process: this file, started with a kernel's name.
+GSan sees a program read what another wrote without a release and an acquire between. It takes an SM for a thread, so
+all ranks are in one launch of fewer programs than SMs. It does not look inside a program, and on one GPU it cannot see
+a scope that is too narrow (the compile check can). A race ends the CUDA context, so each run is a process: this file.
 """
 
 import contextlib
@@ -37,6 +35,7 @@ import triton
 import triton.language as tl
 from channels import poison, virtual_channel
 from gemms import BEFORE_WRAP, FINISH, Gemm, Tensors, cast, channel_for, run_on_virtual_ranks, stacked
+from testing import assert_identical
 
 from tpformer.distributed.kernel_workspace import wrap
 from tpformer.kernels.configurations import select_tile
@@ -47,15 +46,11 @@ EPOCHS, REPLAYS = 1000, 100
 BATCH = 25  # epochs in which nothing waits for all ranks, before the results are looked at
 PROGRAMS = 11  # of a rank, with its pushers: so 8 ranks fit on 90 SMs
 LIMIT = 2 * 10**7  # polls, about 20 s
-PATIENCE = 160  # seconds of a run
+PATIENCE = 170  # seconds of a run; instrumented kernels are large and slow
 LATE_SHAPE = (130, 200, 64)  # (rows per rank, N, K): several tiles each way; sums of K small whole numbers are exact
 GRAPH_SHAPE = (200, 264, 136)
-SMALL_SHAPE = (17, 36, 16)  # for the interpreter
 DELAYS = (5_000, 400_000, 4_000_000)  # a delay is below one of these, in cycles: 2.5 us, 0.2 ms, 2 ms
 HEAD_START = 20_000_000  # cycles that ranks wait at a batch's start, so that the host's launches do not pace them
-KERNELS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-
-
 LATE = {
     "all_gather_matmul": gather.linear(1, programs=PROGRAMS),
     "matmul_reduce_scatter": scatter.gemm(1, loads=scatter.LOADS, programs=PROGRAMS),
@@ -69,10 +64,6 @@ GRAPHS = {
     "matmul_all_reduce_one_shot": reduce.gemm(1, True, True),
     "matmul_all_reduce_two_shot": reduce.gemm(1, True, False),
 }
-
-
-def smallest_tile(device: str, dtype: torch.dtype, columns: int) -> Tile:
-    return select_tile(torch.device(device), dtype, 1, columns)
 
 
 def whole_numbers(gemm: Gemm, world: int, shape: tuple[int, int, int], seed: int, device: str) -> list[Tensors]:
@@ -97,17 +88,13 @@ def apart(channel: Channel) -> list[Channel]:
     def own(tensor: torch.Tensor, rank: int) -> torch.Tensor:
         return torch.empty_like(tensor[rank : rank + 1], pin_memory=tensor.is_pinned()).copy_(tensor[rank : rank + 1])
 
-    names = ("data", "flags", "epoch", "error", "stopped", "counters")
-    return [
-        replace(
-            channel,
-            rank=rank,
-            served=1,
-            slots=tuple(slot[rank * channel.capacity : (rank + 1) * channel.capacity] for slot in channel.slots),
-            **{name: own(getattr(channel, name), rank) for name in names},
-        )
-        for rank in range(channel.world)
-    ]
+    parts = []
+    for rank in range(channel.world):
+        names = ("data", "flags", "epoch", "error", "stopped", "counters")
+        words = {name: own(getattr(channel, name), rank) for name in names}
+        slots = tuple(slot.view(channel.world, -1)[rank] for slot in channel.slots)
+        parts.append(replace(channel, rank=rank, served=1, slots=slots, **words))
+    return parts
 
 
 class Late:
@@ -134,20 +121,6 @@ class Late:
                 torch.cuda._sleep(cycles)
 
 
-@contextlib.contextmanager
-def concurrent_launches() -> Iterator[None]:
-    """Within, launches are ordinary: a cooperative one may wait until no other runs, and these must run at once."""
-
-    def ordinary(warps: int, stages: int, cooperative: bool = False) -> dict:
-        return launch_options(warps, stages)
-
-    with contextlib.ExitStack() as stack:
-        for name in KERNELS:
-            module = importlib.import_module(f"tpformer.kernels.{name}.kernel")
-            stack.enter_context(mock.patch.object(module, "launch_options", ordinary))
-        yield
-
-
 def settle(channel: Channel, parts: list[Late], zeros: Tensors, epoch: int) -> None:
     """Let each part run a batch alone, with its peers' flags set, then begin anew with this epoch finished. This loads
     kernels and reserves memory, which could later wait for kernels of other ranks that wait for this one."""
@@ -169,25 +142,21 @@ def wait_for_all(channel: Channel) -> None:
         torch.cuda.synchronize()
 
 
-def run_late(
-    name: str, world: int, shape: tuple[int, int, int], dtype: torch.dtype, device: str, epochs: int, together: bool
-) -> None:
+def run_late(name: str, world: int, shape, dtype, device: str, epochs: int, together: bool) -> None:
     """together: all ranks are in one launch, which a CPU can run."""
     gemm, chance = LATE[name], random.Random(world)
     channel = channel_for(world, shape[2], dtype, device, 1 << 20, 256, limit=LIMIT)
-    tile = smallest_tile(device, dtype, shape[1])
+    tile = select_tile(torch.device(device), dtype, 1, shape[1])
     parts = [Late(gemm, part, tile) for part in ([channel] if together else apart(channel))]
     if not together:
-        zeros = {
-            name: torch.zeros_like(x, dtype=dtype, device=device) for name, x in gemm.make(0, world, *shape).items()
-        }
+        made = gemm.make(0, world, *shape)
+        zeros = {n: torch.zeros_like(x, dtype=dtype, device=device) for n, x in made.items()}
         settle(channel, parts, zeros, BEFORE_WRAP)
     for first in range(0, epochs, BATCH):
         count = min(BATCH, epochs - first)
         exact = [whole_numbers(gemm, world, shape, first + index, device) for index in range(count)]
         given = [cast(inputs, dtype, device) for inputs in exact]
-        if together:
-            given = [[stacked(inputs)] for inputs in given]
+        given = [[stacked(inputs)] for inputs in given] if together else given
         wait_for_all(channel)
         for part in parts:
             part.sleep(HEAD_START)
@@ -199,21 +168,25 @@ def run_late(
         for part in parts:
             assert not part.channel.error.any(), (name, world, first, part.channel.rank, part.channel.error)
         for index in range(count):
-            results = [part.results[index] for part in parts]
+            results = [part.results.pop(0) for part in parts]
             if together:
                 results = [[y.chunk(world)[rank] for y in results[0]] for rank in range(world)]
-            for rank, (outputs, wide) in enumerate(zip(results, gemm.reference(exact[index]), strict=True)):
-                for y, expected in zip(outputs, wide, strict=True):
-                    assert torch.equal(y, expected.to(dtype)), (name, world, first + index, rank)
-        for part in parts:
-            part.results.clear()
+            expected = [[y.to(dtype) for y in outputs] for outputs in gemm.reference(exact[index])]
+            assert_identical(results, expected, f"{name} {world} {first + index}")
     for part in parts:
         assert not part.channel.counters.any() and not part.channel.stopped.any()
         assert bool((part.channel.epoch == wrap(BEFORE_WRAP + epochs)).all())
 
 
 def run_late_at_once(name: str, world: int) -> None:
-    with concurrent_launches():
+    """Launches are ordinary: a cooperative one may wait until no other runs, and these must run at once."""
+
+    def ordinary(warps: int, stages: int, cooperative: bool = False) -> dict:
+        return launch_options(warps, stages)
+
+    with contextlib.ExitStack() as stack:
+        for kernel in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+            stack.enter_context(mock.patch(f"tpformer.kernels.{kernel}.kernel.launch_options", ordinary))
         run_late(name, world, LATE_SHAPE, torch.bfloat16, "cuda", EPOCHS, together=False)
 
 
@@ -236,24 +209,21 @@ def test_a_thousand_epochs_with_late_ranks(queues, name: str, world: int) -> Non
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_hundred_graph_replays(name: str, world: int) -> None:
-    tile = smallest_tile("cuda", torch.bfloat16, GRAPH_SHAPE[1])
+    tile = select_tile(torch.device("cuda"), torch.bfloat16, 1, GRAPH_SHAPE[1])
     run_on_virtual_ranks(
         GRAPHS[name], world, tile, torch.bfloat16, [GRAPH_SHAPE], "cuda", 1 << 24, 256, repeat=1 + REPLAYS, graph=True
     )
 
 
-def the_same_operations() -> None:
+@gemms.in_interpreter(1)
+def test_the_same_operations_in_the_interpreter() -> None:
     for name in LATE:
         run_late(name, 2, (1, 4, 4), torch.float32, "cpu", 1, together=True)
     with mock.patch(f"{__name__}.BATCH", 2):
-        run_late("matmul_reduce_scatter", 1, SMALL_SHAPE, torch.float32, "cpu", 3, together=False)
-
-
-test_the_same_operations_in_the_interpreter = gemms.in_interpreter(the_same_operations, 1)
+        run_late("matmul_reduce_scatter", 1, (17, 36, 16), torch.float32, "cpu", 3, together=False)
 
 
 TESTS = Path(__file__).parent.parent
-SANITIZED_PATIENCE = 170  # seconds of a run: instrumented kernels are large and slow
 SANITIZED_SHAPE = (66, 136, 64)  # rows per rank, N, K: two tiles each way
 RACE, CLEAN = "race detected", "no race"
 
@@ -271,10 +241,7 @@ def relaxed_wait(me, flag, first, limit, PEERS: tl.constexpr = 1):
     return limit
 
 
-def missing() -> str | None:
-    if importlib.util.find_spec("triton.experimental.gsan") is None:
-        return f"triton {triton.__version__} has no GSan, which came with 3.8"
-    return None
+NO_GSAN = importlib.util.find_spec("triton.experimental.gsan") is None
 
 
 def run_sanitized(name: str, world: int, planted: bool) -> None:
@@ -293,18 +260,18 @@ def run_sanitized(name: str, world: int, planted: bool) -> None:
             exact = whole_numbers(gemm, world, SANITIZED_SHAPE, epoch, "cuda")
             inputs = stacked(cast(exact, torch.bfloat16, "cuda"))
             bump(channel)
-            outputs = gemm.launch(inputs, channel, smallest_tile("cuda", torch.bfloat16, SANITIZED_SHAPE[1]))
+            tile = select_tile(torch.device("cuda"), torch.bfloat16, 1, SANITIZED_SHAPE[1])
+            outputs = gemm.launch(inputs, channel, tile)
             torch.cuda.synchronize()
             assert not channel.error.any(), channel.error
-            for rank, wide in enumerate(gemm.reference(exact)):
-                for y, expected in zip(outputs, wide, strict=True):
-                    assert torch.equal(y.chunk(world)[rank], expected.bfloat16()), (name, epoch, rank)
+            expected = [[y.bfloat16() for y in rank] for rank in gemm.reference(exact)]
+            assert_identical([[y.chunk(world)[rank] for y in outputs] for rank in range(world)], expected, f"{epoch}")
             kept.append((channel, inputs, outputs))
     print(CLEAN)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.skipif(NO_GSAN, reason=f"triton {triton.__version__} has no GSan, which came with 3.8")
 @pytest.mark.parametrize("planted", [False, True], ids=["as shipped", "planted race"])
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", LATE)
@@ -312,11 +279,8 @@ def test_races(name: str, world: int, planted: bool) -> None:
     paths = [str(TESTS.parent), str(TESTS), str(TESTS / "kernels")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths + [p for p in sys.path if p])}
     command = [sys.executable, __file__, name, str(world), str(int(planted))]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SANITIZED_PATIENCE)
-    if planted:
-        assert CLEAN not in result.stdout and RACE in result.stderr, result.stderr[-4000:]
-    else:
-        assert CLEAN in result.stdout and RACE not in result.stderr, result.stderr[-4000:]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert (CLEAN in result.stdout, RACE in result.stderr) == (not planted, planted), result.stderr[-4000:]
 
 
 if __name__ == "__main__":

@@ -3,14 +3,15 @@
 from types import ModuleType
 
 import pytest
+import row_checks
 import torch
-from row_checks import FLOATS, OF_KERNEL, between_nans, check_layouts, columnwise, everywhere, with_gradients
+from row_checks import FLOATS, LAYOUTS, OF_KERNEL, check_layouts, everywhere, with_gradients
 from testing import assert_kernel_close, poisoned_memory
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_activation_kernel import formula, torch_activation
+from test_activation_kernel import SPECIAL, formula, torch_activation
 
 from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.weighted_activation import kernel, reference  # noqa: F401 - tests/execute takes the kernel from here
@@ -18,12 +19,8 @@ from tpformer.kernels.weighted_activation import kernel, reference  # noqa: F401
 
 def draw(rows: int, f: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
     """gate_up, weights, da: gates at which float32's exponentials are saturated, weights of both signs, one of 0."""
-    generator = torch.Generator().manual_seed(0)
-    gate_up, da, weights = (
-        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((rows, 2 * f), (rows, f), (rows,))
-    )
-    special = torch.tensor([0.0, 40.0, -40.0, 1e-6, -5.0], dtype=torch.float64)[: min(5, f)]
-    gate_up[0, : len(special)] = special
+    gate_up, da, weights = row_checks.draw(0, torch.float64, "cpu", (rows, 2 * f), (rows, f), (rows,))
+    gate_up[0, : min(5, f)] = torch.tensor(SPECIAL[:f])
     weights[1:2] = 0
     wide = torch.promote_types(dtype, torch.float32)
     return [gate_up.to(device, dtype), weights.to(device, wide), da.to(device, dtype)]
@@ -46,42 +43,39 @@ def check(module: ModuleType, name: str, gate_up: Tensor, weights: Tensor, da: T
 
     oracle, baseline = expected(formula, torch.float64), expected(torch_activation, weights.dtype)
     # the weights' gradient is not rounded to the rows' dtype, and the backward also gives the forward's result again
-    for what, x, index in (
-        ("result", forward, 0),
-        ("result again", a, 0),
-        ("d gate up", dgate_up, 1),
-        ("dw", dweights, 2),
-    ):
+    for x, index in ((forward, 0), (a, 0), (dgate_up, 1), (dweights, 2)):
         rounded = baseline[index] if index == 2 else baseline[index].to(gate_up.dtype)
-        assert_kernel_close(x, oracle[index], rounded, f"{what} of {name} {tuple(gate_up.shape)} {gate_up.dtype}")
+        assert_kernel_close(x, oracle[index], rounded, f"{index} of {name} {tuple(gate_up.shape)} {gate_up.dtype}")
 
 
-# one element, odd rows and columns, a vectorised width of several rows a tile, two blocks of columns with a rest
-SHAPES = ((1, 1), (3, 7), (5, 33), (9, 64), (2, 2064))
-# one element alone is left out: its rounding may allow less than a GPU's approximate exponential needs
-GPU_SHAPES = (*SHAPES[1:], (1000, 768), (257, 14336), (64, 1001))
-
-
-def equals_float64_autograd(module: ModuleType, dtype: torch.dtype, device: str) -> None:
-    """In the interpreter, which is slow, all activations have one of the shapes."""
-    for shape in GPU_SHAPES if device == "cuda" else SHAPES:
+@everywhere("weighted_activation", FLOATS)
+def test_equals_float64_autograd(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+    """Of odd rows and columns, a vectorised width of several rows a tile, two blocks of columns with a rest, and one
+    element (test_activation_kernel says why not on a GPU). In the interpreter all activations have one of the shapes.
+    """
+    others = ((1000, 768), (257, 14336), (64, 1001)) if device == "cuda" else ((1, 1),)
+    for shape in ((3, 7), (5, 33), (9, 64), (2, 2064), *others):
         for name in ACTIVATIONS if device == "cuda" or shape == (5, 33) else ("silu",):
             check(module, name, *draw(*shape, dtype, device))
 
 
-def takes_any_layout(module: ModuleType, device: str) -> None:
+@everywhere("weighted_activation")
+def test_takes_any_layout(module: ModuleType, device: str) -> None:
     given = draw(5, 6, torch.float32, device)
-    for layout in (between_nans, columnwise):
+    for layout in LAYOUTS:
         check(module, "silu", *map(layout, given))
     # the reference's sums are torch's, whose bits depend on strides
     results = 2 if module is reference else 3
-    check_layouts(lambda x, weights, da: module.weighted_activation_forward(x, "silu", weights), *given)
-    check_layouts(
-        lambda x, weights, da: module.weighted_activation_backward(da.clone(), x, "silu", weights)[:results], *given
-    )  # fmt: skip
+
+    def backward(x: Tensor, weights: Tensor, da: Tensor) -> tuple:
+        return module.weighted_activation_backward(da.clone(), x, "silu", weights)[:results]
+
+    check_layouts(backward, *given)
+    check_layouts(lambda x, weights: module.weighted_activation_forward(x, "silu", weights), *given[:2])
 
 
-def nans_stay_in_their_row(module: ModuleType, device: str) -> None:
+@everywhere("weighted_activation")
+def test_nans_stay_in_their_row(module: ModuleType, device: str) -> None:
     gate_up, weights, da = draw(3, 5, torch.float32, device)
     weights[1] = float("nan")
     for name in ACTIVATIONS:
@@ -91,7 +85,8 @@ def nans_stay_in_their_row(module: ModuleType, device: str) -> None:
         assert bool(dweights.isfinite().all())  # it does not depend on the weights
 
 
-def rows_do_not_depend_on_others(module: ModuleType, device: str) -> None:
+@everywhere("weighted_activation", OF_KERNEL)
+def test_rows_do_not_depend_on_others(module: ModuleType, device: str) -> None:
     """A row's results are the same to the bit whatever the other rows are, and the result takes da's memory."""
     gate_up, weights, da = draw(7, 1030, torch.float32, device)
     whole = module.weighted_activation_backward(da.clone(), gate_up, "silu", weights)
@@ -99,9 +94,3 @@ def rows_do_not_depend_on_others(module: ModuleType, device: str) -> None:
     some = module.weighted_activation_backward(given, gate_up[2:5], "silu", weights[2:5])
     assert all(torch.equal(x[2:5], y) for x, y in zip(whole, some, strict=True))
     assert some[1].data_ptr() == given.data_ptr()
-
-
-test_equals_float64_autograd = everywhere("weighted_activation", equals_float64_autograd, FLOATS)
-test_takes_any_layout = everywhere("weighted_activation", takes_any_layout)
-test_nans_stay_in_their_row = everywhere("weighted_activation", nans_stay_in_their_row)
-test_rows_do_not_depend_on_others = everywhere("weighted_activation", rows_do_not_depend_on_others, OF_KERNEL)
