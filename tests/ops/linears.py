@@ -3,8 +3,6 @@
 Belongs here: what the tests of the linears share on every transport. No tests.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from shards import Here
+from testing import assert_identical
 from torch import Tensor
 
 from tpformer import ops
@@ -65,11 +64,10 @@ class Column:
         return found | ({"carried": x.clone()} if self.carry else {})
 
     def ours(self, group, x, norm_weight=None, norm_bias=None, **given):
-        norm = norm_of(self.norm[0], norm_weight, norm_bias)
-        weights = [given[f"weight{i}"] for i in range(len(self.widths))]
-        biases = [given.get(f"bias{i}") for i in range(len(weights))]
+        weights, biases = ([given.get(f"{name}{i}") for i in range(len(self.widths))] for name in ("weight", "bias"))
         arguments = (weights, biases) if len(weights) > 1 else (weights[0], biases[0])
         how = {"group": group, "sequence_parallel": self.sequence_parallel, "transport": Here.transport}
+        norm = norm_of(self.norm[0], norm_weight, norm_bias)
         ys = ops.column_linear(x, *arguments, norm=norm, carry=self.carry, **how)
         ys = [ys] if isinstance(ys, Tensor) else list(ys)
         assert not self.carry or ys[-1].data_ptr() == x.data_ptr()
@@ -84,17 +82,11 @@ class Column:
 
 def columns(t: int) -> st.SearchStrategy[Column]:
     """Sizes per rank from 1, also odd and prime. Several weights of unlike widths share the gather."""
-    return st.builds(
-        Column,
-        st.just(t),
-        tokens=st.integers(1, 4),
-        k=st.integers(3, 9),
-        widths=st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple),
-        norm=st.sampled_from([(None, False), ("layernorm", True), ("layernorm", False), ("rmsnorm", False)]),
-        bias=st.booleans(),
-        sequence_parallel=st.booleans(),
-        carry=st.booleans(),
-    )
+    widths = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
+    norm = st.sampled_from([(None, False), ("layernorm", True), ("layernorm", False), ("rmsnorm", False)])
+    sizes = {"tokens": st.integers(1, 4), "k": st.integers(3, 9), "widths": widths, "norm": norm}
+    either = dict.fromkeys(("bias", "sequence_parallel", "carry"), st.booleans())
+    return st.builds(Column, st.just(t), **sizes, **either)
 
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
@@ -141,7 +133,11 @@ class Row:
         rank, rows = (dist.get_rank(), self.tokens) if self.sequence_parallel else (0, self.t * self.tokens)
         how = {"group": group, "sequence_parallel": self.sequence_parallel, "transport": Here.transport}
         how |= {"activation": self.activation[0], "dropout": self.site(rank, rows)}
-        return {"y": ops.row_linear(x, weight, **given, **how)}
+        given |= {"x": x, "weight": weight}
+        before = {name: x.detach().clone() for name, x in given.items()}
+        y = ops.row_linear(**given, **how)
+        assert_identical(given, before)  # the epilogue adds in place, but only to its own result
+        return {"y": y}
 
     def calls(self, itemsize):
         nbytes = self.t * self.tokens * self.n * itemsize
@@ -152,17 +148,7 @@ class Row:
 
 def rows(t: int) -> st.SearchStrategy[Row]:
     """Sizes per rank from 1; any combination of activation, gate, bias, residual, dropout, sequence parallelism."""
-    return st.builds(
-        Row,
-        st.just(t),
-        tokens=st.integers(1, 4),
-        k=st.integers(1, 4),
-        n=st.integers(1, 9),
-        activation=st.sampled_from(
-            [(None, False), ("gelu", False), ("gelu_tanh", True), ("silu", True), ("silu", False)]
-        ),
-        bias=st.booleans(),
-        residual=st.booleans(),
-        drop=st.booleans(),
-        sequence_parallel=st.booleans(),
-    )
+    activations = [(None, False), ("gelu", False), ("gelu_tanh", True), ("silu", True), ("silu", False)]
+    sizes = {"tokens": st.integers(1, 4), "k": st.integers(1, 4), "n": st.integers(1, 9)}
+    either = dict.fromkeys(("bias", "residual", "drop", "sequence_parallel"), st.booleans())
+    return st.builds(Row, st.just(t), activation=st.sampled_from(activations), **sizes, **either)

@@ -29,8 +29,7 @@ class Here:
 
 
 def make(seed: int, dtype: torch.dtype, **shapes: tuple[int, ...]) -> dict[str, Tensor]:
-    """Named tensors that are the same on every rank. They are drawn in float64, so that every dtype rounds the same
-    numbers."""
+    """Named tensors, the same on every rank, drawn in float64, so that every dtype rounds the same numbers."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(shape, generator=generator, dtype=torch.float64).to(Here.device, dtype)
@@ -66,6 +65,7 @@ class Case(Protocol):
 
 
 Calls = list[tuple[str, int]]
+Tensors = dict[str, Tensor]
 Shapes = dict[str, tuple[tuple[int, ...], int | str]]
 
 
@@ -102,20 +102,16 @@ def plain(case: Case, dtype: torch.dtype, rounded: torch.dtype | None = None) ->
     return with_gradients(inputs, case.plain(**inputs), upstream_of(case))
 
 
-def with_gradients(
-    inputs: dict[str, Tensor], outputs: dict[str, Tensor], upstream: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    torch.autograd.backward(
-        [outputs[name] for name in upstream], [dy.to(outputs[name]) for name, dy in upstream.items()]
-    )
+def with_gradients(inputs: Tensors, outputs: Tensors, upstream: Tensors) -> Tensors:
+    pairs = [(outputs[name], dy.to(outputs[name])) for name, dy in upstream.items()]
+    torch.autograd.backward(*zip(*pairs, strict=True))
     return {name: y.detach() for name, y in outputs.items()} | {f"d{name}": x.grad for name, x in inputs.items()}
 
 
 def check(run: Callable[..., Any], cases: Sequence[Case], dtype: torch.dtype) -> list[dict[str, Tensor]]:
     """Compare the ranks' results, put together, with plain torch, and their collectives with the list of each case.
 
-    run: that of the world, perhaps with `on_transport`. All cases run in one session of ranks. Returns what was put
-    together.
+    run: that of the world, perhaps with `on_transport`. All cases run in one session. Returns what was put together.
     """
     found = []
     for case, by_rank in zip(cases, zip(*run(on_ranks, cases, dtype), strict=True), strict=True):
@@ -139,8 +135,7 @@ def on_transport(transport: str, function: Callable[..., Any], *args: Any) -> An
 
 
 def on_device(device: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call the function with its tensors on this device, and return CPU tensors. "cuda" is the GPU of this rank's
-    number."""
+    """Call the function with its tensors on this device, and return CPU tensors. "cuda" is this rank's own GPU."""
     place = torch.device("cuda", dist.get_rank()) if device == "cuda" else torch.device(device)
     if place.type == "cuda":
         torch.cuda.init()  # else a device mesh chooses a device by LOCAL_RANK
@@ -157,11 +152,9 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         self.gemms += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
-        for x in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(x, Tensor):
-                self.largest = max(self.largest, x.numel())
-                if x.dtype == torch.float32:
-                    self.largest_float32 = max(self.largest_float32, x.numel())
+        for x in filter(torch.is_tensor, result if isinstance(result, tuple | list) else [result]):
+            self.largest = max(self.largest, x.numel())
+            self.largest_float32 = max(self.largest_float32, x.numel() if x.dtype == torch.float32 else 0)
         return result
 
 

@@ -32,6 +32,7 @@ MEAN = {**SMOOTH, "ignore_index": 2, "reduction": "mean"}
 IN_PLACE = {**SMOOTH, "in_place": True}
 IGNORED = {"ignore_index": 2}  # it is also a real entry of the vocabulary
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+PLACES = [("cpu", torch.float32), *(pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in DTYPES)]
 
 
 def plain_loss(
@@ -39,10 +40,8 @@ def plain_loss(
 ) -> Tensor:
     """The loss of 16-bit logits is in float32."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    losses = F.cross_entropy(
-        logits, targets, reduction="none", ignore_index=ignore_index, label_smoothing=label_smoothing
-    )
-    counts = targets != ignore_index
+    how = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    losses, counts = F.cross_entropy(logits, targets, reduction="none", **how), targets != ignore_index
     losses = losses + z_loss * logits.logsumexp(-1).square() * counts
     return losses if reduction == "none" else losses.sum() / (counts.sum() if reduction == "mean" else 1)
 
@@ -88,9 +87,8 @@ class Head:
 
     def plain(self, x, weight, norm_weight=None, norm_bias=None):
         logits = (plain_norm(self.norm, x, norm_weight, norm_bias) @ weight.t())[:, : self.vocab]
-        return {
-            "loss": plain_loss(logits, self.targets(), **{"reduction": "sum" if self.fused else "none", **self.terms})
-        }
+        terms = {"reduction": "sum" if self.fused else "none", **self.terms}
+        return {"loss": plain_loss(logits, self.targets(), **terms)}
 
     def ours(self, group, x, weight, norm_weight=None, norm_bias=None):
         targets, vocab = self.targets().to(x.device), own_slice(self.rows, self.vocab)
@@ -118,14 +116,14 @@ class Head:
 
 def heads(t: int) -> st.SearchStrategy[Head]:
     """3 ranks have 8, 8 and 6 of 22 rows; with a vocabulary of 16 the last one has nothing but padding."""
+    chosen = {
+        "vocab_and_rows": [(22, 22), (19, 22), (16, 22), (24, 24), (7, 30)], "tokens": range(1, 11),
+        "norm": [None, "layernorm", "rmsnorm"], "sequence_parallel": [False, True], "chunk": [1, 2, 7, 100, None],
+        "terms": [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, SMOOTH, IGNORED, MEAN],
+    }  # fmt: skip
     return st.builds(
         lambda vocab_and_rows, **how: Head(t, vocab=vocab_and_rows[0], rows=vocab_and_rows[1], **how),
-        st.sampled_from([(22, 22), (19, 22), (16, 22), (24, 24), (7, 30)]),
-        tokens=st.integers(1, 10),
-        norm=st.sampled_from([None, "layernorm", "rmsnorm"]),
-        sequence_parallel=st.booleans(),
-        chunk=st.sampled_from([1, 2, 7, 100, None]),
-        terms=st.sampled_from([{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, SMOOTH, IGNORED, MEAN]),
+        **{name: st.sampled_from(values) for name, values in chosen.items()},
     )
 
 
@@ -152,8 +150,7 @@ def test_from_logits_equals_plain_torch(ranks, t):
 
 def with_kernels(function: Callable[..., Any], *args: Any) -> Any:
     """Call the function with the kernels instead of the reference, as on a GPU; they run in Triton's interpreter."""
-    before = cross_entropy.implementation
-    kernels = import_module("tpformer.kernels.cross_entropy.kernel")
+    before, kernels = cross_entropy.implementation, import_module("tpformer.kernels.cross_entropy.kernel")
     with mock.patch.object(cross_entropy, "implementation") as implementation:
         implementation.side_effect = lambda op, x: kernels if op == "cross_entropy" else before(op, x)
         return function(*args)
@@ -168,24 +165,18 @@ def test_with_kernels(interpreted, t):
     check(partial(interpreted(t).run, with_kernels), cases, torch.float32)
 
 
-@on_every_rank(2)
-def test_without_gradients_nothing_is_reduced() -> None:
-    x, weight = torch.randn(2, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
-    with torch.no_grad(), record_collectives() as calls:
-        ops.linear_cross_entropy(x, weight, torch.arange(4), own_slice(8, 8), group=dist.group.WORLD)
-    assert [name for name, _ in calls] == ["all_gather", "all_gather"]
-
-
 @on_every_rank(3)
 def test_default_chunks_agree_on_uneven_slices() -> None:
     """Ranks exchange once a chunk: if each sized chunks by its own slice, one would wait for ever. 2500 rows on 3 ranks
-    are 834, 834, 832: 2**22 divided by each is 5029 or 5041 tokens a chunk."""
+    are 834, 834, 832: 2**22 divided by each is 5029 or 5041 tokens a chunk. Without gradients nothing is reduced."""
     vocab = own_slice(2500, 2500)
-    x, weight = (torch.zeros(n, 1, dtype=torch.float64) for n in (5030, min(834, 2500 - vocab.first)))
-    targets = torch.zeros(5030, dtype=torch.int64)
-    with torch.no_grad():
-        loss = ops.linear_cross_entropy(x, weight, targets, vocab, group=dist.group.WORLD, sequence_parallel=False)
-    assert_same(float(loss), 5030 * math.log(2500))
+    sizes = (5030, min(834, 2500 - vocab.first))
+    x, weight = (torch.zeros(n, 1, dtype=torch.float64, requires_grad=True) for n in sizes)
+    targets = torch.zeros(3 * 5030, dtype=torch.int64)
+    with torch.no_grad(), record_collectives() as calls:
+        loss = ops.linear_cross_entropy(x, weight, targets, vocab, group=dist.group.WORLD)
+    assert_same(float(loss), 3 * 5030 * math.log(2500))
+    assert [name for name, _ in calls] == ["all_gather"] * 5  # of x, and of four chunks
 
 
 def test_logits_exist_a_chunk_at_a_time():
@@ -211,9 +202,7 @@ def logits_of_a_linear(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor,
     return weight, values["x"] @ weight.t(), torch.arange(6, device=device)
 
 
-@pytest.mark.parametrize(
-    "device, dtype", [("cpu", torch.float32), *(pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in DTYPES)]
-)
+@pytest.mark.parametrize("device, dtype", PLACES)
 def test_in_place_gradient_is_seen_by_autograd(device, dtype):
     vocab = own_slice(32, 32)
     weight, logits, targets = logits_of_a_linear(device, dtype)
@@ -266,10 +255,9 @@ def test_what_is_frozen_costs_nothing(frozen, gemms, norm):
             each.requires_grad_(name not in names)
             each.grad = None
         prologue = norm_of("rmsnorm" if norm else None, values["scale"], None)
+        given = (values["x"], values["weight"], torch.arange(4), own_slice(64, 64))
         with Seen() as seen:
-            ops.linear_cross_entropy(
-                values["x"], values["weight"], torch.arange(4), own_slice(64, 64), norm=prologue
-            ).backward()
+            ops.linear_cross_entropy(*given, norm=prologue).backward()
         results.append({name: each.grad for name, each in values.items() if name not in frozen})
     assert_identical(results[1], results[0])
     assert seen.gemms == (gemms if norm or "x" not in frozen else 2)
@@ -279,34 +267,29 @@ def test_what_is_frozen_costs_nothing(frozen, gemms, norm):
 FOUR = torch.zeros(4, dtype=torch.int64)
 
 
-@pytest.mark.parametrize(
-    "targets, terms, words",
-    [
-        (torch.arange(3), {}, r"targets are \(3,\) torch.int64 for a \(4, 2\) input of 4 tokens: flatten both"),
-        (torch.arange(1), {}, r"targets are \(1,\) torch.int64 for a \(4, 2\) input of 4 tokens"),
-        (FOUR[:, None], {}, r"targets are \(4, 1\) torch.int64 for"),
-        (torch.rand(4), {}, r"targets are \(4,\) torch.float32 for a \(4, 2\) input of 4 tokens: .* one int64 id"),
-        (torch.tensor([0, 1, -1, -100]), {}, r"targets span \[-1, 1\], outside the vocabulary \[0, 1\]"),
-        (torch.tensor([0, 1, 2, -100]), {}, r"targets span \[0, 2\], outside the vocabulary \[0, 1\]"),
-        (FOUR, {"vocab": ops.VocabSlice(0, 4, 4)}, "2 logits a token, but .* has 4 entries here"),
-        (FOUR, {"label_smoothing": 1.0}, r"label_smoothing=1.0 must be in \[0, 1\)"),
-        (FOUR, {"label_smoothing": -0.1}, r"label_smoothing=-0.1 must be in \[0, 1\)"),
-        (FOUR, {"z_loss": -1e-4}, "z_loss=-0.0001 must be at least 0"),
-        (FOUR, {"z_loss": float("nan")}, "z_loss=nan must be at least 0"),
-        (FOUR, {"reduction": "avg"}, "reduction='avg' is (none|neither) of"),
-    ],
-)
+LOGITS, FUSED = ops.vocab_parallel_cross_entropy, partial(ops.linear_cross_entropy, weight=torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("targets, terms, words", [
+    (torch.arange(3), {}, r"targets are \(3,\) torch.int64 for a \(4, 2\) input of 4 tokens: flatten both"),
+    (torch.arange(1), {}, r"targets are \(1,\) torch.int64 for a \(4, 2\) input of 4 tokens"),
+    (FOUR[:, None], {}, r"targets are \(4, 1\) torch.int64 for"),
+    (torch.rand(4), {}, r"targets are \(4,\) torch.float32 for a \(4, 2\) input of 4 tokens: .* one int64 id"),
+    (torch.tensor([0, 1, -1, -100]), {}, r"targets span \[-1, 1\], outside the vocabulary \[0, 1\]"),
+    (torch.tensor([0, 1, 2, -100]), {}, r"targets span \[0, 2\], outside the vocabulary \[0, 1\]"),
+    (FOUR, {"vocab": ops.VocabSlice(0, 4, 4)}, "2 logits a token, but .* has 4 entries here"),
+    (FOUR, {"label_smoothing": 1.0}, r"label_smoothing=1.0 must be in \[0, 1\)"),
+    (FOUR, {"label_smoothing": -0.1}, r"label_smoothing=-0.1 must be in \[0, 1\)"),
+    (FOUR, {"z_loss": -1e-4}, "z_loss=-0.0001 must be at least 0"),
+    (FOUR, {"z_loss": float("nan")}, "z_loss=nan must be at least 0"),
+    (FOUR, {"reduction": "avg"}, "reduction='avg' is (none|neither) of"),
+    # the fused loss is one number
+    (FOUR, {"reduction": "none"}, "reduction='none' is neither of .*take vocab_parallel_cross_entropy"),
+])  # fmt: skip
 def test_both_losses_refuse_the_same(targets, terms, words):
-    how = {"targets": targets, "vocab": ops.VocabSlice(0, 2, 2), **terms}
-    x, weight = torch.randn(4, 2), torch.randn(2, 2)
-    for call in (partial(ops.vocab_parallel_cross_entropy, x), partial(ops.linear_cross_entropy, x, weight)):
+    for call in (LOGITS, FUSED) if terms != {"reduction": "none"} else (FUSED,):
         with pytest.raises(ValueError, match=words):
-            call(**how)
-
-
-def test_the_fused_loss_is_one_number():
-    with pytest.raises(ValueError, match="reduction='none' is neither of .*take vocab_parallel_cross_entropy"):
-        ops.linear_cross_entropy(torch.randn(4, 2), torch.randn(2, 2), FOUR, own_slice(2, 2), reduction="none")
+            call(torch.ones(4, 2), **{"targets": targets, "vocab": ops.VocabSlice(0, 2, 2), **terms})
 
 
 @pytest.mark.gpu

@@ -29,14 +29,11 @@ def head(x: Tensor, weight: Tensor, v: Tensor, norm: str | None = None) -> Tenso
     return ops.linear_cross_entropy(x, weight, TARGETS.clamp(max=3), VOCAB, norm=prologue, chunk_tokens=4)
 
 
-# functions of x (ROWS, K), a weight (K, K) and a vector (K,); of those linear in x only the incoming gradient has a
-# derivative
+# of x (ROWS, K), a weight (K, K) and a vector (K,); where linear in x, only the incoming gradient has a derivative
 OPERATIONS = {
     "column_linear": lambda x, w, v: ops.column_linear(x, w, v),
     "column_linear of a norm": lambda x, w, v: ops.column_linear(x, w, v, norm=NORMS["layernorm"](v, v)),
-    "column_linear, carried": lambda x, w, v: sum(
-        ops.column_linear(x, [w, w], norm=NORMS["rmsnorm"](v, None), carry=True)
-    ),
+    "carried": lambda x, w, v: sum(ops.column_linear(x, [w, w], norm=NORMS["rmsnorm"](v, None), carry=True)),
     "row_linear": lambda x, w, v: ops.row_linear(x, w, v, residual=x),
     "row_linear of a gate": lambda x, w, v: ops.row_linear(x, w, v, activation="silu", gate=x, dropout=SITE),
     "row_linear and a norm": lambda x, w, v: ops.row_linear(x, w, v, next_norm=NORMS["layernorm"](v, None))[0],
@@ -48,10 +45,6 @@ OPERATIONS = {
     "linear_cross_entropy": head,
     "linear_cross_entropy of a norm": lambda x, w, v: head(x, w, v, "rmsnorm"),
 }
-
-
-def inputs() -> list[Tensor]:
-    return list(leaves(make(0, torch.float64, x=(ROWS, K), weight=(K, K), vector=(K,))).values())
 
 
 def refuse(y: Tensor, wanted: list[Tensor]) -> None:
@@ -68,7 +61,7 @@ def refuse(y: Tensor, wanted: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_refuse_second_derivatives(name):
-    x, weight, vector = inputs()
+    x, weight, vector = leaves(make(0, torch.float64, x=(ROWS, K), weight=(K, K), vector=(K,))).values()
     refuse(OPERATIONS[name](x, weight, vector), [x, weight, vector])
     y = OPERATIONS[name](x, weight.detach(), vector.detach())
     refuse(y, [x])

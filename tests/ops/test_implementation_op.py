@@ -21,6 +21,9 @@ from tpformer.ops.route import Balance, Router
 
 OPS = ("activation", "combine", "cross_entropy", "dropout", "norm", "rope", "route", "weighted_activation")
 ROOT = Path(__file__).resolve().parents[2]
+KERNELS = ("route", "weighted_activation", "combine")
+CALLERS = ("tpformer.ops.experts", "tpformer.ops.route", "tpformer.ops.transports.experts")
+TOKENS, HIDDEN, FFN, EXPERTS, SAMPLES = 12, 16, 24, 8, 3
 
 
 def called(op: str) -> set[str]:
@@ -45,9 +48,8 @@ def test_both_modules_have_what_is_called(op, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     reference = implementation(op, tensor("cpu", torch.float32))
     kernel = implementation(op, tensor("cuda:0", torch.bfloat16))
-    assert (reference.__name__, kernel.__name__) == tuple(
-        f"tpformer.kernels.{op}.{module}" for module in ("reference", "kernel")
-    )
+    folder = f"tpformer.kernels.{op}"
+    assert (reference.__name__, kernel.__name__) == (f"{folder}.reference", f"{folder}.kernel")
     assert implementation(op, tensor("cuda:0", torch.float64)) is reference
     assert called(op)
     for name in called(op):
@@ -55,17 +57,8 @@ def test_both_modules_have_what_is_called(op, monkeypatch):
         # a kernel may have more keywords: block sizes and numbers of programs
         assert list(ours)[: len(theirs)] == list(theirs), name
         assert all(ours[extra].kind == inspect.Parameter.KEYWORD_ONLY for extra in list(ours)[len(theirs) :]), name
-
-
-def test_another_gpu_than_the_current_one_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    with pytest.raises(ValueError, match=r"norm of a tensor on cuda:1, but .* is cuda:0: .*set_device\(1\) first"):
-        implementation("norm", tensor("cuda:1", torch.float32))
-
-
-KERNELS = ("route", "weighted_activation", "combine")
-CALLERS = ("tpformer.ops.experts", "tpformer.ops.route", "tpformer.ops.transports.experts")
-TOKENS, HIDDEN, FFN, EXPERTS, SAMPLES = 12, 16, 24, 8, 3
+    with pytest.raises(ValueError, match=rf"{op} of a tensor on cuda:1, but .* is cuda:0: .*set_device\(1\) first"):
+        implementation(op, tensor("cuda:1", torch.float32))
 
 
 def results(policy: Policy, shared: bool, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:

@@ -29,7 +29,6 @@ def test_all_reduce_of_any_number_of_rows() -> None:
 
 @on_every_rank(3)
 def test_scattered_sums_are_in_rank_order_and_rounded_once() -> None:
-    """The same bits every time."""
     parts, group = [make(rank, torch.bfloat16, x=(6, 40))["x"] for rank in range(3)], dist.group.WORLD
     x = parts[dist.get_rank()]
     for _ in range(2):

@@ -83,14 +83,11 @@ def test_values_gradients_and_communication(ranks, t):
                 assert_identical(found[name], expected, f"{case} {name}")
 
 
-def test_without_a_group_they_are_the_identity():
+@on_every_rank(3)
+def test_without_a_group_they_are_the_identity_and_indivisible_tokens_are_refused() -> None:
     x = make(0, torch.float64, x=(TOKENS, N))["x"]
     assert all(operation(x, None) is x for operation in (ops.reduce_rows, ops.scatter_rows, ops.gather_rows))
     assert ops.gather_columns(x, N, None) is x and torch.equal(ops.take_columns(x, slice(1, 3), None), x[:, 1:3])
-
-
-@on_every_rank(3)
-def test_indivisible_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="7 tokens cannot be split over 3 .*ranks: pad .* to a multiple of 3"):
         ops.scatter_rows(torch.randn(7, 2), dist.group.WORLD)
 
@@ -111,17 +108,9 @@ def outside(device: str) -> torch.Tensor:
     return local.grad.cpu()
 
 
-def check_outside(gradients: list[torch.Tensor]) -> None:
+@pytest.mark.parametrize("t", [2, 3, pytest.param(None, marks=pytest.mark.gpu)])
+def test_ids_outside_the_vocabulary_are_nan_where_nobody_looks(ranks, t):
+    gradients = [outside("cuda")] if t is None else ranks(t).run(outside, "cpu")
     inside = IDS[:1] + IDS[3:5] + IDS[6:]
     counts = torch.tensor([inside.count(row) for row in range(ROWS)])
     assert torch.equal(join(gradients, 0), counts[:, None].expand(-1, N).double())
-
-
-@pytest.mark.parametrize("t", [2, 3])
-def test_ids_outside_the_vocabulary_are_nan_where_nobody_looks(ranks, t):
-    check_outside(ranks(t).run(outside, "cpu"))
-
-
-@pytest.mark.gpu
-def test_padding_ids_are_nan_on_gpu():
-    check_outside([outside("cuda")])

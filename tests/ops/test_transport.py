@@ -10,14 +10,7 @@ import torch
 from torch import device
 
 from tpformer import ops
-from tpformer.kernels.cost import (
-    MACHINES,
-    break_even_width,
-    communication_bytes,
-    gemm_seconds,
-    machine_for,
-    overlapped_seconds,
-)
+from tpformer.kernels import cost
 from tpformer.ops import transport
 from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER, Grouped, Request, record_transport
 from tpformer.ops.transports.prediction import send_by_copies
@@ -46,13 +39,10 @@ def node(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
-    def describe(
-        fused: str | None = None, backend: str = "nccl", name: str = H100, copied_flags: str | None = None
-    ) -> None:
-        monkeypatch.setattr(transport, "why_not_fused", lambda _: fused)
-        monkeypatch.setattr(transport, "why_copied_flags", lambda group, device: copied_flags)
-        monkeypatch.setattr(transport, "torch_backend", lambda group, kind: backend)
-        monkeypatch.setattr(transport, "device_name", lambda _: name)
+    def describe(fused=None, backend="nccl", name=H100, copied_flags=None) -> None:
+        answers = {"why_not_fused": fused, "why_copied_flags": copied_flags}
+        for function, answer in (answers | {"torch_backend": backend, "device_name": name}).items():
+            monkeypatch.setattr(transport, function, lambda *_, answer=answer: answer)
 
     describe()
     yield describe
@@ -63,32 +53,29 @@ def choice(*args, **options) -> tuple[str, str]:
     return transport.choose_transport(request(*args, **options))
 
 
-@pytest.mark.parametrize(
-    "described, options, name, reason",
-    [
-        *(({}, {"ranks": 1, "choice": each}, "local", "one rank") for each in ops.TRANSPORTS),
-        # auto never takes the interpreter, whatever the shape
-        *(({}, {"where": CPU, "m": m}, "sequential", "on cpu the collective, then the GEMM") for m in (8, 10**6)),
-        ({}, {"dtype": torch.float32}, "sequential", "float32 is for verification, not for speed"),
-        ({}, {"dtype": torch.float64}, "sequential", "float64 is for verification, not for speed"),
-        ({}, {"dtype": torch.float16}, "fused", "predicted: fused .*"),
-        (T4, {}, "fused", "no performance model of NVIDIA T4: 8192 rows >= 1024"),
-        (T4, {"m": 1023}, "sequential", "no performance model of NVIDIA T4: 1023 rows < 1024"),
-        (TWO_HOSTS, {}, "pipelined", "1024 rows per rank >= 1024; not fused: ranks 0 and 4 are on two hosts"),
-        (TWO_HOSTS, {"m": 8191}, "sequential", "1023 rows per rank < 1024; not fused: ranks 0 and 4 are on two hosts"),
-        (TWO_HOSTS, {"op": ALL_REDUCE, "m": 64, "n": 8}, "sequential", "8 rows per rank < 1024; not fused: ranks.*"),
-        (TWO_HOSTS, {"dtype": torch.float32}, "sequential", "float32 is for verification.*"),
-        (NO_PEERS, {}, "sequential", "the group's backend for cuda is gloo; not fused: no peer access"),
-        (NO_PEERS, {"choice": "pipelined", "where": CPU}, "pipelined", "as asked for"),
-        # where auto would choose otherwise
-        *(({}, {"choice": each, "m": 8, "dtype": torch.float32}, each, "as asked for") for each in RUNNING),
-        # flags that copies set are named only where copies may send rows: of a gather, also in the backward
-        (COPIED, {}, "fused", "predicted: fused .*" + FLAGS),
-        (COPIED, {"op": SCATTER, "n": 4096, "k": 1792, "choice": "fused"}, "fused", "as asked for" + FLAGS),
-        (COPIED, {"op": ALL_REDUCE, "m": 16, "n": 8192, "choice": "fused"}, "fused", "as asked for"),
-        (COPIED, {"choice": "sequential"}, "sequential", "as asked for"),
-    ],
-)
+@pytest.mark.parametrize("described, options, name, reason", [
+    *(({}, {"ranks": 1, "choice": each}, "local", "one rank") for each in ops.TRANSPORTS),
+    # auto never takes the interpreter, whatever the shape
+    *(({}, {"where": CPU, "m": m}, "sequential", "on cpu the collective, then the GEMM") for m in (8, 10**6)),
+    ({}, {"dtype": torch.float32}, "sequential", "float32 is for verification, not for speed"),
+    ({}, {"dtype": torch.float64}, "sequential", "float64 is for verification, not for speed"),
+    ({}, {"dtype": torch.float16}, "fused", "predicted: fused .*"),
+    (T4, {}, "fused", "no performance model of NVIDIA T4: 8192 rows >= 1024"),
+    (T4, {"m": 1023}, "sequential", "no performance model of NVIDIA T4: 1023 rows < 1024"),
+    (TWO_HOSTS, {}, "pipelined", "1024 rows per rank >= 1024; not fused: ranks 0 and 4 are on two hosts"),
+    (TWO_HOSTS, {"m": 8191}, "sequential", "1023 rows per rank < 1024; not fused: ranks 0 and 4 are on two hosts"),
+    (TWO_HOSTS, {"op": ALL_REDUCE, "m": 64, "n": 8}, "sequential", "8 rows per rank < 1024; not fused: ranks.*"),
+    (TWO_HOSTS, {"dtype": torch.float32}, "sequential", "float32 is for verification.*"),
+    (NO_PEERS, {}, "sequential", "the group's backend for cuda is gloo; not fused: no peer access"),
+    (NO_PEERS, {"choice": "pipelined", "where": CPU}, "pipelined", "as asked for"),
+    # where auto would choose otherwise
+    *(({}, {"choice": each, "m": 8, "dtype": torch.float32}, each, "as asked for") for each in RUNNING),
+    # flags that copies set are named only where copies may send rows: of a gather, also in the backward
+    (COPIED, {}, "fused", "predicted: fused .*" + FLAGS),
+    (COPIED, {"op": SCATTER, "n": 4096, "k": 1792, "choice": "fused"}, "fused", "as asked for" + FLAGS),
+    (COPIED, {"op": ALL_REDUCE, "m": 16, "n": 8192, "choice": "fused"}, "fused", "as asked for"),
+    (COPIED, {"choice": "sequential"}, "sequential", "as asked for"),
+])  # fmt: skip
 def test_what_is_chosen_and_why(node, described, options, name, reason):
     node(**described)
     chosen, why = choice(**options)
@@ -120,31 +107,23 @@ def test_where_there_are_other_groups_their_collectives_find_free_processors(nod
         assert choice(**shape)[0] == name
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"choice": "fused"}, "fused needs a CUDA device with NVLink .*: rank 3 has no peer access.*auto"),
-        ({"choice": "pipelined"}, "pipelined needs a backend that sends .*: the group's backend for cuda is gloo"),
-        ({"choice": "magic"}, "transport='magic': choose one of auto, sequential, pipelined"),
-    ],
-)
-def test_an_explicit_choice_that_cannot_run_raises(node, options, words):
-    node(fused="rank 3 has no peer access to rank 0", backend="gloo")
+def refused(words: str, name: str, **options) -> None:
     with pytest.raises(ValueError, match=words):
-        choice(**options)
+        choice(choice=name, **options)
 
 
-def test_what_stands_against_the_fused_kernels(node, monkeypatch):
+def test_an_explicit_choice_that_cannot_run_raises(node, monkeypatch):
+    node(fused="rank 3 has no peer access to rank 0", backend="gloo")
+    refused("fused needs a CUDA device with NVLink .*: rank 3 has no peer access.*auto", "fused")
+    refused("pipelined needs a backend that sends .*: the group's backend for cuda is gloo", "pipelined")
+    refused("transport='magic': choose one of auto, sequential, pipelined", "magic")
     monkeypatch.undo()
     monkeypatch.setattr(transport, "why_copied_flags", lambda group, device: None)
     monkeypatch.setattr(transport, "why_no_kernels", lambda group, device: None if device == CUDA else "none there")
     assert choice(choice="fused") == ("fused", "as asked for")
-    for options, words in (
-        ({"where": CPU}, r"TRITON_INTERPRET=1 for tests on CPU\): none there; use transport"),
-        ({"dtype": torch.float64}, "operands are torch.float64, and the kernels take bfloat16, float16 and float32"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            choice(choice="fused", **options)
+    refused(r"TRITON_INTERPRET=1 for tests on CPU\): none there; use transport", "fused", where=CPU)
+    kept = "operands are torch.float64, and the kernels take bfloat16, float16 and float32"
+    refused(kept, "fused", dtype=torch.float64)
 
 
 def row(**changes) -> dict:
@@ -175,6 +154,14 @@ def test_measured_times_override_the_model(node, table):
         assert "predicted" in choice(**beyond)[1], beyond
     assert choice(where=CPU) == ("sequential", "on cpu the collective, then the GEMM")
     assert choice(choice="sequential") == ("sequential", "as asked for")
+    # what cannot run does not count
+    ops.use_measured_table(table(row()))
+    node(fused="no peer access")
+    assert choice() == ("pipelined", f"{table(row())} row 0 (8192x1792x4096): pipelined 250 us, sequential 300 us")
+    ops.use_measured_table(table(row(sequential_us=None, pipelined_us=None)))
+    assert choice()[1].endswith("not fused: no peer access")  # the row has nothing that can run, so the model decides
+    node()
+    assert choice()[0] == "fused"
     ops.use_measured_table(None)
     assert choice()[0] == "fused"
 
@@ -196,39 +183,25 @@ def test_measured_times_say_who_sends_the_shards_of_a_gather(node, table):
     assert not by_copies() and by_copies(n=8192)
 
 
-def test_measured_times_of_what_cannot_run_do_not_count(node, table):
-    ops.use_measured_table(table(row()))
-    node(fused="no peer access")
-    assert choice() == ("pipelined", f"{table(row())} row 0 (8192x1792x4096): pipelined 250 us, sequential 300 us")
-    ops.use_measured_table(table(row(sequential_us=None, pipelined_us=None)))
-    assert choice()[1].endswith("not fused: no peer access")  # the row has nothing that can run, so the model decides
-    node()
-    assert choice()[0] == "fused"
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("{", ["not valid JSON"]),
-        ("{}", ["list of rows", "dict"]),
-        ("[3]", ["row 0", "object"]),
-        (json.dumps([row(), {"op": GATHER, "m": 1}]), ["row 1 lacks dtype, ranks, n, k, sequential_us", "null"]),
-        (json.dumps([row(op="matmul")]), ["row 0", "'matmul'", GATHER]),
-        (json.dumps([row(dtype="nn")]), ["dtype 'nn'", "bfloat16"]),
-        (json.dumps([row(n=0)]), ["n 0", "whole number"]),
-        (json.dumps([row(m=True)]), ["m True"]),
-        (json.dumps([row(fused_us=-1)]), ["fused_us -1", "or null"]),
-        (json.dumps([row(fused_us="fast")]), ["fused_us 'fast'"]),
-        (json.dumps([row(push_us=0)]), ["push_us 0", "or null"]),
-    ],
-)
+@pytest.mark.parametrize(("content", "words"), [
+    ("{", ["not valid JSON"]),
+    ("{}", ["list of rows", "dict"]),
+    ("[3]", ["row 0", "object"]),
+    (json.dumps([row(), {"op": GATHER, "m": 1}]), ["row 1 lacks dtype, ranks, n, k, sequential_us", "null"]),
+    (json.dumps([row(op="matmul")]), ["row 0", "'matmul'", GATHER]),
+    (json.dumps([row(dtype="nn")]), ["dtype 'nn'", "bfloat16"]),
+    (json.dumps([row(n=0)]), ["n 0", "whole number"]),
+    (json.dumps([row(m=True)]), ["m True"]),
+    (json.dumps([row(fused_us=-1)]), ["fused_us -1", "or null"]),
+    (json.dumps([row(fused_us="fast")]), ["fused_us 'fast'"]),
+    (json.dumps([row(push_us=0)]), ["push_us 0", "or null"]),
+])  # fmt: skip
 def test_a_table_that_is_malformed_is_refused(tmp_path, content, words):
     path = tmp_path / "table.json"
     path.write_text(content)
     with pytest.raises(ValueError) as error:
         ops.use_measured_table(path)
-    for word in ("table.json", *words):
-        assert word in str(error.value)
+    assert all(word in str(error.value) for word in ("table.json", *words)), error.value
     with pytest.raises(FileNotFoundError, match="nothing.json"):
         ops.use_measured_table(tmp_path / "nothing.json")
 
@@ -245,13 +218,14 @@ def test_recording_ends_with_its_context():
 
 def test_performance_model():
     """For bfloat16 on 8 H100. test_explain.py has figures worked out by hand."""
-    h100, sizes = machine_for(H100), (8192, 1792, 4096)
-    assert h100 is not None and machine_for("NVIDIA T4") is None
-    assert [machine_for(f"NVIDIA {machine.name}") for machine in MACHINES] == list(MACHINES)
+    h100 = cost.machine_for(H100)
+    assert h100 is not None and cost.machine_for("NVIDIA T4") is None
+    assert [cost.machine_for(f"NVIDIA {machine.name}") for machine in cost.MACHINES] == list(cost.MACHINES)
     # one row takes the time to read the weights
-    assert gemm_seconds(1, 4096, 4096, 2, h100) == 2 * (4096 * 4096 + 2 * 4096) / h100.memory
-    assert communication_bytes(ALL_REDUCE, *sizes, 8, 2) == 2 * communication_bytes(SCATTER, *sizes, 8, 2)
+    assert cost.gemm_seconds(1, 4096, 4096, 2, h100) == 2 * (4096 * 4096 + 2 * 4096) / h100.memory
+    moved = {op: cost.communication_bytes(op, 8192, 1792, 4096, 8, 2) for op in (ALL_REDUCE, SCATTER, GATHER)}
+    assert moved[ALL_REDUCE] == 2 * moved[SCATTER]
     # at the break-even width, with enough chunks, the two times are the same
-    width, moved = break_even_width(8, h100, 2), communication_bytes(GATHER, *sizes, 8, 2)
-    assert 2 * 8192 * width * 4096 / h100.flops == pytest.approx(moved / h100.link, rel=1e-6)
-    assert (overlapped_seconds(8.0, 2.0, 8), overlapped_seconds(8.0, 9.0, 8)) == (8.0, 10.0)
+    seconds = 2 * 8192 * cost.break_even_width(8, h100, 2) * 4096 / h100.flops
+    assert seconds == pytest.approx(moved[GATHER] / h100.link, rel=1e-6)
+    assert (cost.overlapped_seconds(8.0, 2.0, 8), cost.overlapped_seconds(8.0, 9.0, 8)) == (8.0, 10.0)
