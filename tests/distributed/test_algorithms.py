@@ -16,13 +16,9 @@ from tpformer.distributed.reductions import RUNNABLE, RUNS, Members, reduce_by
 FAST, SLOW = Link(2e-6, 300e9), Link(12e-6, 40e9)
 
 
-def test_values_of_the_textbook():
-    """4 ranks with 4 values each."""
-    values = {name: cost(4, 4).values for name, cost in ALGORITHMS.items()}
+def test_values_of_the_textbook_and_seconds():
+    values = {name: cost(4, 4).values for name, cost in ALGORITHMS.items()}  # 4 ranks with 4 values each
     assert values == dict.fromkeys(ALGORITHMS, 24) | {"all_pairs": 48, "butterfly": 32}
-
-
-def test_seconds():
     for name in NAMES:
         assert all_reduce_seconds(name, 1e9, 1, 1, FAST, SLOW) == 0
         assert all_reduce_seconds(name, 1e9, 1, 4, FAST, SLOW) > all_reduce_seconds(name, 1e9, 4, 1, FAST, SLOW)
@@ -42,9 +38,7 @@ def numbers(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
 
 def run_all(n: int, dtype: torch.dtype) -> dict:
     """By algorithm and nodes: the result, the bytes of each message, and the clock: steps that wait for one another."""
-    group, found = dist.group.WORLD, {}
-    exchange = Members.exchange
-    clock = 0
+    group, found, exchange, clock = dist.group.WORLD, {}, Members.exchange, 0
 
     def counted(members, sends, receives):
         """Each message brings its sender's clock, which is behind this step's own messages."""
@@ -121,12 +115,10 @@ def test_a_dead_rank_is_named(commands, tmp_path):
 @on_every_rank(3)
 def test_a_rank_that_does_not_come_is_named() -> None:
     """One of those that wait for it is told."""
-    group = dist.new_group(timeout=timedelta(seconds=0.5))
-    said: list = [""] * 3
+    group, own, said = dist.new_group(timeout=timedelta(seconds=0.5)), "", [""] * 3
     try:
         if group.rank() != 1:
             reduce_by("all_pairs", torch.ones(100), group)
-        own = ""
     except RuntimeError as error:
         own = str(error)
     dist.all_gather_object(said, own)

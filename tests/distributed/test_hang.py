@@ -1,7 +1,5 @@
 """The report of an expired wait finds the operation in the ring, and says who waited, for whom, and from which line."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -40,17 +38,14 @@ def called_from(file: str, namespace: dict) -> tuple[str, int]:
     return namespace["call"](user_line)
 
 
-def test_line_is_the_nearest_outside_of_tpformer_and_torch() -> None:
+def test_line_is_the_nearest_outside_of_tpformer_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     line = called_from.__code__.co_firstlineno + 3
     assert called_from(hang.PACKAGE + "layers/linear.py", {}) == (__file__, line)
     assert called_from(hang.LIBRARIES[1] + "nn/modules/module.py", {}) == (__file__, line)
     assert called_from("/home/me/train.py", {}) == ("/home/me/train.py", 4)
     assert called_from("<ipython-input-1>", {}) == ("<ipython-input-1>", 4)
     assert called_from(hang.PACKAGE.rstrip("/") + "_user/train.py", {})[1] == 4
-
-
-def test_line_of_a_thread_without_user_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's backward runs in a thread of torch's, so the outermost line of tpformer is all there is."""
+    # CUDA's backward runs in a thread of torch's, so the outermost line of tpformer is all there is
     monkeypatch.setattr(hang, "library_of", lambda file: hang.PACKAGE if file.startswith(hang.PACKAGE) else hang.TORCH)
     assert called_from(hang.PACKAGE + "ops/row_linear.py", {}) == (hang.PACKAGE + "ops/row_linear.py", 4)
 
@@ -70,13 +65,10 @@ rank 1 (global rank 9) waited in vain for rank 2 (global rank 10) in matmul_redu
 Look at the output of rank 2 (global rank 10): it died, hangs, or called its operations in another order"""
     assert text.startswith(table.strip())
     assert text.endswith("The group's fused operations cannot go on: restart from the last checkpoint.")
-
-
-def test_report_of_the_last_operation_and_of_an_unknown_one() -> None:
-    """The last one is named once. An unknown one has left the ring, or a CUDA graph replayed it. A damaged error word
-    does not hide the report."""
+    # the last operation is named once
     text = describe(EXPIRED, ring(OPERATION._replace(step=None)), (0, 1, 2), now=101.0)
     assert "last operation" not in text and "step         unknown" in text
+    # an unknown one has left the ring, or a CUDA graph replayed it; a damaged error word does not hide the report
     text = describe(replace(EXPIRED, peer=-7), ring(LATER._replace(epoch=None)), (0, 1, 2))
     assert "an operation that is not among the last ones (a replayed CUDA graph?)" in text
     assert "waiting for     rank -7" in text and "last operation  all_gather_matmul, workspace gather, at" in text

@@ -1,7 +1,4 @@
-"""Workspaces of the fused kernels count epochs, grow, copy and report hangs. A toy kernel that exchanges rows shows
-it."""
-
-from __future__ import annotations
+"""Workspaces of the fused kernels count epochs, grow, copy and report hangs, as a toy kernel that moves rows shows."""
 
 import functools
 import gc
@@ -15,8 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from pool import WorkerPool
-from testing import on_every_rank
+from testing import assert_identical, on_every_rank
 
 from tpformer.distributed import HangError, check_all, close, set_timeout
 from tpformer.distributed import kernel_workspace as module
@@ -26,8 +22,6 @@ from tpformer.distributed.kernel_workspace import KernelWorkspace, wrap
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 protocol = pytest.importorskip("tpformer.kernels.protocol")
-slot_of, flags_of, publish, wait = protocol.slot_of, protocol.flags_of, protocol.publish, protocol.wait
-serve = protocol.serve
 
 CPU = torch.device("cpu")
 
@@ -35,20 +29,20 @@ CPU = torch.device("cpu")
 @triton.jit
 def exchange_kernel(links, rank, x, out, n, PUSH: tl.constexpr, WORLD: tl.constexpr):
     """out[p] = rank p's x, for all p. PUSH: the kernel sends the rows; else copies do that were started before it."""
-    me, limit = serve(links, rank, WORLD)
+    me, limit = protocol.serve(links, rank, WORLD)
     for step in range(1, WORLD):
         if PUSH:
             peer = (me.rank + WORLD - step) % WORLD
-            slot = slot_of(me, peer, tl.float32)
+            slot = protocol.slot_of(me, peer, tl.float32)
             for i in range(n):
                 tl.store(slot + me.rank * n + i, tl.load(x + i))
-            publish(flags_of(me, peer, me.rank), me.epoch)
-    own = slot_of(me, me.rank, tl.float32)
+            protocol.publish(protocol.flags_of(me, peer, me.rank), me.epoch)
+    own = protocol.slot_of(me, me.rank, tl.float32)
     for i in range(n):
         tl.store(out + me.rank * n + i, tl.load(x + i))
     for step in range(1, WORLD):
         peer = (me.rank + step) % WORLD
-        limit = wait(me, flags_of(me, me.rank, 0), peer, limit)
+        limit = protocol.wait(me, protocol.flags_of(me, me.rank, 0), peer, limit)
         for i in range(n):
             tl.store(out + peer * n + i, tl.load(own + peer * n + i))
 
@@ -84,7 +78,7 @@ def exchange(workspace: KernelWorkspace, index: int, copies: bool, n: int = 3, n
 
 def check_exchange(out: torch.Tensor, index: int) -> None:
     expected = torch.stack([row(rank, index, out.shape[1], out.device) for rank in range(out.shape[0])])
-    assert torch.equal(out, expected), (index, out, expected)
+    assert_identical(out, expected, f"operation {index}")
 
 
 def many_epochs(pool: str, start: int, copies: bool, delayed: bool) -> None:
@@ -106,20 +100,12 @@ def many_epochs(pool: str, start: int, copies: bool, delayed: bool) -> None:
     assert (workspace.capacity, workspace.writer_flags) == (1 << 21, 2048)
 
 
-@pytest.mark.parametrize(
-    "pool, size, start, copies, delayed",
-    [
-        ("interpreted", 1, -3, True, False),
-        ("interpreted", 2, 2**31 - 6, False, False),
-        ("interpreted", 2, -3, True, True),
-        ("interpreted", 3, 0, False, True),
-        ("interpreted", 3, 2**31 - 6, True, False),
-        *(
-            pytest.param("one_gpu", size, 2**31 - 4, copies, False, marks=pytest.mark.gpu)
-            for size, copies in itertools.product((2, 3), (False, True))
-        ),
-    ],
-)
+@pytest.mark.parametrize("pool, size, start, copies, delayed", [
+    ("interpreted", 1, -3, True, False), ("interpreted", 2, 2**31 - 6, False, False),
+    ("interpreted", 2, -3, True, True), ("interpreted", 3, 0, False, True), ("interpreted", 3, 2**31 - 6, True, False),
+    *(pytest.param("one_gpu", size, 2**31 - 4, copies, False, marks=pytest.mark.gpu)
+      for size, copies in itertools.product((2, 3), (False, True))),
+])  # fmt: skip
 def test_epochs_and_growth(request, pool: str, size: int, start: int, copies: bool, delayed: bool) -> None:
     """Epochs also wrap from positive to negative, or pass from negative to positive, and each rank is late in turn."""
     request.getfixturevalue(pool)(size).run(many_epochs, pool, start, copies, delayed)
@@ -148,8 +134,11 @@ def said(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def peer_does_not_come(absent: int, copies: bool) -> None:
+@on_every_rank(2, 3, pool="interpreted")
+def test_rank_that_does_not_come_is_named() -> None:
+    """Ranks wait for as many polls as the timeout has. Later operations raise the same. test_hang.py has the table."""
     group = world_group()
+    absent, copies = (0, True) if group.size() == 2 else (1, False)
     workspace = kernel_workspace(group, "gather", CPU)
     own, peer = (f"rank {rank} (global rank {rank})" for rank in (workspace.rank, absent))
     check_all(step=7)
@@ -175,21 +164,6 @@ def peer_does_not_come(absent: int, copies: bool) -> None:
         message = said(check_all)
         assert f"{peer} waited in vain for rank" in message and "seen 2, wanted 3" in message
     close(group)  # other tests use the world, too
-
-
-@pytest.mark.parametrize("size, absent, copies", [(2, 0, True), (3, 1, False)])
-def test_rank_that_does_not_come_is_named(interpreted: WorkerPool, size: int, absent: int, copies: bool) -> None:
-    """Ranks wait for as many polls as the timeout has. Later operations raise the same. test_hang.py has the table."""
-    interpreted(size).run(peer_does_not_come, absent, copies)
-
-
-@on_every_rank(2, pool="interpreted")
-def test_different_operations_are_reported_when_the_memory_grows() -> None:
-    workspace = kernel_workspace(world_group(), "gather", CPU)
-    exchange(workspace, 0, copies=False)
-    words = "gather workspace: rank 0: right of 2097152 bytes and 1 flags at epoch 1, rank 1: left of 3145728"
-    with pytest.raises(RuntimeError, match=words):
-        workspace.begin("left" if workspace.rank else "right", (2 + workspace.rank) << 20, 1)
 
 
 @on_every_rank(2, pool="interpreted")
@@ -223,14 +197,17 @@ def test_capture_forbids_growth_and_copies_and_keeps_memory() -> None:
 
 @on_every_rank(2, pool="interpreted")
 def test_a_workspace_lives_as_long_as_its_group() -> None:
+    """When its memory grows it reports different operations."""
     group = dist.new_group(list(range(dist.get_world_size())))
     workspace = kernel_workspace(group, "gather", CPU)
     exchange(workspace, 0, copies=True)
     assert group in REGISTRY.kernels
+    words = "gather workspace: rank 0: right of 2097152 bytes and 1 flags at epoch 1, rank 1: left of 3145728"
+    with pytest.raises(RuntimeError, match=words):
+        workspace.begin("left" if workspace.rank else "right", (2 + workspace.rank) << 20, 1)
     reference, count = weakref.ref(workspace), len(REGISTRY.kernels)
-    del workspace
     dist.destroy_process_group(group)
-    del group
+    del group, workspace
     gc.collect()
     assert reference() is None and len(REGISTRY.kernels) == count - 1
 

@@ -1,7 +1,5 @@
 """The world starts without a launcher, the mesh has its axes, and wrong sizes and environments are refused."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest
@@ -36,12 +34,12 @@ def test_every_group_of_the_mesh_has_the_timeout() -> None:
 
 @on_every_rank(2)
 def test_wrong_world_size_has_numbers_and_remedy() -> None:
-    wrong = (
-        r"^pipeline_parallel 1 \* data_parallel_replicate 1 \* data_parallel_shard 1 \* tensor_parallel 3 = 3 ranks, "
-        "but the world has 2: start 3 processes or change one of the sizes$"
+    product = (
+        r"^pipeline_parallel 1 \* data_parallel_replicate 1 \* data_parallel_shard 1 \* tensor_parallel 3 = 3 ranks"
     )
+    remedy = ", but the world has 2: start 3 processes or change one of the sizes$"
     for words, sizes in (
-        (wrong, {"tensor_parallel": 3}),
+        (product + remedy, {"tensor_parallel": 3}),
         ("^every axis needs at least one rank.*tensor_parallel 0", {"tensor_parallel": 0}),
         ("= 4 ranks, but the world has 2", {"tensor_parallel": 2, "pipeline_parallel": 2}),
     ):
@@ -49,20 +47,14 @@ def test_wrong_world_size_has_numbers_and_remedy() -> None:
             build_mesh("cpu", **sizes)
 
 
-def test_mesh_needs_a_world() -> None:
+def test_no_world_half_an_environment_and_unknown_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="call tpformer.distributed.initialize"):
         build_mesh("cpu", tensor_parallel=1)
-
-
-def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start with torchrun"):
         initialize("cpu")
-
-
-def test_unknown_device_types_are_refused() -> None:
     with pytest.raises(ValueError, match='"cpu" or "cuda", not \'tpu\''):
         initialize("tpu")
     if not torch.cuda.is_available():

@@ -2,8 +2,6 @@
 serve. Shared memory, and torch's for CUDA: over shared memory in its place, with the flags of copies, and on a GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -25,6 +23,7 @@ from tpformer.distributed.symmetric import DeviceFacts, TorchSymmetricMemory, wh
 
 pytestmark = pytest.mark.skipif(not shared_memory.is_available(), reason="needs Linux with POSIX semaphores")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
+FACTS = DeviceFacts(None, ("node", "boot"), 0, "uuid-0", "H100", (9, 0), False)
 
 
 def every_rank_sees_every_region(memory: SharedMemory | TorchSymmetricMemory) -> None:
@@ -53,11 +52,6 @@ def test_shared_memory_is_seen_by_all() -> None:
     memory = SharedMemory(1000, dist.group.WORLD, timeout=10)
     assert memory.nbytes == 4096
     every_rank_sees_every_region(memory)
-
-
-@on_every_rank(1)
-def test_views_outside_of_the_region_are_refused() -> None:
-    memory = SharedMemory(4096, dist.group.WORLD)
     for arguments, words in (
         (((1025,), torch.float32, 0), "4100 bytes at offset 0 do not fit a region of 4096 bytes"),
         (((1,), torch.float32, 4096), "4 bytes at offset 4096 do not fit a region of 4096 bytes"),
@@ -133,18 +127,26 @@ def test_close_frees_descriptors_and_mappings() -> None:
     assert (len(os.listdir("/proc/self/fd")), mappings()) == (open_before, mapped_before)
 
 
+def no_cuda() -> contextlib.AbstractContextManager:
+    """Within, torch.cuda has no device to wait for or to choose."""
+    return mock.patch.multiple(torch.cuda, synchronize=mock.DEFAULT, device=mock.MagicMock())
+
+
 @on_every_rank(2)
 def test_lack_of_memory_on_one_rank_is_an_error_on_all() -> None:
-    refuse = mock.Mock(side_effect=OSError(28, "No space left on device"))
-    reserve = refuse if dist.get_rank() == 1 else os.posix_fallocate
+    """Of the host's, and of a device's. Without semaphores gloo serves."""
+    reserve = mock.Mock(wraps=os.posix_fallocate)
+    empty = mock.Mock(return_value=torch.empty(4096, dtype=torch.uint8))
+    if dist.get_rank() == 1:
+        reserve.side_effect = OSError(28, "No space left on device")
+        empty.side_effect = RuntimeError("CUDA out of memory")
     words = r"cannot share 12288 bytes between 2 ranks \(rank 1: \[Errno 28\] No space left on device\)"
     with mock.patch.object(os, "posix_fallocate", reserve), pytest.raises(RuntimeError, match=words):
         SharedMemory(4096, dist.group.WORLD)
-
-
-@on_every_rank(2)
-def test_without_semaphores_it_says_so_and_gloo_serves() -> None:
-    group = dist.new_group(list(range(dist.get_world_size())))
+    words = r"on each of 2 ranks \(rank 1: CUDA out of memory\)"
+    with mock.patch.object(symmetric, "empty_symmetric", empty), no_cuda(), pytest.raises(RuntimeError, match=words):
+        TorchSymmetricMemory(4096, dist.group.WORLD, torch.device("cuda", 0))
+    group = dist.new_group(list(range(dist.get_world_size())))  # which no backend serves yet
     with mock.patch.object(shared_memory, "SEMAPHORES", None):
         with pytest.raises(RuntimeError, match="needs Linux with POSIX semaphores"):
             SharedMemory(4096, group)
@@ -163,28 +165,17 @@ def test_plain_cpu_is_refused_without_importing_triton() -> None:
         kernel_workspace(dist.group.WORLD, "gather", torch.device("cpu"))
 
 
-class FakeHandle:
-    """torch's handle over shared memory, as if each rank's tensor had another offset in its allocation."""
-
-    def __init__(self, memory: SharedMemory, wrong: int) -> None:
-        self.memory, self.wrong = memory, wrong
-        self.buffer_ptrs = memory.pointers.tolist()
-
-    def get_buffer(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> torch.Tensor:
-        return self.memory.peer(rank, shape, dtype, offset + self.wrong)
-
-
 @contextlib.contextmanager
 def torch_memory(wrong: int = 0, writer: symmetric.Writer | None = None) -> Iterator[TorchSymmetricMemory]:
-    """torch's backend over shared memory. writer: torch's operation that writes a word."""
+    """torch's backend over shared memory, as if each rank's tensor had another offset in its allocation. writer:
+    torch's operation that writes a word."""
     nbytes, group = 8192, dist.group.WORLD
     shared = SharedMemory(nbytes + 4096, group, timeout=10)
     own = shared.peer(shared.rank, (nbytes,), torch.uint8, 64 * shared.rank).fill_(1)
-    replaced = mock.patch.multiple(
-        symmetric, empty_symmetric=lambda *_: own, rendezvous=lambda *_: FakeHandle(shared, wrong),
-        stream_writer=lambda: writer,
-    )  # fmt: skip
-    with replaced, mock.patch.multiple(torch.cuda, synchronize=mock.DEFAULT, device=mock.MagicMock()):
+    handle = SimpleNamespace(memory=shared, buffer_ptrs=shared.pointers.tolist())
+    handle.get_buffer = lambda rank, shape, dtype, offset: shared.peer(rank, shape, dtype, offset + wrong)
+    replaced = {"empty_symmetric": lambda *_: own, "rendezvous": lambda *_: handle, "stream_writer": lambda: writer}
+    with mock.patch.multiple(symmetric, **replaced), no_cuda():
         yield TorchSymmetricMemory(nbytes, group, torch.device("cuda", 0), timeout=10)
 
 
@@ -198,10 +189,6 @@ def test_torch_s_memory_is_seen_by_all() -> None:
         with pytest.raises(ValueError, match="do not fit a region of 8192 bytes"):
             memory.peer(0, (1,), torch.uint8, memory.nbytes)
         memory.close()
-
-
-@on_every_rank(2)
-def test_another_meaning_of_torch_s_offsets_is_noticed() -> None:
     with pytest.raises(RuntimeError, match="its symmetric memory has changed"), torch_memory(64):
         pass
 
@@ -235,6 +222,8 @@ def write_except_by_the_last(words: torch.Tensor, index: int, value: int) -> Non
 def test_flags_are_written_by_the_stream_or_else_copied() -> None:
     """All ranks do the same. It is tried on the peers' addresses. A flag comes in either way, and the words that were
     tried are zeros again."""
+    given = symmetric.stream_writer()
+    assert given is not None and "offset" in str(given.__doc__) and "val" in str(given.__doc__), "torch has it"
     writers: list[tuple] = [
         (write, None),
         (None, "rank 0: it does not exist"),
@@ -261,78 +250,44 @@ def test_flags_are_written_by_the_stream_or_else_copied() -> None:
             assert memory.copied_flags == wanted
 
 
-def test_torch_has_the_operation_that_writes_flags() -> None:
-    writer = symmetric.stream_writer()
-    assert writer is not None and "offset" in str(writer.__doc__) and "val" in str(writer.__doc__)
-
-
 @on_every_rank(2)
 def test_why_flags_are_copied_is_asked_once() -> None:
     """What is asked of the group is kept; memory is allocated once."""
-    group, allocated = dist.new_group(list(range(dist.get_world_size()))), []
-
-    def allocate(nbytes: int, *_: object) -> SimpleNamespace:
-        allocated.append(nbytes)
-        return SimpleNamespace(copied_flags="why")
-
+    group = dist.new_group(list(range(dist.get_world_size())))
+    allocate = mock.Mock(return_value=SimpleNamespace(copied_flags="why"))
     with mock.patch.object(groups, "allocate", allocate), mock.patch.object(torch.cuda, "current_device", lambda: 0):
         devices = [torch.device(name) for name in ("cpu", "cuda:0", "cuda", "cuda:0")]
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
-            assert why_copied_flags(group, devices[1]) is None and not allocated
+            assert why_copied_flags(group, devices[1]) is None and not allocate.called
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False):
             assert [why_copied_flags(group, device) for device in devices] == [None, "why", "why", "why"]
-    assert len(allocated) == 1
-
-
-@on_every_rank(2)
-def test_lack_of_device_memory_on_one_rank_is_an_error_on_all() -> None:
-    empty = mock.Mock(return_value=torch.empty(4096, dtype=torch.uint8))
-    if dist.get_rank() == 1:
-        empty.side_effect = RuntimeError("CUDA out of memory")
-    with (
-        mock.patch.object(symmetric, "empty_symmetric", empty),
-        mock.patch.multiple(torch.cuda, synchronize=mock.DEFAULT, device=mock.MagicMock()),
-        pytest.raises(RuntimeError, match=r"on each of 2 ranks \(rank 1: CUDA out of memory\)"),
-    ):
-        TorchSymmetricMemory(4096, dist.group.WORLD, torch.device("cuda", 0))
-
-
-FACTS = DeviceFacts(None, ("node", "boot"), 0, "uuid-0", "H100", (9, 0), False)
+    allocate.assert_called_once()
 
 
 def facts(*changes: dict) -> list[DeviceFacts]:
     return [FACTS._replace(ordinal=rank, uuid=f"uuid-{rank}")._replace(**change) for rank, change in enumerate(changes)]
 
 
-@pytest.mark.parametrize(
-    "changes, reason",
-    [
-        ([{}, {}, {}], None),
-        ([{}, {"problem": "no torch"}], "rank 1: no torch"),
-        ([{}, {"capability": (7, 5)}], "rank 1's device 1 (H100) has compute capability 7.5, the kernels need 8.0"),
-        ([{}, {"host": ("other", "boot")}], "ranks 0 and 1 are not on one host (('node', 'boot') and ('other'"),
-        ([{}, {}, {"ordinal": 1, "uuid": "uuid-1"}], "ranks 1 and 2 use one device (index 1, H100)"),
-        ([{"overlapping": True}, {"ordinal": 0, "uuid": "uuid-0", "overlapping": True}], None),
-        ([{}, {"ordinal": 0}], "ranks 0 and 1 both call their device cuda:0, though they are two"),
-    ],
-)
-def test_devices_that_cannot_share_memory(changes: list[dict], reason: str | None) -> None:
-    answer = why_not_together(facts(*changes))
-    assert answer == reason if reason is None else reason in str(answer)
+@pytest.mark.parametrize("changes, reason", [
+    ([{}, {}, {}], "None"),
+    ([{}, {"problem": "no torch"}], "rank 1: no torch"),
+    ([{}, {"capability": (7, 5)}], "rank 1's device 1 (H100) has compute capability 7.5, the kernels need 8.0"),
+    ([{}, {"host": ("other", "boot")}], "ranks 0 and 1 are not on one host (('node', 'boot') and ('other'"),
+    ([{}, {}, {"ordinal": 1, "uuid": "uuid-1"}], "ranks 1 and 2 use one device (index 1, H100)"),
+    ([{"overlapping": True}, {"ordinal": 0, "uuid": "uuid-0", "overlapping": True}], "None"),
+    ([{}, {"ordinal": 0}], "ranks 0 and 1 both call their device cuda:0, though they are two"),
+])  # fmt: skip
+def test_devices_that_cannot_share_memory(changes: list[dict], reason: str) -> None:
+    assert str(why_not_together(facts(*changes))).startswith(reason)
 
 
 def test_devices_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = facts({}, {}, {"ordinal": 0, "uuid": "uuid-0"}, {})
-    reached: set[tuple[int, int]] = set()
-
-    def reach(a: int, b: int) -> bool:
-        reached.add((a, b))
-        return b != 3
-
+    reach = mock.Mock(side_effect=lambda a, b: b != 3)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", reach)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert "cuda:0 (rank 0) cannot access the memory of cuda:3 (rank 3)" in str(why_not_peers(ranks, 0))
-    assert reached == {(0, 1), (0, 3)}
+    assert {call.args for call in reach.mock_calls} == {(0, 1), (0, 3)}
     assert why_not_peers(ranks[:3], 1) is None
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert "rank 0 sees 3 CUDA devices, rank 3 uses cuda:3" in str(why_not_peers(ranks, 0))
