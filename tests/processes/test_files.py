@@ -4,6 +4,7 @@ import fcntl
 import os
 import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -11,17 +12,12 @@ from tpformer.processes.files import file_sha256, replace_file
 from tpformer.processes.ownership import LOCK, owned
 
 
-def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path):
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "config.toml"
-    for text in ("first", "ünd", ""):
+    for text in ("first", "", "ünd"):
         replace_file(path, text)
         assert path.read_text(encoding="utf-8") == text
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_an_interrupted_write_leaves_the_old_content(tmp_path, monkeypatch):
-    path = tmp_path / "config.toml"
-    replace_file(path, "old")
 
     def cut(self: Path, text: str, **options: str) -> None:
         with self.open("w") as file:
@@ -31,13 +27,12 @@ def test_an_interrupted_write_leaves_the_old_content(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "write_text", cut)
     with pytest.raises(OSError, match="disk full"):
         replace_file(path, "new")
-    assert path.read_text() == "old"
+    assert path.read_text(encoding="utf-8") == "ünd"
 
 
 def test_the_digest_is_sha256_of_the_content(tmp_path):
     (tmp_path / "abc").write_bytes(b"abc")
-    # FIPS 180-2, appendix B.1
-    expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
     assert file_sha256(tmp_path / "abc") == expected
 
 
@@ -60,17 +55,11 @@ def test_a_second_job_is_refused_with_the_number_of_the_first_and_a_dead_one_is_
     assert (tmp_path / LOCK).read_text() == ""
 
 
-def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+def test_a_directory_that_cannot_be_written_or_locked_is_named(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="run.dir .*/file/run cannot be written .*: set another"):
         owned(tmp_path / "file" / "run").__enter__()
-
-
-def test_a_file_system_without_locks_is_said_to_be_one(tmp_path, monkeypatch, capsys):
-    def flock(*_: object) -> None:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(38, "Function not implemented")))
     with owned(tmp_path):
         assert (tmp_path / LOCK).exists()
     assert "cannot be locked (Function not implemented)" in capsys.readouterr().err

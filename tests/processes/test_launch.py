@@ -1,7 +1,5 @@
 """The launcher names the rank that failed first, starts ranks again, and passes signals on. No rank uses torch."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os
@@ -35,6 +33,11 @@ def error(text):
     with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
         json.dump({"message": {"message": text}}, file)
 """
+AGAIN = "starting all ranks again: restart {} of 2"
+FAILED = "rank {} of {} failed with exit code {}; all ranks were stopped"
+KILLED = "rank 2 of 3 was killed by SIGKILL; all ranks were stopped"
+READY = 'open(f"{folder}/ready-{rank}", "w").close()\n'
+RAISES = "error('closed'); sys.exit(1)"
 
 
 def work(folder: Path, script: str) -> Callable[[int], None]:
@@ -43,10 +46,6 @@ def work(folder: Path, script: str) -> Callable[[int], None]:
         exec(PRELUDE + script, {"folder": folder, "attempt": attempt})
 
     return rank
-
-
-def starts(folder: Path, rank: int) -> list[str]:
-    return (folder / str(rank)).read_text().splitlines()
 
 
 def test_ranks_have_torchruns_numbers_and_a_private_file_in_place_of_a_port(tmp_path):
@@ -69,51 +68,33 @@ def test_ranks_have_torchruns_numbers_and_a_private_file_in_place_of_a_port(tmp_
     assert not Path(store).parent.exists()
 
 
-AGAIN = "starting all ranks again: restart {} of 2"
-FAILED = "rank {} of {} failed with exit code {}; all ranks were stopped"
-KILLED = "rank 2 of 3 was killed by SIGKILL; all ranks were stopped"
-
-
-@pytest.mark.parametrize(
-    ("ranks", "script", "restarts", "code", "said"),
-    [
-        # the others are ended
-        (3, "sys.exit(7) if rank == 1 else time.sleep(60)", 0, 7, [FAILED.format(1, 3, 7)]),
-        # restarts are used up
-        (
-            *(1, "sys.exit(4 + attempt)", 2, 6),
-            [FAILED.format(0, 1, 4), AGAIN.format(1), FAILED.format(0, 1, 5), AGAIN.format(2), FAILED.format(0, 1, 6)],
-        ),
-        # all are started again, and know the attempt
-        (
-            *(3, "if attempt < 2: os.kill(os.getpid(), signal.SIGKILL) if rank == 2 else time.sleep(60)", 2, 0),
-            [KILLED, AGAIN.format(1), KILLED, AGAIN.format(2)],
-        ),
-        # a user's mistake is not tried again
-        (1, "sys.exit(2)", 5, 2, [FAILED.format(0, 1, 2)]),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "script", "restarts", "code", "said"), [
+    # the others are ended
+    (3, "sys.exit(7) if rank == 1 else time.sleep(60)", 0, 7, [FAILED.format(1, 3, 7)]),
+    # restarts are used up
+    (1, "sys.exit(4 + attempt)", 2, 6,
+     [FAILED.format(0, 1, 4), AGAIN.format(1), FAILED.format(0, 1, 5), AGAIN.format(2), FAILED.format(0, 1, 6)]),
+    # all are started again, and know the attempt
+    (3, "if attempt < 2: os.kill(os.getpid(), signal.SIGKILL) if rank == 2 else time.sleep(60)", 2, 0,
+     [KILLED, AGAIN.format(1), KILLED, AGAIN.format(2)]),
+    # a user's mistake is not tried again
+    (1, "sys.exit(2)", 5, 2, [FAILED.format(0, 1, 2)]),
+])  # fmt: skip
 def test_a_failing_rank_is_named_and_all_are_started_again(tmp_path, capfd, ranks, script, restarts, code, said):
     assert run_ranks(work(tmp_path, script), ranks, max_restarts=restarts) == code
     assert capfd.readouterr().err.splitlines() == said
-    attempts = [str(attempt) for attempt in range(1 + sum("again" in line for line in said))]
-    assert [starts(tmp_path, rank) for rank in range(ranks)] == [attempts] * ranks
+    attempts = "".join(f"{attempt}\n" for attempt in range(1 + sum("again" in line for line in said)))
+    assert [(tmp_path / str(rank)).read_text() for rank in range(ranks)] == [attempts] * ranks
 
 
-RAISES = "error('closed'); sys.exit(1)"
-
-
-@pytest.mark.parametrize(
-    ("code", "note", "end", "consequence", "text"),
-    [
-        # peers of a rank that was killed raise, and so do those of one that raised
-        (137, "", "os.kill(os.getpid(), signal.SIGKILL)", RAISES, "was killed by SIGKILL"),
-        (1, "KeyError: 3\\n more", "sys.exit(1)", RAISES, "failed with exit code 1 (KeyError: 3)"),
-        # native threads abort when a peer is gone
-        (1, "KeyError: 3", "sys.exit(1)", "os.abort()", "failed with exit code 1 (KeyError: 3)"),
-        (HANG_EXIT_CODE, "", f"sys.exit({HANG_EXIT_CODE})", RAISES, "ended the job because a rank hangs"),
-    ],
-)
+@pytest.mark.parametrize(("code", "note", "end", "consequence", "text"), [
+    # peers of a rank that was killed raise, and so do those of one that raised
+    (137, "", "os.kill(os.getpid(), signal.SIGKILL)", RAISES, "was killed by SIGKILL"),
+    (1, "KeyError: 3\\n more", "sys.exit(1)", RAISES, "failed with exit code 1 (KeyError: 3)"),
+    # native threads abort when a peer is gone
+    (1, "KeyError: 3", "sys.exit(1)", "os.abort()", "failed with exit code 1 (KeyError: 3)"),
+    (HANG_EXIT_CODE, "", f"sys.exit({HANG_EXIT_CODE})", RAISES, "ended the job because a rank hangs"),
+])  # fmt: skip
 def test_of_several_failures_the_cause_comes_first(tmp_path, capfd, monkeypatch, code, note, end, consequence, text):
     """The launcher first looks when all ranks have ended, so their order must come from how they ended."""
 
@@ -142,7 +123,7 @@ while not os.path.exists(f"{{folder}}/first"):
 def test_ranks_that_stopped_in_order_are_waited_for_and_not_started_again(tmp_path, capfd):
     script = f"time.sleep(rank / 3)\nopen(f'{{folder}}/end-{{rank}}', 'w')\nsys.exit({STOPPED_EXIT_CODE})"
     assert run_ranks(work(tmp_path, script), 2, max_restarts=3) == STOPPED_EXIT_CODE
-    assert (tmp_path / "end-1").exists() and len(starts(tmp_path, 0)) == 1 and not capfd.readouterr().err
+    assert (tmp_path / "end-1").exists() and (tmp_path / "0").read_text() == "0\n" and not capfd.readouterr().err
 
 
 def launch(folder: Path, script: str, ignored: int | None = None, platform: str = sys.platform) -> None:
@@ -156,9 +137,6 @@ def all_have(folder: Path, name: str) -> bool:
     return all((folder / f"{name}-{rank}").exists() for rank in range(2))
 
 
-READY = 'open(f"{folder}/ready-{rank}", "w").close()\n'
-
-
 def launched(commands, folder: Path, script: str, *options: object) -> Command:
     """A launcher of two ranks, both of which have come to READY in the script."""
     launcher = commands.call(launch, folder, script, *options)
@@ -166,16 +144,13 @@ def launched(commands, folder: Path, script: str, *options: object) -> Command:
     return launcher
 
 
-@pytest.mark.parametrize(
-    ("handler", "signals", "code"),
-    [
-        ("sys.exit(5)", [signal.SIGTERM], 5),
-        ("sys.exit(5)", [signal.SIGHUP], 5),
-        # when a terminal closes, its shell and the kernel both say so
-        ("ends.append(time.monotonic() + 0.3)", [signal.SIGHUP] * 2, 5),
-        ("pass", [signal.SIGTERM] * 2, 128 + signal.SIGKILL),
-    ],
-)
+@pytest.mark.parametrize(("handler", "signals", "code"), [
+    ("sys.exit(5)", [signal.SIGTERM], 5),
+    ("sys.exit(5)", [signal.SIGHUP], 5),
+    # when a terminal closes, its shell and the kernel both say so
+    ("ends.append(time.monotonic() + 0.3)", [signal.SIGHUP] * 2, 5),
+    ("pass", [signal.SIGTERM] * 2, 128 + signal.SIGKILL),
+])  # fmt: skip
 def test_signals_are_passed_on_and_nothing_restarts(commands, tmp_path, handler, signals, code):
     """A first signal lets ranks finish, or fail without a restart; a second one kills them, but for SIGHUP (R19)."""
     script = f"""
@@ -196,7 +171,7 @@ sys.exit(5)
         os.kill(launcher.pid, number)
     ended, _, err = launcher.finish()
     assert ended == code, err
-    assert "restart" not in err and len(starts(tmp_path, 0)) == 1
+    assert "restart" not in err and (tmp_path / "0").read_text() == "0\n"
 
 
 def test_a_sighup_that_nohup_ignores_stays_ignored(commands, tmp_path):

@@ -1,7 +1,5 @@
 """A rank's state says what it is doing, and a report blames the rank that the others wait for."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,22 +12,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from tpformer.distributed import all_gather, all_reduce, close, use_backend
-from tpformer.processes.rank_states import (
-    ROWS,
-    Position,
-    RankState,
-    find_culprits,
-    names,
-    position_of_thread,
-    read_states,
-    report,
-    write_state,
-)
-
-
-def in_another_thread(work) -> None:
-    with ThreadPoolExecutor(1) as executor:
-        executor.submit(work).result()
+from tpformer.processes import rank_states
+from tpformer.processes.rank_states import Position, RankState, find_culprits, position_of_thread, report
 
 
 def calls(backend: str) -> dict:
@@ -45,7 +29,7 @@ def calls(backend: str) -> dict:
         "all_gather_object": lambda: dist.all_gather_object([None, None], 1),
         "broadcast_object_list": lambda: dist.broadcast_object_list([1], src=1),
         "wait_tensor": lambda: functional.wait_tensor(functional.all_reduce(x, "sum", group)),
-        "barrier ": lambda: in_another_thread(dist.barrier),
+        "barrier ": lambda: ThreadPoolExecutor(1).submit(dist.barrier).result(),
     }
 
 
@@ -125,45 +109,32 @@ READING, COMPUTING = {"collective": None, "at": "data.py:9"}, {"collective": Non
 MINE, OTHER = "step 7, in all_reduce, called at step.py:3", "step 8, in barrier, called at step.py:3"
 
 
-@pytest.mark.parametrize(
-    ("states", "silent", "ranks", "words"),
-    [
-        # a rank without a heartbeat is blamed before any other, and one that never wrote before those
-        ([{}, {}, READING, {}], {1, 3}, [1, 3], f"no heartbeat from ranks 1, 3: *rank 1 ({MINE})*"),
-        ([{}, None, None, {}], {1, 2, 3}, [1, 2], "ranks 1-2 wrote nothing here*all machines share*"),
-        (
-            *([{}, {}, READING, {"collective": "recv"}], (), [2]),
-            "ranks 0-1, 3 wait in collectives for rank 2 (step 7, at data.py:9, in no collective)",
-        ),
-        # it is right that a rank that has finished has no heartbeat any more
-        (
-            *([{}, {}, {}, {"collective": None, "finished": True}], {3}, [3]),
-            "ranks 0-2 wait in collectives for rank 3 (finished after step 7)",
-        ),
-        (
-            *([{}, {"collective": "barrier", "step": 8}, {}, {}], (), [1]),
-            f"rank 1 ({OTHER}) against rank 0 ({MINE})*they may have called collectives in another order",
-        ),
-        # of two in different steps, the one that is behind
-        ([{}, {"step": 8}], (), [0], "rank 0 (step 7, *"),
-        # on a device all ranks wait outside of collectives
-        ([COMPUTING, COMPUTING, READING, COMPUTING], (), [2], "*the others may wait for their devices"),
-        ([COMPUTING] * 4, (), [], "*"),
-    ],
-)
+@pytest.mark.parametrize(("states", "silent", "ranks", "words"), [
+    # a rank without a heartbeat is blamed before any other, and one that never wrote before those
+    ([{}, {}, READING, {}], {1, 3}, [1, 3], f"no heartbeat from ranks 1, 3: *rank 1 ({MINE})*"),
+    ([{}, None, None, {}], {1, 2, 3}, [1, 2], "ranks 1-2 wrote nothing here*all machines share*"),
+    ([{}, {}, READING, {"collective": "recv"}], (), [2],
+     "ranks 0-1, 3 wait in collectives for rank 2 (step 7, at data.py:9, in no collective)"),
+    # it is right that a rank that has finished has no heartbeat any more
+    ([{}, {}, {}, {"collective": None, "finished": True}], {3}, [3],
+     "ranks 0-2 wait in collectives for rank 3 (finished after step 7)"),
+    ([{}, {"collective": "barrier", "step": 8}, {}, {}], (), [1],
+     f"rank 1 ({OTHER}) against rank 0 ({MINE})*they may have called collectives in another order"),
+    # of two in different steps, the one that is behind
+    ([{}, {"step": 8}], (), [0], "rank 0 (step 7, *"),
+    # on a device all ranks wait outside of collectives
+    ([COMPUTING, COMPUTING, READING, COMPUTING], (), [2], "*the others may wait for their devices"),
+    ([COMPUTING] * 4, (), [], "*"),
+])  # fmt: skip
 def test_the_rank_that_the_others_wait_for_is_blamed(states, silent, ranks, words):
     written = {rank: state(rank, **values) for rank, values in enumerate(states) if values is not None}
     blamed, why = find_culprits(len(states), written, set(range(len(states))) - set(silent))
     assert blamed == ranks and fnmatchcase(why, words), why
 
 
-def test_names_join_neighbouring_ranks():
-    assert names([3]) == "rank 3"
-    assert names([7, 0, 1, 2, 9, 10]) == "ranks 0-2, 7, 9-10"
-
-
 def test_report():
-    """The rank that is blamed comes first, with its stack; of many ranks some rows are left out."""
+    """The rank that is blamed comes first, with its stack; of many ranks some rows are left out. Neighbours join."""
+    assert rank_states.names([3]) == "rank 3" and rank_states.names([7, 0, 1, 2, 9, 10]) == "ranks 0-2, 7, 9-10"
     states = {
         0: state(0, host="a", pid=10),
         1: state(1, None, at="data.py:9", host="b", pid=11, stack=("train.py:5 in main", "data.py:9 in read")),
@@ -178,12 +149,14 @@ def test_report():
     assert "  1     " in report(2, {0: states[0]}, {0: 0.0}, alive={0})
     many = {rank: state(rank) for rank in range(200)} | {199: state(199, None)}
     lines = report(200, many, {}, set(many)).splitlines()
-    assert lines[2].startswith("  199 on ") and lines[2 + ROWS] == f"  and {200 - ROWS} more ranks"
+    assert (
+        lines[2].startswith("  199 on ") and lines[2 + rank_states.ROWS] == f"  and {200 - rank_states.ROWS} more ranks"
+    )
 
 
 def test_files_of_other_attempts_and_damaged_ones_are_not_read(tmp_path: Path):
-    write_state(tmp_path, state(0, stack=("a.py:1 in f",)))
-    write_state(tmp_path, state(1, attempt="b"))
+    rank_states.write_state(tmp_path, state(0, stack=("a.py:1 in f",)))
+    rank_states.write_state(tmp_path, state(1, attempt="b"))
     (tmp_path / "rank-2.json").write_text("")
     (tmp_path / "rank-3.json").write_text('{"rank": 3}')
-    assert read_states(tmp_path, 5, "a") == {0: state(0, stack=("a.py:1 in f",))}
+    assert rank_states.read_states(tmp_path, 5, "a") == {0: state(0, stack=("a.py:1 in f",))}

@@ -1,7 +1,5 @@
 """A job that hangs ends, and the rank that the others wait for is named; a job that moves is left alone."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -47,24 +45,17 @@ def hang(directory: str, how: str, culprit: int) -> None:
             dist.all_reduce(torch.ones(2))
 
 
-def line_of(function, offset: int = 1) -> str:
-    return f"{__file__}:{function.__code__.co_firstlineno + offset}"
+def line_of(function) -> str:
+    return f"{__file__}:{function.__code__.co_firstlineno + 1}"
 
 
-@pytest.mark.parametrize(
-    ("how", "culprit", "words"),
-    [
-        ("stop", 1, ["no heartbeat from rank 1", line_of(stop)]),
-        pytest.param(
-            "hold_the_lock",
-            2,
-            ["no heartbeat from rank 2", "holds Python's lock", line_of(hold_the_lock)],
-            marks=pytest.mark.proof,
-        ),
-        ("read_slowly", 0, ["rank 0 (step 3, at ", line_of(read_slowly), " in read_slowly", "in no collective"]),
-        ("skip_a_collective", 1, ["rank 1 (step 3, in barrier, called at", "in all_reduce", "in another order"]),
-    ],
-)
+@pytest.mark.parametrize(("how", "culprit", "words"), [
+    ("stop", 1, ["no heartbeat from rank 1", line_of(stop)]),
+    pytest.param("hold_the_lock", 2, ["no heartbeat from rank 2", "holds Python's lock", line_of(hold_the_lock)],
+                 marks=pytest.mark.proof),
+    ("read_slowly", 0, ["rank 0 (step 3, at ", line_of(read_slowly), " in read_slowly", "in no collective"]),
+    ("skip_a_collective", 1, ["rank 1 (step 3, in barrier, called at", "in all_reduce", "in another order"]),
+])  # fmt: skip
 def test_a_hang_ends_the_job_and_names_the_culprit(ranks, tmp_path, how, culprit, words):
     ranks(3).run(os.getpid)  # start the ranks
     with pytest.raises(RankFailure) as failure:
@@ -103,19 +94,14 @@ def test_progress_keeps_a_job_alive_and_an_attempt_clears_what_is_left(ranks, tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt", "rank-0.json", "rank-1.json"]
 
 
-def continue_after(seconds: float) -> None:
-    """Stop this process, and let it go on after some seconds."""
-    with subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"]):
-        stop()
-
-
 def be_stopped(directory: str, meanwhile: str) -> str:
     """Be stopped for longer than the timeout. meanwhile: a shell command that runs in that time."""
     with Watchdog(Path(directory), timeout=TIMEOUT) as watchdog:
         watchdog.progress(1)
         time.sleep(0.3)
-        with subprocess.Popen(["sh", "-c", f"sleep 1; {meanwhile}"]):
-            continue_after(1.5 * TIMEOUT)
+        later = f"sleep 1; {meanwhile}; sleep {1.5 * TIMEOUT - 1}; kill -CONT {os.getpid()}"
+        with subprocess.Popen(["sh", "-c", later]):
+            stop()
         time.sleep(0.3 * TIMEOUT)  # less than the timeout, as the time of the stop does not count
         watchdog.progress(2)
     return "went on"
@@ -143,8 +129,5 @@ def test_an_exception_ends_the_watch_and_is_no_finish(ranks, tmp_path):
     with pytest.raises(RankFailure, match="from the loop"):
         ranks(1).run(raise_within, str(tmp_path))
     assert not json.loads((tmp_path / "rank-0.json").read_text())["finished"]
-
-
-def test_a_timeout_is_positive(tmp_path):
     with pytest.raises(ValueError, match="positive"):
         Watchdog(tmp_path, timeout=0)
