@@ -21,8 +21,9 @@ from tpformer.training.checkpoint_files import step_path
 
 SHAPES = [(40, 30), (30,), (3, 20, 25), (2, 2), (0, 30)]
 N = sum(math.prod(shape) for shape in SHAPES)
-KINDS = COMPRESSIONS[1:]
 GOES_ON = torch.tensor(0.0)
+SHARDED = {"data_parallel_replicate": 2, "data_parallel_shard": 2}
+PIPELINED = {"n_layers": 4, "data_parallel_replicate": 2, "pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble"}
 
 
 def made(kind: str, **options: object) -> Compression:
@@ -45,9 +46,8 @@ def sums(kind: str, steps: int) -> dict:
             compression.add(x)
         compression.settle(GOES_ON)
         given.append(x)
-        kept = {name: value for name, value in compression.state.items() if not name.startswith("right")}
-        errors.append({name: value.clone() for name, value in kept.items()})
-    before = {name: value.clone() for name, value in compression.state.items()}
+        before = {name: value.clone() for name, value in compression.state.items()}
+        errors.append({name: value for name, value in before.items() if not name.startswith("right")})
     for bad in (math.nan, math.inf):
         x = drawn(steps, dist.get_rank())
         x[7] = bad if dist.get_rank() == 1 else x[7]
@@ -73,7 +73,8 @@ def bytes_of(kind: str, ranks: int) -> list[tuple[str, int]]:
     return [("all_reduce", 4 * 4 * rows), ("all_reduce", 4 * 4 * columns), ("all_reduce", 4 * (30 + 4))]
 
 
-@pytest.mark.parametrize(("kind", "size"), [*itertools.product(KINDS, (2, 3))])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", COMPRESSIONS[1:])
 def test_what_is_lost_is_kept_unless_a_step_is_skipped_and_what_is_sent_is_counted(ranks, kind, size):
     """All that went in, less all that came out, is what all ranks keep, after every step."""
     found = ranks(size).run(sums, kind, 4)
@@ -97,9 +98,10 @@ def test_what_is_lost_is_kept_unless_a_step_is_skipped_and_what_is_sent_is_count
     assert [tuple(each) for each in found[0]["sent"]] == bytes_of(kind, size)
 
 
-def lossless(kind: str) -> None:
+@on_every_rank(3)
+def test_without_loss_it_is_the_sum_bit_for_bit() -> None:
     """Without error feedback numbers that a compression can hold are added up in rank order."""
-    for step in range(2):
+    for kind, step in itertools.product(("bfloat16", "int8", "topk"), range(2)):
         x = drawn(step, dist.get_rank())
         if kind == "bfloat16":
             x = x.mul(4).round()
@@ -112,19 +114,7 @@ def lossless(kind: str) -> None:
         compression.add(x)
         compression.settle(GOES_ON)
         assert not any(name in compression.state for name in ("error", "second"))
-        assert torch.equal(x, expected)
-
-
-@pytest.mark.parametrize("kind", ["bfloat16", "int8", "topk"])
-def test_without_loss_it_is_the_sum_bit_for_bit(ranks, kind):
-    ranks(3).run(lossless, kind)
-
-
-SHARDED = {"data_parallel_replicate": 2, "data_parallel_shard": 2}
-PIPELINED = {
-    **{"n_layers": 4, "data_parallel_replicate": 2},
-    **{"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble"},
-}
+        assert torch.equal(x, expected), kind
 
 
 def go_on(parallel: dict, directory) -> tuple[list[float], list[torch.Tensor], list[torch.Tensor]]:
@@ -196,30 +186,23 @@ def test_errors_are_for_the_layout_that_saved_them(ranks, tmp_path):
 def test_a_run_that_loses_nothing_is_the_run_without_compression() -> None:
     lossless = {"compression": "topk", "compression_share": 1.0, "error_feedback": False}
     runs = [train(config_of(data_parallel_replicate=4, **each), 2) for each in (lossless, {"all_reduce": "all_pairs"})]
-    (losses, _, parameters), (plain_losses, _, plain_parameters) = runs
-    assert_identical([losses, parameters], [plain_losses, plain_parameters])
+    assert_identical(*([losses, parameters] for losses, _, parameters in runs))
 
 
-@pytest.mark.parametrize(
-    ("parallel", "words"),
-    [
-        (
-            {"all_reduce": "ring", "data_parallel_replicate": 1},
-            "='ring' is about sums over replicas, of which there is one",
-        ),
-        ({"all_reduce": "star"}, "parallel.all_reduce='star': choose one of library, driver"),
-        ({"compression": "int8", "data_parallel_replicate": 1}, "compression='int8' is about sums over replicas"),
-        ({"compression": "int8", "all_reduce": "ring"}, "a compression has its own exchange, leave out one"),
-        ({"compression": "int8", "reduce_dtype": "bfloat16"}, "compressed from float32, leave reduce_dtype out"),
-        ({"compression_share": 0.5}, "compression_share=0.5 is of compression='topk', and it is 'none'"),
-        ({"compression": "topk", "compression_rank": 2}, "compression_rank=2 is of compression='powersgd'"),
-        # a shard has parameters that tensor-parallel ranks share, which would drift apart
-        ({"compression": "int8", "tensor_parallel": 2}, "their copies of norms and biases; choose bfloat16"),
-        ({"error_feedback": False}, "error_feedback=False without compression would do nothing"),
-        ({"compression": "gzip"}, "parallel.compression='gzip': choose one of none, bfloat16"),
-        ({"compression": "topk", "compression_share": 1.5}, "parallel.compression_share"),
-    ],
-)
+@pytest.mark.parametrize(("parallel", "words"), [
+    ({"all_reduce": "ring", "data_parallel_replicate": 1}, "='ring' is about sums over replicas, of which .* one"),
+    ({"all_reduce": "star"}, "parallel.all_reduce='star': choose one of library, driver"),
+    ({"compression": "int8", "data_parallel_replicate": 1}, "compression='int8' is about sums over replicas"),
+    ({"compression": "int8", "all_reduce": "ring"}, "a compression has its own exchange, leave out one"),
+    ({"compression": "int8", "reduce_dtype": "bfloat16"}, "compressed from float32, leave reduce_dtype out"),
+    ({"compression_share": 0.5}, "compression_share=0.5 is of compression='topk', and it is 'none'"),
+    ({"compression": "topk", "compression_rank": 2}, "compression_rank=2 is of compression='powersgd'"),
+    # a shard has parameters that tensor-parallel ranks share, which would drift apart
+    ({"compression": "int8", "tensor_parallel": 2}, "their copies of norms and biases; choose bfloat16"),
+    ({"error_feedback": False}, "error_feedback=False without compression would do nothing"),
+    ({"compression": "gzip"}, "parallel.compression='gzip': choose one of none, bfloat16"),
+    ({"compression": "topk", "compression_share": 1.5}, "parallel.compression_share"),
+])  # fmt: skip
 def test_settings_that_contradict_each_other_are_refused(parallel, words):
     with pytest.raises(ValueError, match=words):
         config_of(**{"data_parallel_replicate": 2, **parallel})

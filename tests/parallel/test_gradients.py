@@ -17,6 +17,8 @@ from tpformer.parallel import clip_grad_norm_, gradient_norm, reduce_partial_gra
 from tpformer.parallel.gradients import local_part
 
 CONFIG = GPTConfig(vocab_size=60, seq_length=12, n_layers=2, hidden_size=24, n_heads=2, n_kv_heads=1)
+ROWS, WIDTH = 8, 6
+LIMITS = [(0.1, 2.0), (1e9, 2.0), (0.1, math.inf), (0.1, 3.0)]
 
 
 @on_every_rank(2)
@@ -41,17 +43,12 @@ def test_one_all_reduce_and_idempotent() -> None:
     assert shared <= replicated.keys()
 
 
-ROWS, WIDTH = 8, 6
-LIMITS = [(0.1, 2.0), (1e9, 2.0), (0.1, math.inf), (0.1, 3.0)]
-
-
 def model(tp=None) -> nn.Sequential:
     """A plain linear that sees whole rows, and sharded linears, one of which has a bias that all ranks share."""
     torch.manual_seed(0)
     parts = [nn.Linear(WIDTH, WIDTH), ColumnParallelLinear(WIDTH, 8, tp=tp), RowParallelLinear(8, WIDTH, tp=tp)]
     built = nn.Sequential(*parts).double()
-    values = {name: torch.randn(p.shape, dtype=torch.float64) for name, p in built.named_parameters()}
-    built.load_state_dict(values)
+    built.load_state_dict({name: torch.randn(p.shape, dtype=torch.float64) for name, p in built.named_parameters()})
     return built
 
 

@@ -13,20 +13,26 @@ def test_sizes_and_defaults():
     assert Layout(pipeline_schedule="ZBVZeroBubble").n_stages == 1, "without a pipeline there is one stage"
 
 
-def test_every_stage_is_on_one_rank():
+def test_every_stage_is_on_one_rank_and_what_is_possible_is_not_refused():
     for name, kind in SCHEDULES.items():
+        layout = Layout(pipeline_parallel=2, pipeline_schedule=name, data_parallel_shard=2)
+        layout.check()
+        layout.check_pipeline(4, 1 if name == "naive" else 4)
         layout = Layout(pipeline_parallel=3, pipeline_schedule=name)
         stages = [layout.stages_of(rank) for rank in range(3)]
         assert sorted(stage for each in stages for stage in each) == list(range(layout.n_stages))
         assert (layout.n_stages - 1 in stages[0]) == kind.v_shaped
     looped = Layout(pipeline_parallel=2, pipeline_schedule="LoopedBFS", pipeline_stages_per_rank=3)
     assert looped.stages_of(1) == [1, 3, 5]
+    Layout().check_pipeline(1, 1)
+    Layout(zero_stage=3).check()  # on one rank every ZeRO stage is the same
 
 
 def two(schedule: str, **fields: int) -> dict:
     return {"pipeline_parallel": 2, "pipeline_schedule": schedule, **fields}
 
 
+# (fields, (layers, microbatches) of those that have too little work, words)
 REFUSED = [
     ({"tensor_parallel": 0}, ["tensor_parallel=0"]),
     ({"pipeline_schedule": "2F2B"}, ["'2F2B'", "1F1B", "DualPipeV"]),
@@ -36,18 +42,12 @@ REFUSED = [
     ({"zero_stage": 0, "data_parallel_shard": 4}, ["data_parallel_replicate=4", "zero_stage to 1"]),
     ({"zero_stage": 3, "data_parallel_replicate": 4}, ["zero_stage=3", "data_parallel_shard=4", "hybrid"]),
     # schedules that split the backward
-    (
-        two("ZBVZeroBubble", zero_stage=2, data_parallel_shard=2),
-        ["zero_stage=2", "ZBVZeroBubble", "zero_stage=1", "1F1B"],
-    ),
+    (two("ZBVZeroBubble", zero_stage=2, data_parallel_shard=2), ["zero_stage=2", "ZBVZeroBubble", "stage=1", "1F1B"]),
     (two("DualPipeV", zero_stage=3, data_parallel_shard=2), ["zero_stage=3", "DualPipeV"]),
     (two("DualPipeV", zero_stage=3), ["zero_stage=3", "DualPipeV"]),
     (two("1F1B", pipeline_stages_per_rank=2), ["1F1B has 1", "Interleaved1F1B"]),
     (two("ZBVZeroBubble", pipeline_stages_per_rank=3), ["ZBVZeroBubble has 2"]),
     (two("LoopedBFS", pipeline_stages_per_rank=0), ["pipeline_stages_per_rank=0"]),
-]
-# (fields, layers, microbatches, words)
-TOO_LITTLE_WORK = [
     ({"pipeline_parallel": 4}, 3, 8, ["n_layers=3", "4 stages"]),
     ({"pipeline_parallel": 4, "pipeline_schedule": "LoopedBFS"}, 7, 8, ["n_layers=7", "8 stages"]),
     ({"pipeline_parallel": 4}, 8, 3, ["at least 4 microbatches", "there are 3"]),
@@ -57,20 +57,9 @@ TOO_LITTLE_WORK = [
 ]
 
 
-@pytest.mark.parametrize("case", [*REFUSED, *TOO_LITTLE_WORK], ids=lambda case: case[-1][0])
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[-1][0])
 def test_contradictions_are_refused(case):
-    """And pipelines without enough work."""
     fields, *work, words = case
     with pytest.raises(ValueError) as error:
         Layout(**fields).check_pipeline(*work) if work else Layout(**fields).check()
-    for word in words:
-        assert word in str(error.value)
-
-
-def test_what_is_possible_is_not_refused():
-    for name in SCHEDULES:
-        layout = Layout(pipeline_parallel=2, pipeline_schedule=name, data_parallel_shard=2)
-        layout.check()
-        layout.check_pipeline(4, 1 if name == "naive" else 4)
-    Layout().check_pipeline(1, 1)
-    Layout(zero_stage=3).check()  # on one rank every ZeRO stage is the same
+    assert all(word in str(error.value) for word in words), error.value

@@ -24,9 +24,8 @@ MODEL = {"vocab_size": 128, "seq_length": 8, "hidden_size": 16, "n_heads": 2, "p
 
 def config_of(n_layers: int = 1, dtype: str = "float32", **parallel: object) -> RunConfig:
     train = {"global_batch_size": 8, "microbatch_size": 1, "device": "cpu", "dtype": dtype}
-    config = build_config(
-        {"model": {**MODEL, "n_layers": n_layers}, "parallel": parallel, "train": train, "data": {"train": ["unused"]}}
-    )
+    model, data = {**MODEL, "n_layers": n_layers}, {"train": ["unused"]}
+    config = build_config({"model": model, "parallel": parallel, "train": train, "data": data})
     check_config(config)
     return config
 
@@ -59,15 +58,6 @@ def train(config: RunConfig, steps: int) -> tuple[list[float], list[int], list[t
     return losses, sent, [parameter.to_local().detach().clone() for parameter in model.parameters()]
 
 
-def test_every_algorithm_has_a_name_in_the_configuration():
-    assert ALL_REDUCES == ("library", *RUNNABLE)
-
-
-def two_dtypes(parallel: dict) -> tuple[tuple, list[float]]:
-    """What two steps give in float32, and their losses in float64."""
-    return train(config_of(**parallel), 2), train(config_of(dtype="float64", **parallel), 2)[0]
-
-
 @pytest.fixture(scope="module")
 def losses_of_one_process(ranks) -> list[float]:
     return ranks(1).run(train, config_of(dtype="float64", cpu_offload=True), 2)[0][0]
@@ -77,18 +67,18 @@ def losses_of_one_process(ranks) -> list[float]:
 def test_replicas_send_what_the_algorithm_says_once_a_step(ranks, losses_of_one_process, algorithm, zero):
     """Two replicas of two shards, and two microbatches, after which all that the shards have is reduced."""
     parallel = {"data_parallel_replicate": 2, "data_parallel_shard": 2, "zero_stage": zero, "all_reduce": algorithm}
-    found = ranks(4).run(two_dtypes, parallel)
-    model = config_of(**parallel).model
-    units = model.n_layers + 1
-    cost = ALGORITHMS[algorithm](2, 4 * model.n_parameters / 2)
-    assert sum(len(sent) for (_, sent, _), _ in found) == 2 * units * cost.messages
-    assert sum(sum(sent) for (_, sent, _), _ in found) == 2 * cost.values
-    assert_identical(found[0][0][2], found[2][0][2], "what replicas hold")
-    assert_same(found[0][1], losses_of_one_process)
+    config = config_of(**parallel)
+    _, sent, held = zip(*ranks(4).run(train, config, 2), strict=True)
+    cost = ALGORITHMS[algorithm](2, 4 * config.model.n_parameters / 2)
+    assert sum(map(len, sent)) == 2 * (config.model.n_layers + 1) * cost.messages
+    assert sum(map(sum, sent)) == 2 * cost.values
+    assert_identical(held[0], held[2], "what replicas hold")
+    assert_same(ranks(4).run(train, config_of(dtype="float64", **parallel), 2)[0][0], losses_of_one_process)
 
 
 @on_every_rank(4)
 def test_the_ranks_of_a_node() -> None:
+    assert ALL_REDUCES == ("library", *RUNNABLE)
     group = dist.new_group([0, 2, 3])
     if dist.get_rank() == 1:
         return

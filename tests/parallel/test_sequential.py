@@ -48,14 +48,14 @@ def gradients(fields: dict) -> tuple[list[float], bool, dict[str, torch.Tensor]]
     return [float(loss), float(evaluated)], pipeline.is_last, found
 
 
-EVERY_SCHEDULE = [{"pipeline_schedule": schedule} for schedule in SCHEDULES]
-WITH_ZERO = [
-    {"data_parallel_shard": 2, "pipeline_split": "time", "pipeline_schedule": schedule, "zero_stage": zero}
-    for schedule, zero in (("1F1B", 1), ("1F1B", 3), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 1))
-]
+LAYOUTS = [{"cpu_offload": True}, *({"pipeline_schedule": schedule} for schedule in SCHEDULES)]
+for schedule, zero in (("1F1B", 1), ("1F1B", 3), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 1)):
+    LAYOUTS.append(
+        {"data_parallel_shard": 2, "pipeline_split": "time", "pipeline_schedule": schedule, "zero_stage": zero}
+    )
 
 
-@pytest.mark.parametrize("fields", [*EVERY_SCHEDULE, *WITH_ZERO, {"cpu_offload": True}], ids=str)
+@pytest.mark.parametrize("fields", LAYOUTS, ids=str)
 def test_every_layout_has_the_gradients_of_one_process(ranks, fields):
     whole = cnn()
     x, target = data()
@@ -72,14 +72,12 @@ def test_every_layout_has_the_gradients_of_one_process(ranks, fields):
     assert_same([sum(losses[i] for losses, *_ in records) for i in range(2)], [loss.item()] * 2)
 
 
-REFUSED = {"recompute": "mlp", "recompute_layers": "0:2", "recompute_interval": 2, "offload_activations": True}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_children_have_to_do_is_refused_by_name(name):
-    layout = Layout(pipeline_parallel=2, **{name: REFUSED[name]})
-    with pytest.raises(ValueError, match=f"does not apply parallel.{name}={REFUSED[name]!r}"):
-        pipeline_sequential(cnn(), layout, None, example=data()[0], n_microbatches=2, loss_fn=loss_fn)
+def test_what_children_have_to_do_is_refused_by_name():
+    refused = {"recompute": "mlp", "recompute_layers": "0:2", "recompute_interval": 2, "offload_activations": True}
+    for name, value in refused.items():
+        with pytest.raises(ValueError, match=f"does not apply parallel.{name}={value!r}"):
+            layout = Layout(pipeline_parallel=2, **{name: value})
+            pipeline_sequential(cnn(), layout, None, example=data()[0], n_microbatches=2, loss_fn=loss_fn)
 
 
 def blocks(recompute: str) -> list[torch.Tensor]:

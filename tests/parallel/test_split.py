@@ -26,30 +26,24 @@ def test_no_split_is_better(costs, stages):
     assert quality((*(each.start for each in found), len(costs))) == min(every)
 
 
-def test_fewer_layers_than_stages_are_refused():
-    with pytest.raises(ValueError, match="3 layers cannot be divided among 4 stages"):
-        split_stages([1.0] * 3, 4)
-
-
 def test_embedding_and_head_are_counted():
-    """A vocabulary as heavy as two layers takes layers from the first and the last stage."""
+    """A vocabulary as heavy as two layers takes layers from the first and the last stage. None is without a layer."""
     config = GPTConfig(vocab_size=24 * 64, n_layers=8, hidden_size=64, n_heads=4, seq_length=8)
     assert [len(part) for part in split_stages(config.layer_costs("parameters"), 4)] == [1, 3, 3, 1]
     *others, last = [len(part) for part in split_stages(config.layer_costs("time"), 4)]
     assert sorted(others) == [2, 2, 3] and last == 1, "an embedding takes no time, a head does"
+    with pytest.raises(ValueError, match="3 layers cannot be divided among 4 stages"):
+        split_stages([1.0] * 3, 4)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_costs_are_the_parts_parameters(tied):
+def test_costs_are_the_parts_parameters_and_flops(tied):
     config = GPTConfig(vocab_size=128, n_layers=4, hidden_size=32, n_heads=4, tie_embeddings=tied)
     costs = config.layer_costs("parameters")
     for part in split_stages(costs, 3):
         built = GPT(config, part=part, device="meta")
         assert sum(parameter.numel() for parameter in built.parameters()) == sum(costs[part.start : part.stop])
     assert sum(costs) == config.n_parameters + (128 * 32 if tied else 0)
-
-
-def test_time_adds_up_to_the_models_flops():
     config = preset_config("llama3-8b")
     assert sum(config.layer_costs("time")) == config.flops_per_token
     assert sum(preset_config("megatron-1008b").layer_costs("time")) / 1e12 == pytest.approx(6.17, rel=0.02)

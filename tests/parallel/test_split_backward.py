@@ -26,7 +26,7 @@ def check(by_schedule: dict[str, StepCounts], data_parallel: int) -> None:
     for name in SCHEDULES:
         assert differences(by_schedule[name], baseline) == [], name
     # at each boundary between ranks activations and gradients are sent; schedules with more stages have more of them
-    pipelines = 2 * data_parallel  # pipelines of 2 ranks each: one for every tensor-parallel and data-parallel index
+    pipelines = 2 * data_parallel  # one of 2 ranks for every tensor-parallel and data-parallel index
     boundaries = {BASELINE: 1, "InterleavedZeroBubble": 3, "ZBVZeroBubble": 2, "DualPipeV": 2}
     sent = {name: sum(by_name(each, SENDS).values()) for name, each in by_schedule.items()}
     assert sent == {name: pipelines * 2 * MICROBATCHES * number for name, number in boundaries.items()}

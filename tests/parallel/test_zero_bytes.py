@@ -43,10 +43,9 @@ def test_bytes_and_collectives(ranks: WorkerPool, case: str, dtype: str) -> None
 def test_reduction_in_16_bits(ranks: WorkerPool) -> None:
     """Microbatches add up in bfloat16 only where FSDP2 can do nothing else: before its reduction, below stage 2."""
     parallel = {"data_parallel_shard": 2, "data_parallel_replicate": 2, "reduce_dtype": "bfloat16"}
-    model = {**SMALL, "n_layers": 1}
+    model, units = {**SMALL, "n_layers": 1}, 2
     configs = [run_config({**parallel, "zero_stage": stage}, "bfloat16", model) for stage in (1, 2)]
     first, second = (ranks(4).run(zero.measure, config) for config in configs)
-    units = 2
     once, each = (by_name(measured[0].collectives, DATA) for measured in (first, second))
     assert each["all_reduce"] == each["reduce_scatter"] == units * zero.MICROBATCHES
     assert once["all_reduce"] == units
@@ -62,24 +61,21 @@ def boundary_tensors(schedule: str, n_microbatches: int) -> tuple[int, int]:
     layout = {"pipeline_parallel": 2, "pipeline_schedule": schedule}
     config = run_config(layout, "float32", model, n_microbatches)
     parallel = build_model(config, run_mesh(config, "cpu"))
-    size, largest = 24 * 32 * 4, 0
+    counts, batch = [], torch.randint(250, (n_microbatches, 25))
 
-    def count() -> int:
-        return sum(storage.nbytes() == size for storage in live_storages(lambda x: not x.is_meta))
+    def count(*_: Any) -> None:
+        counts.append(sum(storage.nbytes() == 24 * 32 * 4 for storage in live_storages(lambda x: not x.is_meta)))
 
-    def look(*_: Any) -> None:
-        nonlocal largest
-        largest = max(largest, count())
-
-    batch = torch.randint(250, (n_microbatches, 25))
     gc.collect()
-    before = count()
+    count()
     for step in (1, 2):
         for part in parallel.parts if step == 2 else ():
-            part.register_forward_hook(look)
+            part.register_forward_hook(count)
         parallel.gradients(batch, first_sample=0, step=step)
     gc.collect()
-    return largest - before, count() - before
+    count()
+    before, *within, after = counts
+    return max(within) - before, after - before
 
 
 def test_messages_do_not_outlive_their_microbatch(ranks: WorkerPool) -> None:

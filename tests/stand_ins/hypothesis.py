@@ -15,11 +15,10 @@ class Anything:
     def __getattr__(self, name: str) -> "Anything":
         return self
 
-    def __getitem__(self, key: Any) -> "Anything":
-        return self
-
     def __call__(self, *arguments: Any, **options: Any) -> "Anything":
         return self
+
+    __getitem__ = __call__
 
 
 strategies = Anything()
