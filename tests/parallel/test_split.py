@@ -38,7 +38,7 @@ def test_embedding_and_head_are_counted():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_costs_are_the_parts_parameters_and_flops(tied):
-    config = GPTConfig(vocab_size=128, n_layers=4, hidden_size=32, n_heads=4, tie_embeddings=tied)
+    config = GPTConfig(vocab_size=128, n_layers=4, hidden_size=32, n_heads=4, tie_embeddings=tied, qk_norm=tied)
     costs = config.layer_costs("parameters")
     for part in split_stages(costs, 3):
         built = GPT(config, part=part, device="meta")
