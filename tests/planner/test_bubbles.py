@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 
 from tpformer.parallel import SCHEDULES, Action
-from tpformer.planner import RATIOS, Step, bubble_ratio, bubble_share, bubble_time, schedule_order, simulate
+from tpformer.planner import RATIOS, Step, bubble_ratio, bubble_time, schedule_order, simulate
 
 EQUAL = {"F": 1, "I": 1, "W": 1}
 DURATIONS = [EQUAL, {"F": 2, "I": 3, "W": 1}, {"F": 1, "I": Fraction(3, 2), "W": Fraction(1, 2)}]
@@ -51,9 +51,6 @@ def test_the_formulas_that_are_printed():
         if ratio is not None:
             formula = RATIOS[schedule].replace(" ", "*")
             assert ratio == pytest.approx(eval(formula, {"p": p, "m": m, "v": v})), schedule
-    assert bubble_ratio("1F1B", 4, 8, 1) == 3 / 8
-    assert bubble_share(simulated("1F1B", 4, 8, 1, EQUAL), 4) == pytest.approx(3 / 11)
-    assert bubble_ratio("Interleaved1F1B", 4, 16, 2) == 3 / 32
 
 
 def test_no_closed_form_is_given_where_none_holds():

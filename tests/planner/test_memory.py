@@ -3,6 +3,7 @@
 tests/planner/test_rank_memory.py compares the whole of it with counts.
 """
 
+import dataclasses
 import json
 from collections import Counter
 
@@ -12,9 +13,10 @@ import torch
 from bench.provenance import RESULTS
 from checks import zero
 from checks.held import KINDS
+from tpformer.config import RunConfig, build_config
 from tpformer.models import GPTConfig
 from tpformer.parallel import Layout
-from tpformer.planner import Step
+from tpformer.planner import Step, memory
 from tpformer.planner.counting import StageCount
 from tpformer.planner.memory import Peak, fused_workspaces, loss_workspace, occupancies, schedule_peak
 from tpformer.planner.states import ACCUMULATED, Elements, Precision, in_backward, step_moments
@@ -42,22 +44,67 @@ def test_what_the_loss_needs_while_it_runs():
     assert loss_workspace(config, 6, 25, 10, itemsize=8) == 6 * 25 * 8 + 8 * 25 * 16 + 2 * 6 * 16 * 8
 
 
+SHAPE = {"vocab_size": 250, "seq_length": 512, "n_layers": 4, "hidden_size": 256, "n_heads": 8}
+EXPERTS = {
+    **SHAPE, "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "tie_embeddings": False,
+    "n_experts": 8, "experts_per_token": 2, "expert_ffn_size": 64, "shared_expert_size": 32,
+}  # fmt: skip
+
+
+def configuration(model: dict = SHAPE, **parallel: object) -> RunConfig:
+    train = {"global_batch_size": 16, "microbatch_size": 2, "dtype": "float32", "device": "cpu"}
+    return build_config({"model": model, "parallel": parallel, "train": train})
+
+
+UNIT = 2 * 512 * 256 * 4  # bytes of the residual stream
+
+
+# On two ranks, in UNITs: three of gathered rows and gradients, what the activation reads, and its gradient. Experts of
+# 64 features have 1/4, twice; 2 of 8 experts for each token leave a rank one row for a token, at worst two.
+@pytest.mark.parametrize("model, parallel, kind, units", [
+    (SHAPE, {}, {}, 3 + 2 + 2),
+    (SHAPE, {"pack_activations": True}, {}, 3 + 2 + 2 + 4 / 2),
+    # q, k, v, attention's result, four of fc1's, two residuals: half of that for each layer of a region
+    *((SHAPE, {"recompute": "full", "recompute_interval": n}, {}, 3 + 2 + 2 + 5 * min(n, 4)) for n in (1, 2, 4, 6)),
+    (EXPERTS, {}, {"experts": True}, 3 + (2 / 4 + 2 / 16) + (2 / 4 + 1 + 2 / 16)),
+    (EXPERTS, {}, {"experts": True, "worst": True}, 3 + (2 * 2 / 4 + 2 / 16) + (2 * (2 / 4 + 1) + 2 / 16)),
+    (EXPERTS, {"recompute": "full"}, {"experts": True}, 3 + 5 / 8 + 13 / 8 + 6 / 2 + 5 / 8),
+])  # fmt: skip
+def test_what_the_backward_of_a_layer_needs(model, parallel, kind, units):
+    config = configuration(model, tensor_parallel=2, **parallel)
+    assert memory.layer_workspace(config, 1000.0, **kind) == units * UNIT + 4 * 1000
+
+
+def test_what_a_pipeline_receives_and_has_sent():
+    """With one stage for each rank it sent the results in flight; else all rows and gradients of 8 microbatches."""
+    straight = configuration(pipeline_parallel=2)
+    looped = configuration(pipeline_parallel=2, pipeline_schedule="Interleaved1F1B")
+    v_shaped = configuration(pipeline_parallel=2, pipeline_schedule="ZBVZeroBubble")
+    for config, stages, received, sent in (
+        (straight, [0], 1, 0), (straight, [1], 1, 0),
+        (looped, [0, 2], 1 + 2, 3), (looped, [1, 3], 2 + 1, 3),
+        (v_shaped, [0, 3], 1 + 1, 2), (v_shaped, [1, 2], 2 + 2, 2),
+    ):  # fmt: skip
+        kept = 7 * (config is straight)  # results in flight
+        assert memory.pipeline_buffers(config, stages, 7) == (received + 8 * sent) * UNIT + kept
+        assert memory.pipeline_buffers(config, stages, 7, keeps_sent=False) == received * UNIT + 7
+
+
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_workspaces_hold_what_the_kernels_ask_for(sequence_parallel):
+@pytest.mark.parametrize("hidden", [5120, 4096])
+def test_workspaces_hold_what_the_kernels_ask_for(hidden, sequence_parallel):
+    """Of 4096 features a slot is a power of two before it is rounded up."""
     pytest.importorskip("triton")
     from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul_space
     from tpformer.kernels.configurations import TILES
     from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce_space
     from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter_space
 
-    tokens, hidden, tp, tile, half = 4096, 5120, 8, TILES["large"], torch.bfloat16
+    tokens, tp, tile, half = 4096, 8, TILES["large"], torch.bfloat16
+    spaces = [matmul_all_reduce_space(tokens, hidden, tp, half, half, tile)[0]]
     if sequence_parallel:
-        spaces = [
-            all_gather_matmul_space(tokens // tp, hidden, tp, 2)[0],
-            matmul_reduce_scatter_space(tokens // tp, hidden, tp, half, tile)[0],
-        ]
-    else:
-        spaces = [matmul_all_reduce_space(tokens, hidden, tp, half, half, tile)[0]]
+        reduction = matmul_reduce_scatter_space(tokens // tp, hidden, tp, half, tile)[0]
+        spaces = [all_gather_matmul_space(tokens // tp, hidden, tp, 2)[0], reduction]
     slots = sum(2 * max(1 << 20, 1 << (space - 1).bit_length()) for space in spaces)
     flags = 4 * tp * 1024 * len(spaces)
     assert fused_workspaces(tokens, hidden, 2, tp, sequence_parallel) == slots + flags
@@ -88,12 +135,14 @@ def sharded(stage: int) -> Layout:
 
 
 def test_one_microbatch_accumulates_nothing():
-    """Stage 1 is then stage 2."""
-    first, second = (
-        step_moments({0: SIZE}, [Step(0, "F", 0), Step(0, "B", 0)], sharded(stage), HALF) for stage in (1, 2)
-    )
+    """Stage 1 is then stage 2, but in a pipeline, and with two microbatches."""
+    steps = [Step(0, "F", 0), Step(0, "B", 0)]
+    first, second = (step_moments({0: SIZE}, steps, sharded(stage), HALF) for stage in (1, 2))
     assert first == second and ACCUMULATED not in first.forward
     assert first.peak == 900 + 1800 + 2 * M + (2 + 4) * 200
+    for more, pipeline, cast in ((steps, 2, 0), ([*steps, Step(0, "F", 1), Step(0, "B", 1)], 1, 2 * 200)):
+        layout = dataclasses.replace(sharded(1), pipeline_parallel=pipeline)
+        assert step_moments({0: SIZE}, more, layout, HALF).peak == 900 + 1800 + (2 + 4) * M + cast
 
 
 @pytest.mark.parametrize("n_layers, factor", [(1, 2 * 2), (2, 2 * 2 + 4), (3, 3 * 2 + 4)])

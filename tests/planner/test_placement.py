@@ -13,19 +13,10 @@ import pytest
 from tpformer.cli.plan import plan_command
 from tpformer.config import RunConfig, build_config, read_toml
 from tpformer.distributed.mesh import AXES
+from tpformer.planner import placement
 from tpformer.planner.costs import pipeline_speedup
 from tpformer.planner.devices import load_device
 from tpformer.planner.dry_run import fake_world, plan_config
-from tpformer.planner.placement import (
-    SPLITS,
-    TRANSFERS,
-    across_nodes_lines,
-    axis_bytes,
-    axis_groups,
-    placement,
-    rank_grid,
-    tensor_parallel_times,
-)
 from tpformer.planner.placement_pictures import placement_svg
 from tpformer.training.setup import run_mesh
 
@@ -40,16 +31,15 @@ def configuration(parallel: dict, model: dict = MODEL, **train: object) -> RunCo
 
 
 EXAMPLE = {"tensor_parallel": 2, "pipeline_parallel": 4, "data_parallel_replicate": 2}
+TP4 = {"tensor_parallel": 4}
 LARGE = {**MODEL, "vocab_size": 51200, "seq_length": 2048, "n_layers": 36, "hidden_size": 4096, "n_heads": 32}
 
 
-@pytest.mark.parametrize(
-    "sizes", [EXAMPLE, {**EXAMPLE, "data_parallel_shard": 3}, {"data_parallel_shard": 4, "tensor_parallel": 4}]
-)
+@pytest.mark.parametrize("sizes", [{**EXAMPLE, "data_parallel_shard": 3}, {"data_parallel_shard": 4, **TP4}])
 def test_ranks_are_the_meshs(sizes):
-    config = configuration({**sizes}, global_batch_size=96)
+    config = configuration(sizes, global_batch_size=96)
     layout = config.parallel
-    groups, grid = axis_groups(layout), rank_grid(layout)
+    groups, grid = placement.axis_groups(layout), placement.rank_grid(layout)
     for rank in range(0, layout.world_size, 5):
         with fake_world(rank, layout.world_size):
             mesh = run_mesh(config, "cpu")
@@ -59,7 +49,7 @@ def test_ranks_are_the_meshs(sizes):
 
 
 def test_the_example_of_two_nodes():
-    found = {each.axis: each for each in placement(configuration(EXAMPLE, LARGE), 8)}
+    found = {each.axis: each for each in placement.placement(configuration(EXAMPLE, LARGE), 8)}
     assert list(found) == ["pp", "dp_replicate", "tp"]
     assert found["tp"].groups[0] == [0, 1] and found["dp_replicate"].groups[0] == [0, 2]
     assert found["pp"].groups[0] == [0, 4, 8, 12]
@@ -67,30 +57,16 @@ def test_the_example_of_two_nodes():
     assert found["pp"].sent < found["dp_replicate"].sent < found["tp"].sent
     assert str(found["pp"]).startswith("pp: 4 groups of 4 over 2 nodes, ")
     with pytest.raises(ValueError, match="holds no rank"):
-        placement(configuration(EXAMPLE), 0)
+        placement.placement(configuration(EXAMPLE), 0)
 
 
 def test_tensor_parallelism_over_two_nodes():
     """The same rows go to twice the ranks through slower links, while each computes half."""
-    config = configuration({}, LARGE)
-    a100 = load_device("a100-80")
-    eight, sixteen = tensor_parallel_times(config, a100)
+    eight, sixteen = placement.tensor_parallel_times(configuration({}, LARGE), load_device("a100-80"))
     assert (eight.nodes, sixteen.nodes) == (1, 2) and sixteen.compute == eight.compute / 2
     assert sixteen.communication / eight.communication == pytest.approx(15 / 16 / (7 / 8) * 0.874 * 250 / (8 * 21))
-    lines = list(across_nodes_lines(example("gpt_145b")))
+    lines = list(placement.across_nodes_lines(example("gpt_145b")))
     assert len(lines) == 4 and "```\n" + "\n".join(lines) + "\n```" in (ROOT / "docs/placement.md").read_text()
-
-
-def test_splits_of_sixteen_cores():
-    pieces = {split.name: (split.pieces(split.weights), split.pieces(split.data)) for split in SPLITS}
-    every, one, both = list(range(16)), [0] * 16, [0, 1, 2, 3] * 4
-    assert pieces == {
-        "data parallel": (one, every),
-        "model parallel": (every, one),
-        "model + data parallel": (both, sorted(both)),
-        "expert + data parallel": (every, every),
-        "expert + model + data parallel": (every, sorted(both)),
-    }
 
 
 def test_a_picture_of_many_nodes_shows_the_first_ones():
@@ -108,6 +84,7 @@ def example(name: str, train: dict | None = None, **parallel: object) -> RunConf
 
 
 def test_the_page_of_strategies():
+    axis_bytes, transfers = placement.axis_bytes, placement.TRANSFERS
     replicas = axis_bytes(example("gpt_1.7b"))["dp_replicate"]
     shares = {"data_parallel_replicate": 1, "data_parallel_shard": 32}
     first, second, third = (axis_bytes(example("gpt_1.7b", **shares, zero_stage=z))["dp_shard"] for z in (1, 2, 3))
@@ -115,7 +92,7 @@ def test_the_page_of_strategies():
     assert first == second < third  # one microbatch
     halved = example("gpt_1.7b", train={"microbatch_size": 8}, **shares, zero_stage=2)
     assert axis_bytes(halved)["dp_shard"] > 1.5 * first
-    assert TRANSFERS[True]["none"] / TRANSFERS[False]["none"] == 1.25 and "a quarter more" in STRATEGIES
+    assert transfers[True]["none"] / transfers[False]["none"] == 1.25 and "a quarter more" in STRATEGIES
     assert f"{pipeline_speedup(4, 9):.1f} times as fast" in STRATEGIES
 
 

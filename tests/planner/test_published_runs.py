@@ -4,18 +4,9 @@ import dataclasses
 
 import pytest
 
+from tpformer.planner import published
 from tpformer.planner.devices import load_device
-from tpformer.planner.published import (
-    TABLES,
-    TEETH,
-    best_constant,
-    changed,
-    evaluate,
-    fitted_rate,
-    predict,
-    read_table,
-    spearman,
-)
+from tpformer.planner.published import TABLES, TEETH, evaluate, predict, read_table
 from tpformer.planner.rank_memory import predicted_memory
 from tpformer.planner.step_time import StepModel, mfu
 
@@ -55,11 +46,11 @@ def test_formulas_of_parameters_and_flops_are_the_papers():
 def test_unpublished_microbatches_are_the_fastest_that_fit():
     """The rule that megatron_h100.toml states; another engine does not keep what it sent, as torch's does."""
     table = read_table("megatron_h100")
-    device = table.device.scaled(fitted_rate(table))
+    device = table.device.scaled(published.fitted_rate(table))
     for row in table.rows:
         software, seconds = dataclasses.replace(row.software, keeps_sent=False), {}
         for size in (1, 2, 4):
-            config = changed(row.config, {"train": {"microbatch_size": size}})
+            config = published.changed(row.config, {"train": {"microbatch_size": size}})
             ends = {0, config.parallel.pipeline_parallel - 1}
             if max(predicted_memory(config, rank, software).total for rank in ends) <= 72e9:
                 seconds[size] = StepModel(config, device, row.software).step().seconds
@@ -67,6 +58,10 @@ def test_unpublished_microbatches_are_the_fastest_that_fit():
 
 
 def test_statistics():
-    assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == 1 and spearman([1, 2, 3], [3, 2, 1]) == -1
-    assert spearman([1, 1, 2], [1, 1, 2]) == 1
-    assert best_constant([100, 100, 200]) == pytest.approx(50 / 3)
+    for found, wanted, of in (
+        ([1, 2, 3, 4], [10, 20, 30, 40], 1),
+        ([1, 2, 3], [3, 2, 1], -1),
+        ([1, 1, 2], [1, 1, 2], 1),
+    ):
+        assert published.spearman(found, wanted) == of
+    assert published.best_constant([100, 100, 200]) == pytest.approx(50 / 3)

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from tpformer.cli.plan import Plan, _question, plan_command, swept
-from tpformer.config import build_config, check_config, read_toml
+from tpformer.config import RunConfig, build_config, check_config, read_toml
 from tpformer.planner import search as planner
 from tpformer.planner.comparison import Compared, compare, crossovers, within
 from tpformer.planner.devices import load_device
@@ -21,20 +21,7 @@ from tpformer.planner.plan_page import page
 from tpformer.planner.plan_report import why
 from tpformer.planner.published import read_table
 from tpformer.planner.rank_memory import predicted_memory
-from tpformer.planner.search import (
-    Question,
-    Space,
-    brute_force,
-    evaluate,
-    every_layout,
-    least_offloaded,
-    model_of,
-    most_memory,
-    nearest,
-    search,
-    shapes,
-    why_not,
-)
+from tpformer.planner.search import Question, Space
 
 H100 = load_device("h100")
 SMALL = {"vocab_size": 4096, "seq_length": 256, "n_layers": 8, "hidden_size": 512, "n_heads": 8}
@@ -45,6 +32,10 @@ def question(model=SMALL, gpus=8, batch=32, device=H100, space=None, **sections)
     return Question(build_config({"model": model, "train": train, **sections}), gpus, device, space=space or Space())
 
 
+def laid_out(asked: Question, layout: str) -> RunConfig:
+    return with_layout(asked.config, parse_layout(layout))
+
+
 def drawn(seed: int) -> Question:
     draw = random.Random(seed)
     model = {**SMALL, "n_layers": draw.choice([3, 4, 8]), "hidden_size": draw.choice([256, 1024])}
@@ -52,12 +43,9 @@ def drawn(seed: int) -> Question:
     device = load_device("a100-40", gpus_per_node=draw.choice([2, 4]))
     memory = draw.choice([1.2e9, 1.5e9, 3e9, 40e9])
     device = dataclasses.replace(device, memory=memory, network=draw.choice([1e9, 21e9]))
-    space = Space(
-        microbatch=tuple(draw.sample([1, 2, 4], 2)),
-        schedule=tuple(draw.sample(Space().schedule, 3)),
-        offload=draw.choice([("none", "activations"), ("none", "states"), OFFLOADS]),
-        most_stages=4,
-    )
+    microbatch, schedule = (tuple(draw.sample(*each)) for each in (([1, 2, 4], 2), (Space().schedule, 3)))
+    offload = draw.choice([("none", "activations"), ("none", "states"), OFFLOADS])
+    space = Space(microbatch=microbatch, schedule=schedule, offload=offload, most_stages=4)
     return question(model, draw.choice([2, 4, 6, 8]), draw.choice([8, 24, 32]), device, space)
 
 
@@ -72,9 +60,8 @@ def of_experts(n_experts: int, memory: float) -> Question:
 
 
 def packing(memory: float) -> Question:
-    space = Space(
-        microbatch=(1, 4), schedule=("1F1B",), offload=("none", "activations"), most_stages=4, pack=("none", "all")
-    )
+    offload, pack = ("none", "activations"), ("none", "all")
+    space = Space(microbatch=(1, 4), schedule=("1F1B",), offload=offload, most_stages=4, pack=pack)
     device = dataclasses.replace(load_device("a100-40", gpus_per_node=4), memory=memory)
     return question({**SMALL, "seq_length": 1024}, 4, 16, device, space)
 
@@ -90,7 +77,7 @@ QUESTIONS = {
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_search_is_as_good_as_brute_force(name):
     asked = QUESTIONS[name]()
-    found, every = search(asked, 8), brute_force(asked, 8)
+    found, every = planner.search(asked, 8), planner.brute_force(asked, 8)
     assert [choice.key for choice in found.choices] == [choice.key for choice in every]
     assert bool(every) == (name != "drawn 11")
     assert all(choice.memory.total <= asked.room for choice in found.choices) and all(found.dropped.values())
@@ -99,18 +86,18 @@ def test_search_is_as_good_as_brute_force(name):
 @pytest.mark.parametrize("n_experts", [8, 6])
 def test_experts_are_shared_by_ranks_that_divide_them(n_experts):
     asked = of_experts(n_experts, 40e9)
-    sizes = {values["tp"] for values in every_layout(asked)}
+    sizes = {values["tp"] for values in planner.every_layout(asked)}
     assert sizes == {t for t in (1, 2, 3, 4, 6) if n_experts % t == 0 and 8 % t == 0}
-    assert search(asked, 1).dropped["tp does not divide the experts"] == (n_experts == 6)
-    reason = why_not(asked, with_layout(asked.config, parse_layout("tp=4,dp=3")))
+    assert planner.search(asked, 1).dropped["tp does not divide the experts"] == (n_experts == 6)
+    reason = planner.why_not(asked, laid_out(asked, "tp=4,dp=3"))
     assert ("whole experts" in str(reason)) == (n_experts == 6)
 
 
 def test_most_layouts_are_left_out_by_a_lower_bound_of_their_time():
     asked = question({"preset": "megatron-7.5b"}, 16, 64, load_device("a100-80"))
-    with mock.patch.object(planner, "most_memory", side_effect=most_memory) as looked:
-        found = search(asked)
-    assert 10 <= looked.call_count < 20 < sum(1 for _ in every_layout(asked)) / 100
+    with mock.patch.object(planner, "most_memory", side_effect=planner.most_memory) as looked:
+        found = planner.search(asked)
+    assert 10 <= looked.call_count < 20 < sum(1 for _ in planner.every_layout(asked)) / 100
     assert found.dropped["slower by a lower bound of their time"] > 500
 
 
@@ -125,20 +112,22 @@ def test_a_layout_that_cannot_work_gets_the_reason_and_the_nearest_that_does():
         "pp=4,dp=2,schedule=ZBVZeroBubble,stages=5": "pipeline_stages_per_rank=5, but ZBVZeroBubble has 2",
         "pp=8,stages=4": "pipeline_stages_per_rank=4, but 1F1B has 1",
     }.items():
-        found = why_not(asked, with_layout(asked.config, parse_layout(text)))
+        found = planner.why_not(asked, laid_out(asked, text))
         assert found is not None and reason in found, (text, found)
-    near = nearest(asked, parse_layout("dp=8,zero=1,microbatch=8"))
+    near = planner.nearest(asked, parse_layout("dp=8,zero=1,microbatch=8"))
     assert near is not None and "dp=8,zero=1" in layout_text(near.config) and near.config.microbatch_size < 8
+    tiny = planner.search(asked._replace(device=dataclasses.replace(H100, memory=1e8)), 1)
+    assert not tiny.choices and tiny.dropped["does not fit"] > 0, "not even by a lower bound"
     large = question({"preset": "gpt2-1.5b"}, 1, 8, load_device("a100-40"), Space(offload=("none",)))
     small = large._replace(device=dataclasses.replace(large.device, memory=20e9))
-    assert "is predicted to need" in str(why_not(small, with_layout(small.config, {})))
+    assert "is predicted to need" in str(planner.why_not(small, with_layout(small.config, {})))
 
 
 def test_texts_of_layouts():
     for asked in (question(), packing(1.6e9)):
-        for choice in search(asked, 8).choices:
+        for choice in planner.search(asked, 8).choices:
             again = with_layout(asked.config, parse_layout(layout_text(choice.config)))
-            assert again == choice.config and evaluate(asked, again).key == choice.key
+            assert again == choice.config and planner.evaluate(asked, again).key == choice.key
             check_config(again, trains=False)
     config = question(parallel={"pack_activations": True, "pack_layers": "0"}).config
     assert layout_text(config).endswith("pack=all")
@@ -167,10 +156,10 @@ def test_texts_of_layouts():
 def test_slower_parts_and_larger_batches_change_the_answer():
     space = Space(microbatch=(1, 4), schedule=("1F1B",), offload=("none",), recompute=("none",))
     asked = question({"preset": "megatron-7.5b"}, 16, 64, load_device("a100-80"), space)
-    first = search(asked, 1).choices[0]
-    assert search(swept(asked, "gemm_tflops", "125"), 1).choices[0].tokens < 0.7 * first.tokens
-    assert search(swept(asked, "network_gb_s", "0.5"), 1).choices[0].tokens < first.tokens
-    assert search(swept(asked, "gpus", "32"), 1).choices[0].tokens > 1.5 * first.tokens
+    first = planner.search(asked, 1).choices[0]
+    assert planner.search(swept(asked, "gemm_tflops", "125"), 1).choices[0].tokens < 0.7 * first.tokens
+    assert planner.search(swept(asked, "network_gb_s", "0.5"), 1).choices[0].tokens < first.tokens
+    assert planner.search(swept(asked, "gpus", "32"), 1).choices[0].tokens > 1.5 * first.tokens
     with pytest.raises(ValueError, match="choose one of preset, gpus"):
         swept(asked, "heads", "1")
 
@@ -181,15 +170,13 @@ def test_published_layouts_are_near_the_best_of_their_time():
     Up to 3 virtual stages, as many as the table's rows have: with up to 8 it would be 7 rows, as 145.6B gained 10 %.
     The model prefers less tensor parallelism for 18.4B and 39.1B, where 8-way ranks repeat norms and dropout.
     """
-    table = read_table("megatron_a100")
-    near = []
+    table, near = read_table("megatron_a100"), []
+    schedule, none = ("1F1B", "Interleaved1F1B"), ("none",)
+    space = Space(schedule=schedule, zero=(0,), recompute=("full",), offload=none, most_stages=3)
     for row in table.rows:
-        space = Space(
-            schedule=("1F1B", "Interleaved1F1B"), zero=(0,), recompute=("full",), offload=("none",), most_stages=3
-        )  # fmt: skip
         asked = Question(row.config, row.config.parallel.world_size, table.device, row.software, space)
-        best = search(asked, 1).choices[0]
-        near.append(evaluate(asked, row.config).step.seconds / best.step.seconds)
+        best = planner.search(asked, 1).choices[0]
+        near.append(planner.evaluate(asked, row.config).step.seconds / best.step.seconds)
     assert sum(ratio <= 1.05 for ratio in near) >= 8, near
 
 
@@ -211,17 +198,21 @@ def test_files(tmp_path, capsys):
     assert not re.search(r"<script|src=|url\((?!#)|http(?!://www.w3.org/2000/svg)", text), "it loads nothing"
     for line in ("in one node, ", f"${rows[0]['price']:,.0f} at $2.00 an hour", "warm-up, GPT-3: "):
         assert printed.count(line) == text.count(line) > 0, line
-    plan_command(["--preset", "gpt2-355m", "--gpus", "8", "--batch", "64", "--explain", "dp=4"])
+    asked = ["--preset", "gpt2-355m", "--batch", "64"]
+    plan_command([*asked, "--gpus", "8", "--explain", "dp=4"])
     assert "cannot work" in capsys.readouterr().out
+    plan_command([*asked, "--sweep", "gpus=8,37"])
+    first, second, _ = (row["layout"] for row in rows)
+    swept_lines = capsys.readouterr().out.splitlines()
+    assert any(first in line for line in swept_lines) and not any(second in line for line in swept_lines)
+    assert swept_lines[0] == "gpus = 8" and "gpus = 37: no layout works" in swept_lines
     with pytest.raises(ValueError, match="give one of FILE.toml, --preset NAME and --parameters SIZE"):
         plan_command([])
 
 
 def test_the_sentence_names_what_limits():
     asked = question({"preset": "megatron-39.1b"}, 64, 64, load_device("a100-80"))
-    many, other = (
-        evaluate(asked, with_layout(asked.config, parse_layout(text))) for text in ("tp=2,pp=16,dp=2", "tp=8,dp=8")
-    )
+    many, other = (planner.evaluate(asked, laid_out(asked, text)) for text in ("tp=2,pp=16,dp=2", "tp=8,dp=8"))
     first, second = sorted((many, other), key=lambda choice: choice.key)
     said = why([first, first, second])
     assert said.startswith(f"{layout_text(first.config)} wins by {second.step.seconds / first.step.seconds - 1:.1%}")
@@ -231,30 +222,29 @@ def test_the_sentence_names_what_limits():
     assert lanes[:8] == ["0", "2", "4", "6", "9", "11", "13", "15"] and set(lanes) == set(lanes[:8])
 
 
-@pytest.mark.parametrize(
-    "model, sections",
-    [
-        (SMALL, {"log": {"noise_interval": 10}}),
-        (SMALL, {"train": {"batch_size_start": 16}}),
-        ({**SMALL, "seq_length": 99}, {}),
-        (SMALL, {"parallel": {"recompute": "full", "recompute_interval": 2, "recompute_layers": "::2"}}),
-        (SMALL, {"log": {"timeline_step": 1}}),
-    ],
-)
+@pytest.mark.parametrize("model, sections", [
+    (SMALL, {"log": {"noise_interval": 10}}),
+    (SMALL, {"train": {"batch_size_start": 16}}),
+    ({**SMALL, "seq_length": 99}, {}),
+    (SMALL, {"parallel": {"recompute": "full", "recompute_interval": 2, "recompute_layers": "::2"}}),
+    (SMALL, {"log": {"timeline_step": 1}}),
+])  # fmt: skip
 def test_the_runs_other_settings_limit_the_search(model, sections):
     """Whatever is found, other commands accept, and `nearest` finds something for a layout that is not."""
     asked = question(model, **sections, space=Space(microbatch=(1, 4), offload=("none",), most_stages=2))
-    for values in every_layout(asked):
+    for values in planner.every_layout(asked):
         check_config(with_layout(asked.config, values), trains=False)
-    near = nearest(asked, parse_layout("tp=8,microbatch=16"))
-    assert near is not None and why_not(asked, near.config) is None
+    near = planner.nearest(asked, parse_layout("tp=8,microbatch=16"))
+    assert near is not None and planner.why_not(asked, near.config) is None
 
 
 def test_ranks_that_share_a_layer_are_in_one_node():
     six = question({**SMALL, "n_heads": 12, "head_dim": 64}, 12, 48, load_device("h100", gpus_per_node=6))
-    assert "would not be in the same node of 6" in str(why_not(six, with_layout(six.config, {"tp": 4, "dp": 3})))
-    assert why_not(six._replace(gpus=4), with_layout(six.config, {"tp": 4})) is None
-    assert any(each["tp"] == 4 for each in shapes(six._replace(gpus=4), Counter()))
+    assert "would not be in the same node of 6" in str(
+        planner.why_not(six, with_layout(six.config, {"tp": 4, "dp": 3}))
+    )
+    assert planner.why_not(six._replace(gpus=4), with_layout(six.config, {"tp": 4})) is None
+    assert any(each["tp"] == 4 for each in planner.shapes(six._replace(gpus=4), Counter()))
 
 
 @pytest.mark.parametrize("model, layout", [
@@ -263,9 +253,9 @@ def test_ranks_that_share_a_layer_are_in_one_node():
 ])  # fmt: skip
 def test_no_rank_needs_more_than_the_fullest(model, layout):
     asked = question(model, 32, 32, load_device("a100-80"))
-    config = with_layout(asked.config, parse_layout(layout))
+    config = laid_out(asked, layout)
     ranks = range(config.parallel.pipeline_parallel)
-    assert most_memory(asked, config).total == max(predicted_memory(config, rank).total for rank in ranks)
+    assert planner.most_memory(asked, config).total == max(predicted_memory(config, rank).total for rank in ranks)
 
 
 GPT2 = ["--preset", "gpt2-124m", "--batch", "64"]
@@ -320,23 +310,23 @@ def test_a_layout_that_offloads_may_be_faster_than_one_that_does_not():
     """None takes less than the bound of all kinds of offloading together."""
     asked, values = question({"preset": "megatron-18.4b"}, 32, 64, load_device("a100-80", 2)), "tp=2,pp=2,dp=8,zero=3"
     configs = [with_layout(asked.config, {**parse_layout(values), "offload": each}) for each in OFFLOADS]
-    models = [model_of(asked, config) for config in configs]
-    assert least_offloaded(configs, models[0]) <= min(model.step().seconds for model in models)
+    models = [planner.model_of(asked, config) for config in configs]
+    assert planner.least_offloaded(configs, models[0]) <= min(model.step().seconds for model in models)
 
 
 def test_gradients_are_reduced_while_activations_move_to_the_host():
     """So a GPU that computes faster is not slower because less computing hides the reduction."""
     asked = question({"preset": "megatron-7.5b"}, 16, 64, load_device("b200"))
-    config = with_layout(asked.config, parse_layout("dp=16,zero=1,microbatch=4,offload=both"))
+    config = laid_out(asked, "dp=16,zero=1,microbatch=4,offload=both")
     fast = asked._replace(device=asked.device.scaled(10))
-    assert model_of(fast, config).step().seconds <= model_of(asked, config).step().seconds
+    assert planner.model_of(fast, config).step().seconds <= planner.model_of(asked, config).step().seconds
 
 
 def test_kinds_are_compared():
     asked = question(batch=64, space=Space(microbatch=(1, 4), zero=(0, 1), offload=("none",)))
     rows = [compare(asked, "", ["pp=1", "pp=2|4,schedule=1F1B|ZBVZeroBubble", "tp=16"])]
     first, second, none = rows[0].best.values()
-    every = brute_force(asked, 10**6)
+    every = planner.brute_force(asked, 10**6)
     for found, chosen in ((first, lambda p: p == 1), (second, lambda p: p in (2, 4))):
         own = [choice for choice in every if chosen(choice.config.parallel.pipeline_parallel)]
         own = [choice for choice in own if choice.config.parallel.pipeline_schedule in ("1F1B", "ZBVZeroBubble")]

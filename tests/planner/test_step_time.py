@@ -37,11 +37,9 @@ def test_gemms_take_whole_waves():
 
 def test_transports():
     sizes, gemm = (8192, 4096, 4096), 300e-6
-    exposed = {
-        each: exposed_seconds(GATHER, sizes, 8, each, H100, gemm, 2) for each in ("sequential", "pipelined", "fused")
-    }
-    assert exposed["sequential"] > exposed["pipelined"] >= 0
-    assert exposed_seconds(GATHER, sizes, 8, "auto", H100, gemm, 2) == min(exposed["sequential"], exposed["fused"])
+    names = ("sequential", "pipelined", "fused", "auto")
+    sequential, pipelined, fused, auto = (exposed_seconds(GATHER, sizes, 8, each, H100, gemm, 2) for each in names)
+    assert sequential > pipelined >= 0 and auto == min(sequential, fused)
     assert exposed_seconds(GATHER, sizes, 1, "sequential", H100, gemm, 2) == 0
 
 
@@ -113,6 +111,9 @@ def test_experts_take_longer_than_an_mlp_of_their_width():
     assert first.weights["gemm"] < second.weights["gemm"] and first.forward["tp"] < second.forward["tp"]
     assert first.forward["attention"] == second.forward["attention"]
     alone = model({"data_parallel_shard": 8, "zero_stage": 1}, **EXPERTS).layer.work(experts=True)
+    # a microbatch's 8 rows of each token, a fourth of them on a rank, and their sum; 2 bytes read and written
+    combined = experts.layer.routing().forward["elementwise"]
+    assert combined == pytest.approx(2 * 4096 * 2048 * (8 / 4 + 1) / H100.machine.memory)
     assert second.forward["wait"] == 2 * OURS.host_kernel > 0 == first.forward["wait"] == alone.forward["wait"]
     step = experts.step()
     assert all(each >= 0 for each in step) and experts.least() <= step.seconds
@@ -168,7 +169,7 @@ MOVED = {
 
 @pytest.mark.parametrize("recompute", MOVED)
 def test_bytes_that_packing_moves_by_hand(recompute):
-    small = {"vocab_size": 4096, "seq_length": 256, "n_layers": 8, "hidden_size": 512, "n_heads": 8}
+    small = {"seq_length": 256, "hidden_size": 512, "n_heads": 8}
     layer = model({"pack_activations": True, "recompute": recompute}, 32, 2, **small).layer
     packs, passes, inside = MOVED[recompute]
     expected = packs * BOTH, passes * BOTH - inside * LESS
