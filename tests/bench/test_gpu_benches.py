@@ -7,7 +7,7 @@ memory-bound kernels are in test_memory_bound_bench.py, that of several GPUs in 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -63,22 +63,22 @@ def test_quick_pretraining_on_a_gpu():
 
 
 GPT = GPTConfig(n_layers=1, hidden_size=64, n_heads=4, seq_length=32)
-LLAMA = replace(
-    GPT, n_kv_heads=2, ffn_hidden_size=96, norm="rmsnorm", activation="swiglu", position="rope", bias=False
-)  # fmt: skip
+ROPE: dict = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False}
+LLAMA = replace(GPT, n_kv_heads=2, ffn_hidden_size=96, **ROPE)
 CONFIGS = {"gpt": GPT, "gpt with dropout": replace(GPT, dropout=0.1), "llama": LLAMA}
-EXPERTS = GPTConfig(
-    hidden_size=16, n_heads=2, n_experts=8, experts_per_token=2, expert_ffn_size=24, activation="swiglu", bias=False
-)
+EXPERTS = GPTConfig(hidden_size=16, n_heads=2, n_experts=8, experts_per_token=2, expert_ffn_size=24, **ROPE)
+
+
+SMALL = {"DEVICE": "cpu", "DTYPE": torch.float32, "MODELS": {"tiny": EXPERTS}}
 
 
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(layer, "DEVICE", "cpu")
     monkeypatch.setattr(layer, "compiled", lambda block: torch.compile(block, backend="eager", dynamic=False))
-    for name, value in {"DEVICE": "cpu", "DTYPE": torch.float32, "MODELS": {"tiny": EXPERTS}}.items():
-        monkeypatch.setattr(grouped_matmul, name, value)
     torch.manual_seed(0)
+    with mock.patch.multiple(grouped_matmul, **SMALL):
+        yield
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -137,10 +137,13 @@ def test_flops_and_bytes_of_a_layer_by_hand():
     assert len(others) == 2 and all(0.4 < row["ratio"] < 0.75 for row in layer.predictions())
 
 
-def test_grouped_products_are_those_of_the_models():
+def test_grouped_products_and_predictions_are_those_of_the_models():
     sizes = {(p.model, p.layer, p.t): (p.groups, p.n, p.k) for p in grouped_matmul.products(quick=False)}
     assert sizes["Mixtral", UP, 1] == (8, 28672, 4096) and sizes["30B", UP, 8] == (16, 1536, 2048)
     assert sizes["235B", DOWN, 8] == (16, 4096, 1536) and len(sizes) == 3 * 2 * 2
+    found = {(row["case"].split(",")[0], row["shape"]): row["value"] for row in grouped_matmul.predictions()}
+    # 16 groups of 8192 rows in all, and half of a large tile's 128 rows for each: 8192 / 9216 of what GEMMs sustain
+    assert found["prediction: forward", "30B gate+up 16 x 1536 x 2048 8192"] == pytest.approx(700 * 8192 / 9216, abs=1)
 
 
 @pytest.mark.parametrize("t", [1, 4])
@@ -164,17 +167,10 @@ def test_torch_computes_grouped_products(case, layer, t, on_cpu):
         grouped_matmul.check_groups("of ours", case, o, expected + 1, expected)
 
 
-def test_predictions_of_grouped_products_by_hand():
-    found = {(row["case"].split(",")[0], row["shape"]): row["value"] for row in grouped_matmul.predictions()}
-    # 16 groups of 8192 rows in all, and half of a large tile's 128 rows for each: 8192 / 9216 of what GEMMs sustain
-    assert found["prediction: forward", "30B gate+up 16 x 1536 x 2048 8192"] == pytest.approx(700 * 8192 / 9216, abs=1)
-
-
 def gate_of_a_gather(case: str, layer: str) -> str:
     """What the gate of the fused kernel says of a result that is right, and then of a wrong one."""
     torch.manual_seed(0)
-    small = {"DEVICE": "cpu", "DTYPE": torch.float32, "MODELS": {"tiny": EXPERTS}}
-    with mock.patch.multiple(grouped_matmul, **small):
+    with mock.patch.multiple(grouped_matmul, **SMALL):
         found = gathered_experts.build(Grouped(case, "tiny", layer, 40, 8))
         gathered_experts.check_gathered(found)
         found.channel.gathered(1, found.shard).add_(1)  # what the peers have sent

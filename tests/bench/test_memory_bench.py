@@ -2,26 +2,15 @@
 
 import gc
 import json
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from bench import memory
-from bench.layer_memory import (
-    RESIDUALS,
-    UNPACKED,
-    Counted,
-    Layer,
-    Step,
-    count,
-    expected_items,
-)
+from bench.layer_memory import RESIDUALS, UNPACKED, Counted, Layer, Step, count, expected_items
+from bench.live import Live
 from bench.runner import main
 from tpformer.distributed import build_mesh
 from tpformer.models import GPTConfig
@@ -37,24 +26,19 @@ MOE = replace(
 MODES = ("none", "mlp", "full")
 
 
-def counted(layers: Sequence[Layer]) -> list[Counted]:
+def counted(layers: Sequence[Layer], collectives: bool = True) -> list[Counted]:
     """bench.layer_memory.count in this process, which is a rank."""
     t = dist.get_world_size() if dist.is_initialized() else 1
     mesh = build_mesh("cpu", tensor_parallel=t)["tp"] if t > 1 else None
-    results = []
-    for layer in layers:
-        step = Step(layer, mesh)
-        results.append(Counted(layer, step.saved_items(), {} if layer.torch else step.collectives()))
-    return results
+    steps = [Step(layer, mesh) for layer in layers]
+    return [Counted(step.layer, step.saved_items(), {} if step.layer.torch else step.collectives()) for step in steps]
 
 
 @pytest.mark.parametrize("t", [1, 2])
 def test_layers_keep_what_they_should(ranks, t):
-    layers = [
-        Layer(name, config, t, mode)
-        for name, config in (("GPT", GPT), ("Llama", LLAMA), ("MoE", MOE))
-        for mode in MODES
-    ] + [Layer("GPT", GPT, t, torch=True)]
+    models = {"GPT": GPT, "Llama": LLAMA, "MoE": MOE}.items()
+    layers = [Layer(name, config, t, mode) for name, config in models for mode in MODES]
+    layers.append(Layer("GPT", GPT, t, torch=True))
     first, *others = ranks(t).run(counted, layers) if t > 1 else [counted(layers)]
     assert all(other == first for other in others)
     *ours, torchs = first
@@ -70,22 +54,12 @@ def test_layers_keep_what_they_should(ranks, t):
 
 def test_nothing_lives_that_autograd_does_not_show():
     """Operations could keep tensors as attributes, which no hook sees: the memory itself is looked at."""
-
-    class Made(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            for x in tree_leaves(result):
-                if isinstance(x, torch.Tensor):
-                    storages.add(weakref.ref(x.untyped_storage()))
-            return result
-
     with new_objects():
         for config, mode in [(config, mode) for config in (GPT, MOE) for mode in MODES] + [(LLAMA, "none")]:
             step = Step(Layer("layer", config, 1, mode), None)
             expected = step.saved_items()
             del expected[RESIDUALS[0]]  # the input was there before
-            storages: set[weakref.ref] = set()
-            with Made():
+            with Live([step.x, *step.block.parameters()]) as live:
                 y = step.forward()
             table = 0
             if config.position == "rope":
@@ -93,30 +67,20 @@ def test_nothing_lives_that_autograd_does_not_show():
                 table = sum(x.untyped_storage().nbytes() for x in (*tables, ids))
             del step.positions
             gc.collect()
-            alive = {storage for storage in (each() for each in storages) if storage is not None}
-            alive -= {x.untyped_storage() for x in (step.x, *step.block.parameters())}  # seen as the base of views
             shared = 8 * (config.n_experts or 0)  # how many tokens each expert has had
             shared += 8 * config.seq_length if config.dropout else 0  # where rows' random numbers begin: once for all
-            size = sum(storage.nbytes() for storage in alive - {y.untyped_storage()})
-            assert size - table - shared == sum(expected.values()), mode
-
-
-def test_no_gemm_is_recomputed():
-    for config in (GPT, LLAMA, MOE):
-        for mode in MODES:
-            layer = Layer("layer", config, 1, mode)
-            assert memory.gemm_problems(layer, memory.gemm_row(layer)) == []
+            alive = sum(nbytes for storage, nbytes in live.alive.values() if not storage.expired())
+            assert alive - y.untyped_storage().nbytes() - table - shared == sum(expected.values()), mode
 
 
 def test_published_formulas():
-    narrow = replace(GPT, ffn_hidden_size=2 * GPT.hidden_size)
-    rows = memory.formula_rows(Layer("GPT layer", narrow, 1))
+    rows = memory.formula_rows(Layer("GPT layer", replace(GPT, ffn_hidden_size=2 * GPT.hidden_size), 1))
     assert [row["items"]["total"] / row["unit"] for row in rows] == [26, 22]
     assert memory.formula_rows(Layer("Llama layer", LLAMA, 1)) == []
     assert memory.formula_rows(Layer("grouped", replace(GPT, n_kv_heads=2), 1)) == []
 
 
-REFUSED: list[tuple[Callable[[], object], str]] = [
+@pytest.mark.parametrize("call, words", [
     (lambda: Layer("layer", GPT, 3).check(), "n_heads=4 cannot be split"),
     (lambda: Layer("layer", replace(GPT, n_kv_heads=1), 2).check(), "layer: kv_heads=1 cannot be split evenly over 2"),
     (lambda: Layer("layer", replace(GPT, ffn_hidden_size=97), 2).check(), "ffn_size=97 cannot be split"),
@@ -124,10 +88,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: memory.chosen_layers("gpt2-125m", None), "unknown preset 'gpt2-125m'"),
     (lambda: memory.chosen_layers("gpt2-124m", 5), "n_heads=12 cannot be split over tensor_parallel=5"),
     (lambda: memory.chosen_layers(None, 0), "--tp 0 must be at least 1"),
-]
-
-
-@pytest.mark.parametrize("call, words", REFUSED)
+])  # fmt: skip
 def test_layers_that_cannot_be_are_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call()
@@ -141,9 +102,9 @@ def test_samples_are_as_few_as_ranks_can_share():
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """The tool on small layers, one rank, in this process."""
-    monkeypatch.setattr(memory, "MODELS", {"GPT layer": GPT, "Llama layer": LLAMA})
+    monkeypatch.setattr(memory, "MODELS", {"GPT layer": GPT, "Llama layer": LLAMA, "MoE layer": MOE})
     monkeypatch.setattr(memory, "RANKS", (1,))
-    monkeypatch.setattr(memory, "count", lambda layers, collectives=False: counted(layers))
+    monkeypatch.setattr(memory, "count", counted)
     return monkeypatch
 
 

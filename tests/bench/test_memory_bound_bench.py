@@ -1,5 +1,6 @@
 """The benches of memory-bound kernels without a GPU: shapes and bytes, formulas, Liger's calls, the gate, rows."""
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from bench.memory_bound import benches, cases, experts, formulas, liger
 from bench.memory_bound.case import COMPILED, LIGER, Case, Rows, Work, each, flat
-from bench.memory_bound.cases import CASES, Heads
+from bench.memory_bound.cases import CASES, EPS, Heads
 
 
 class Function:
@@ -45,13 +46,11 @@ class Function:
         found = torch.autograd.grad(self.formula(*leaves), leaves, [dy.clone() for dy in upstream])
         for index, place in enumerate(self.overwritten):
             (*upstream, *ctx.saved_tensors)[place].copy_(found[index])
-        if self.tensors == 1:
-            return found[0]
-        return *found, *[None] * self.nothing
+        return found[0] if self.tensors == 1 else (*found, *[None] * self.nothing)
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], weight, cases.EPS)
+    return F.rms_norm(x, x.shape[-1:], weight, EPS)
 
 
 class Rope:
@@ -92,36 +91,28 @@ class LinearCrossEntropy:
         return F.cross_entropy(F.linear(_input, weight), target, reduction="sum"), None, None, None
 
 
-# by Liger-Kernel's module and name
-FUNCTIONS: dict[tuple[str, str], Any] = {
-    ("layer_norm", "LigerLayerNormFunction"): Function(
-        lambda x, *parameters: F.layer_norm(x, x.shape[-1:], *parameters, cases.EPS), 3, (cases.EPS,), nothing=1
-    ),
-    ("rms_norm", "LigerRMSNormFunction"): Function(rms_norm, 2, (cases.EPS,), overwritten=(0,), nothing=5),
-    ("fused_add_rms_norm", "LigerFusedAddRMSNormFunction"): Function(
-        lambda x, r, weight: (rms_norm(x + r, weight), x + r), 3, (cases.EPS,), nothing=5
-    ),
-    ("swiglu", "LigerSiLUMulFunction"): Function(lambda a, b: F.silu(a) * b, 2, overwritten=(1, 2), nothing=2),
-    ("geglu", "LigerGELUMulFunction"): Function(
-        lambda a, b: F.gelu(a, approximate="tanh") * b, 2, overwritten=(1, 2), nothing=2
-    ),
-    ("relu_squared", "LigerReLUSquaredFunction"): Function(lambda x: F.relu(x).square(), 1),
-    ("rope", "LigerRopeFunction"): Rope,
-    ("cross_entropy", "LigerCrossEntropyFunction"): CrossEntropy,
-    ("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"): LinearCrossEntropy,
+# by Liger-Kernel's module and name, without its Liger and Function
+FUNCTIONS: dict[str, Any] = {
+    "layer_norm.LayerNorm": Function(lambda x, *p: F.layer_norm(x, x.shape[-1:], *p, EPS), 3, (EPS,), nothing=1),
+    "rms_norm.RMSNorm": Function(rms_norm, 2, (EPS,), (0,), 5),
+    "fused_add_rms_norm.FusedAddRMSNorm": Function(lambda x, r, w: (rms_norm(x + r, w), x + r), 3, (EPS,), nothing=5),
+    "swiglu.SiLUMul": Function(lambda a, b: F.silu(a) * b, 2, (), (1, 2), 2),
+    "geglu.GELUMul": Function(lambda a, b: F.gelu(a, approximate="tanh") * b, 2, (), (1, 2), 2),
+    "relu_squared.ReLUSquared": Function(lambda x: F.relu(x).square(), 1),
+    "rope.Rope": Rope,
+    "cross_entropy.CrossEntropy": CrossEntropy,
+    "fused_linear_cross_entropy.FusedLinearCrossEntropy": LinearCrossEntropy,
 }
 
 
 def tiny(case: Case) -> Case:
     """The case at a size for a CPU: the same function and options."""
 
+    sizes = {Rows: (60, 40), Heads: (60, 4, 2, 8), experts.Experts: (60, 8, 3, 16, 24)}
+
     def smaller(argument: Any) -> Any:
-        if isinstance(argument, Rows):
-            return Rows("tiny", 60, 40)
-        if isinstance(argument, Heads):
-            return Heads("tiny", 60, 4, 2, 8)
-        if isinstance(argument, experts.Experts):
-            return experts.Experts("tiny", 60, 8, 3, 16, 24)
+        if type(argument) in sizes:
+            return type(argument)("tiny", *sizes[type(argument)])
         return 24 if isinstance(argument, int) and argument > 1 else argument
 
     build = case.build
@@ -150,7 +141,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def with_liger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Liger-Kernel is stood in for."""
-    monkeypatch.setattr(liger, "function", lambda module, name: FUNCTIONS[module, name])
+    shortened = re.compile("Liger(.*)Function")
+    monkeypatch.setattr(liger, "function", lambda module, name: FUNCTIONS[shortened.sub(rf"{module}.\1", name)])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -241,7 +233,7 @@ def test_rows_are_complete(name, on_cpu, untimed, monkeypatch):
     assert row["unit"] == "GB/s" and row["ratio"] == 2.0
 
 
-def test_values_by_hand():
+def test_values_and_predictions_by_hand():
     case = Case("it", "8B 8192x4096", 2 * 8192 * 4096 * 2, cases.norm_cases(True)[0].build)
     (row,) = benches.case_rows(case, {"tpformer": [40e-6], "copy": [32e-6]})
     assert (row["value"], row["baseline_value"], row["unit"]) == (3355.4, 4194.3, "GB/s")
@@ -249,9 +241,6 @@ def test_values_by_hand():
     head = replace(case, nbytes=None, flops=6 * 4096 * 16032 * 4096)
     (row,) = benches.case_rows(head, {"tpformer": [3e-3], LIGER: [4e-3]})
     assert (row["value"], row["unit"], row["bar"], row["ok"]) == (537.9, "TFLOP/s", 1.0, True)
-
-
-def test_predictions_by_hand():
     row = benches.predictions(CASES["norm"])[0]
     # x in, y out, mean and rstd: 2 * 8192 * 4096 * 2 + 8 * 8192 bytes at 4.3e12
     assert row["value"] == pytest.approx(31.2, abs=0.1) and row["unit"] == "us"

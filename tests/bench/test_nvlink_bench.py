@@ -16,9 +16,9 @@ from tpformer.config.transport_table import read_transport_table
 from tpformer.ops.transports.interface import GATHER, OPERATIONS, SCATTER
 
 
-def linears_on_processes() -> tuple[list[str], dict[str, list[float]], str]:
-    """(providers that agree with float64, seconds of the slowest rank, what is said when rank 1 is wrong), over gloo,
-    where rank r takes r + 1 seconds."""
+def linears_on_processes() -> tuple[list[str], dict[str, list[float]], str, list[tuple[int, ...]]]:
+    """(providers that agree with float64, seconds of the slowest rank, what is said when rank 1 is wrong, shapes of
+    torch's operations), over gloo, where rank r takes r + 1 seconds."""
 
     def cold(call, repetitions, flushed):
         def sample() -> float:
@@ -45,7 +45,7 @@ def linears_on_processes() -> tuple[list[str], dict[str, list[float]], str]:
         seconds = nvlink.measure(shape, Effort(2, 1))
         with mock.patch.object(nvlink, "providers", wrong_on_rank_1), pytest.raises(AssertionError) as caught:
             nvlink.check_shape(shape)
-    return names, seconds, str(caught.value)
+    return names, seconds, str(caught.value), torch_shapes()
 
 
 def torch_shapes() -> list[tuple[int, ...]]:
@@ -59,16 +59,12 @@ def torch_shapes() -> list[tuple[int, ...]]:
 
 
 def test_transports_agree_and_the_slowest_rank_counts(ranks):
-    """One rank's mistake is raised by all."""
-    (names, seconds, said), second = ranks(2).run(linears_on_processes)
-    assert second == (names, seconds, said)
+    """One rank's mistake is raised by all. torch's own operations are called as they are declared."""
+    (names, seconds, said, shapes), second = ranks(2).run(linears_on_processes)
+    assert second == (names, seconds, said, shapes) and shapes == [(8, 6), (4, 6)]
     assert names == ["sequential", "pipelined"] * 3
     assert seconds == {"sequential": [2.0, 2.0], "pipelined": [2.0, 2.0]}
     assert "rank 1 tiny linear 8x6x10 pipelined: error" in said
-
-
-def test_torchs_own_operations_are_called_as_declared(ranks):
-    assert ranks(2).run(torch_shapes) == [[(8, 6), (4, 6)]] * 2
 
 
 def test_rows_and_table(tmp_path):
@@ -100,16 +96,13 @@ def test_a_gather_is_forced_to_a_way():
     assert [bool(nvlink.gathered_by(way, asked)) for way in ("copy", "push")] == [True, False] and not asked()
 
 
-NEEDED = [
+@pytest.mark.parametrize("devices, environment, needed", [
     (1, {}, "several CUDA devices of one NVLink node"),
     (4, {}, "torchrun --nproc-per-node 4 -m bench nvlink"),
     (4, {"WORLD_SIZE": "3", "LOCAL_RANK": "0"}, r"divides 8, one per device of one node \(here: 3 on 4\)"),
     (4, {"WORLD_SIZE": "8", "LOCAL_RANK": "0"}, r"\(here: 8 on 4\)"),
     (4, {"WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "None"),
-]
-
-
-@pytest.mark.parametrize("devices, environment, needed", NEEDED)
+])  # fmt: skip
 def test_it_says_what_it_needs(devices, environment, needed, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     for name in ("WORLD_SIZE", "LOCAL_RANK"):

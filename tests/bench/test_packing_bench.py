@@ -6,18 +6,8 @@ import math
 import pytest
 import torch
 
-from bench.packing import outliers, page
-from bench.packing.forms import (
-    LARGEST_GROUP,
-    Form,
-    Tally,
-    compared,
-    entropy,
-    escapes,
-    exponent_fields,
-    grouped,
-    tallied,
-)
+from bench.packing import forms, outliers, page
+from bench.packing.forms import LARGEST_GROUP, Form, entropy, escapes, exponent_fields, grouped, tallied
 from bench.provenance import RESULTS
 from tpformer.kernels.pack import reference
 from tpformer.kernels.pack.format import BLOCK, GROUP, SLOTS
@@ -50,12 +40,12 @@ def escapes_by_hand(x: torch.Tensor, form: Form) -> list[int]:
 
 def test_escapes_are_those_of_a_loop_and_of_the_form_that_ships():
     x = values()
-    for form in (*compared(), *grouped(), *outliers.RULES):
+    for form in (*forms.compared(), *grouped(), *outliers.RULES):
         assert escapes(exponent_fields(x), form).tolist() == escapes_by_hand(x, form), form
     counts = reference.pack(x)[1]
     assert escapes(exponent_fields(x), Form()).tolist()[: len(counts)] == counts.tolist()
     assert counts[0] > SLOTS and len(counts) == -(-len(x) // GROUP)
-    assert Form() in compared() and Form().bits_without_slots == 12 + 8 / BLOCK
+    assert Form() in forms.compared() and Form().bits_without_slots == 12 + 8 / BLOCK
 
 
 def test_entropy_by_hand():
@@ -71,7 +61,7 @@ def test_a_row_has_the_bits_of_its_slots_and_of_its_rate():
     (row,) = tallied([x], [form])
     assert (row["worst"], row["slots"], row["rate"]) == (5, 8, 5 / LARGEST_GROUP)
     assert row["bits_of_slots"] == 12.0625 + 16 * 8 / 4096 and row["bits_of_rate"] == 12.0625 + 16 * 5 / LARGEST_GROUP
-    assert (Tally(form).slots, Tally(form, 1, 1, 1).slots, Tally(form, 1, 1, 33).slots) == (0, 1, 64)
+    assert [forms.Tally(form, *rest).slots for rest in ((), (1, 1, 1), (1, 1, 33))] == [0, 1, 64]
 
 
 def test_a_mean_keeps_outliers_from_driving_the_others_out():

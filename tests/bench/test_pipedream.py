@@ -24,7 +24,7 @@ def rows(minibatch: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("replicas", STRAIGHT + REPLICATED + UNEVEN)
-def test_the_order_is_possible_and_nobody_does_two_things(replicas):
+def test_the_order_is_possible_and_versions_are_those_of_the_formula(replicas):
     count = 40
     actions = schedule(replicas, count)
     assert len(actions) == len(set(actions)) == 2 * len(replicas) * count
@@ -42,11 +42,7 @@ def test_the_order_is_possible_and_nobody_does_two_things(replicas):
     if replicas in STRAIGHT:  # nobody waits but for filling and draining
         last = max(a.end for a in actions)
         assert last <= (count + 2 * len(replicas)) * (FORWARD + BACKWARD)
-
-
-@pytest.mark.parametrize("replicas", STRAIGHT + REPLICATED + UNEVEN)
-def test_versions_are_those_of_the_formula(replicas):
-    """A straight pipeline's stage s of S holds S - s versions of its weights, and so many times their bytes."""
+    # a straight pipeline's stage s of S holds S - s versions of its weights, and so many times their bytes
     found = train(CONFIG, replicas, rows, 16, SGD, lambda _: 0.01)
     limits = [in_flight(replicas, stage) for stage in range(len(replicas))]
     assert found.versions == limits or (replicas in UNEVEN and all(map(int.__le__, found.versions, limits)))
