@@ -105,9 +105,10 @@ def test_a_thousand_billion_parameters_on_3072_ranks():
 
 
 def test_what_cannot_run_is_refused_in_one_line(commands):
-    """check_config's refusals are tests/config's; one shows that it is asked."""
     for model, parallel, wanted in (
         ({"n_layers": 2}, {}, "set model.vocab_size"),
+        ({"layers": 3}, {}, r"unknown key in \[model\] 'layers'"),
+        (MODEL, {"pipeline_parallel": 13}, "every stage needs a layer"),
         (MODEL, {**TP2, "tensor_parallel": 5}, "choose tensor_parallel from"),
     ):
         with pytest.raises(ValueError, match=wanted) as error:
