@@ -51,7 +51,7 @@ def step(model: Mapping, parallel: Mapping, train: Mapping) -> dict[str, Any]:
     copies of those that tensor-parallel ranks share, and the shares of parameters that it keeps."""
     whole = built(run_config(model, parallel, **train))
     parameters = [pair for part in whole.parts for pair in part.named_parameters()]
-    result: dict[str, Any] = {"initial": [{n: full(p) for n, p in part.named_parameters()} for part in whole.parts]}
+    result: dict[str, Any] = {"initial": {name: full(p) for name, p in parameters}}
     rows, first = own_batch(whole)
     result["loss"] = float(whole.gradients(rows, first_sample=first, step=1))
     result["shares"] = {name: p.to_local().numel() / p.numel() for name, p in parameters if isinstance(p, DTensor)}
@@ -64,14 +64,12 @@ def step(model: Mapping, parallel: Mapping, train: Mapping) -> dict[str, Any]:
 
 
 def alone(ranks, model: Mapping, **train: Any) -> dict[str, Any]:
-    """The step of one process."""
     return ranks(1).run(step, model, {}, train)[0]
 
 
-def as_alone(ranks, expected: dict[str, Any], model: Mapping, parallel: Mapping, run=step, **train: Any) -> list[dict]:
-    """What the ranks of a layout find, after their loss, norm and gradients were compared with those of one process.
-    run: what calls `step` there."""
-    results = ranks(run_config(model, parallel, **train).parallel.world_size).run(run, model, parallel, train)
+def as_alone(ranks, expected: dict[str, Any], model: Mapping, parallel: Mapping) -> list[dict]:
+    """What the ranks of a layout find, after their loss, norm and gradients were compared with those of one process."""
+    results = ranks(run_config(model, parallel).parallel.world_size).run(step, model, parallel, {})
     for result in results:
         assert_same([result["loss"], result["norm"]], [expected["loss"], expected["norm"]])
         assert_same(result["gradients"], {name: expected["gradients"][name] for name in result["gradients"]})

@@ -1,25 +1,14 @@
-"""Items 14-18 and 23: what made other systems train to another loss, or not at all, without a message. Each test
-compares a layout with one process, in the terms of the report, and in float64."""
+"""Items 7, 14, 15, 17, 19-22 and 26: layouts, alone and together, each beside one process. The model of a layout is the
+one that a run builds, on the mesh that it builds."""
 
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from runs import LLAMA, MODEL, alone, as_alone, built, own_batch, run_config, step
-from testing import assert_identical, assert_same
+from runs import MODEL, alone, as_alone, run_config, step
+from testing import assert_identical, assert_kernel_close, assert_same
 
-from tpformer.distributed import build_mesh
-from tpformer.layers import TensorParallel
-from tpformer.models import GPT, GPTConfig
-from tpformer.ops import cross_entropy
-
-
-def loss_by_torch(model: dict) -> float:
-    """Of the whole logits of the batch."""
-    whole = built(run_config(model, {}))
-    batch, _ = own_batch(whole)
-    return float(F.cross_entropy(whole.parts[0](batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).detach())
+DEEP = {**MODEL, "n_layers": 4}
 
 
 @pytest.mark.parametrize("multiple", [1, 128])
@@ -29,7 +18,6 @@ def test_item_14_vocabulary_that_tp_does_not_divide(ranks, multiple):
     another one's offset."""
     model, table = {**MODEL, "vocab_size": 251, "vocab_multiple": 1}, "embed_tokens.weight"
     expected = alone(ranks, model)
-    assert_same(expected["loss"], ranks(1).run(loss_by_torch, model)[0])
     for found in ranks(4).run(step, {**model, "vocab_multiple": multiple}, {"tensor_parallel": 4}, {}):
         padding = found["gradients"][table][251:]
         assert len(padding) == -251 % multiple and not padding.any()
@@ -38,81 +26,55 @@ def test_item_14_vocabulary_that_tp_does_not_divide(ranks, multiple):
             assert_same(found[name], expected[name])
 
 
-@pytest.mark.parametrize(("model", "norms"), [(MODEL, 10), (LLAMA, 5)], ids=["layernorm", "rmsnorm"])
-def test_item_15_norm_gradients_are_equal_on_all_ranks(ranks, model, norms):
-    """Fails if the gradient of any norm, the last one too, is the sum over one rank's part of the sequence."""
-    expected = alone(ranks, model)
-    first, *others = as_alone(ranks, expected, model, {"tensor_parallel": 4})
-    names = {name for name in expected["gradients"] if "norm" in name}
-    assert "norm.weight" in names and len(names) == norms and names <= first["shared"].keys()
-    assert_identical([other["shared"] for other in others], [first["shared"]] * 3)
-
-
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_item_16_dropout_does_not_depend_on_tensor_parallelism(ranks, sequence_parallel):
-    """Fails if ranks draw one mask for different rows, or without sequence parallelism different masks for the same
-    rows. The loss of the first step then grows with tp."""
-    model = {**MODEL, "dropout": 0.5}
-    expected = alone(ranks, model)
-    assert expected["loss"] != alone(ranks, MODEL)["loss"], "dropout is on"
-    for tp in (2, 4):
-        as_alone(ranks, expected, model, {"tensor_parallel": tp, "sequence_parallel": sequence_parallel})
-
-
-def step_in_chunks(*arguments) -> dict:
-    """A step with a loss that takes 5 of the 16 tokens at a time."""
-    with mock.patch.multiple(cross_entropy, CPU_LOGITS=1, CPU_TOKENS=5):
-        return step(*arguments)
-
-
-@pytest.mark.parametrize("model", [MODEL, LLAMA], ids=["tied", "untied"])
-def test_item_17_chunked_loss_with_smoothing_and_z_loss(ranks, model):
-    """Fails if the loss takes one rank's part for the sum: of the normalisers, or of the gradients of its input."""
-    train = {"label_smoothing": 0.1, "z_loss": 1e-2, "microbatch_size": 2}
-    expected = alone(ranks, model, **train)
-    assert expected["loss"] != alone(ranks, model)["loss"]
-    for sequence_parallel in (True, False):
-        layout = {"tensor_parallel": 4, "sequence_parallel": sequence_parallel}
-        as_alone(ranks, expected, model, layout, step_in_chunks, **train)
-
-
-ODD = {**MODEL, "seq_length": 15}
-
-
-def refuse() -> None:
-    mesh = build_mesh("cpu", tensor_parallel=4)["tp"]
-    ids = torch.zeros(2, 15, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"2 \* 15 = 30 tokens cannot be split over tensor_parallel=4"):
-        GPT(GPTConfig(**ODD), tp=TensorParallel(mesh, True))(ids, targets=ids)
-
-
 def test_item_17_sequence_that_tp_does_not_divide_is_refused(ranks):
-    """Both the configuration and the model refuse it. Fails if 15 tokens on 4 ranks are cut to 12, or padded in
-    training."""
+    """Without sequence parallelism nothing is cut. Fails if 15 tokens on 4 ranks are cut to 12, or padded."""
+    model = {**MODEL, "seq_length": 15}
     with pytest.raises(ValueError, match=r"1 \* 15 = 15 tokens cannot be split over parallel.tensor_parallel=4"):
-        run_config(ODD, {"tensor_parallel": 4})
-    ranks(4).run(refuse)
-    # without sequence parallelism nothing is cut
-    as_alone(ranks, alone(ranks, ODD), ODD, {"tensor_parallel": 4, "sequence_parallel": False})
+        run_config(model, {"tensor_parallel": 4})
+    as_alone(ranks, alone(ranks, model), model, {"tensor_parallel": 4, "sequence_parallel": False})
 
 
-def step_of_another_seed(*arguments) -> dict:
-    torch.manual_seed(99)
-    return step(*arguments)
+@pytest.fixture(scope="module")
+def one_process(ranks) -> dict[str, Any]:
+    return alone(ranks, DEEP)
 
 
-@pytest.mark.parametrize("mode", ["mlp", "full"])
-def test_item_18_recomputation_draws_the_same_dropout(ranks, mode):
-    """Recomputation keeps every bit, whatever torch's generator is seeded with. Fails if the second run of a layer
-    draws other masks than the first."""
-    model = {**MODEL, "dropout": 0.5}
-    kept, (again,) = alone(ranks, model), ranks(1).run(step_of_another_seed, model, {"recompute": mode}, {})
-    for name in ("loss", "gradients"):
-        assert_identical(again[name], kept[name])
+@pytest.mark.parametrize(("schedule", "zero_stage"), [("1F1B", 2), ("Interleaved1F1B", 2), ("Interleaved1F1B", 3)])
+def test_items_07_20_22_pipelines_with_zero_2_and_3(ranks, one_process, schedule, zero_stage):
+    """Others refuse this composition; here it runs on CPUs. Fails if a rank keeps whole parameters, if gradients are
+    not those of one process, or if the second chunk of a rank begins with the first one's numbers."""
+    first, second = (one_process["initial"][f"layers.{index}.mlp.fc1.weight"] for index in (0, 2))
+    assert not torch.equal(first, second)
+    layout = {"pipeline_parallel": 2, "data_parallel_shard": 2, "pipeline_schedule": schedule, "zero_stage": zero_stage}
+    for result in as_alone(ranks, one_process, DEEP, layout):
+        assert set(result["shares"].values()) == {0.5}
 
 
-@pytest.mark.parametrize("n_kv_heads", [1, 2])
-def test_item_23_more_ranks_than_key_value_heads(ranks, n_kv_heads):
-    """Fails with the reports' shape error, or if gradients of shared heads miss other ranks' queries."""
-    model = {**LLAMA, "n_kv_heads": n_kv_heads}
-    as_alone(ranks, alone(ranks, model), model, {"tensor_parallel": 4})
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_items_15_21_norm_gradients_and_clipping_on_two_axes(ranks, one_process, zero_stage):
+    """Norm weights and biases are on the mesh of all other parameters. Fails if their gradients are not added over tp
+    ranks, or counted twice in the global norm, by which all are clipped."""
+    layout = {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": zero_stage}
+    results = as_alone(ranks, one_process, DEEP, layout)
+    assert {result["meshes"] for result in results} == {1}
+    for one, other in (results[:2], results[2:]):  # ranks 0 and 1, 2 and 3 share samples and differ in tp
+        assert {"norm.weight", "layers.0.input_layernorm.bias"} <= one["shared"].keys()
+        assert_identical(other["shared"], one["shared"])
+
+
+def test_item_19_sequence_parallelism_in_bfloat16(ranks, one_process):
+    """With and without it, gradients of norms, and all others, are as near to float64 as one process's in bfloat16. The
+    report's were 9.8% apart. Fails if a norm's gradient, or the sum over ranks of a row-parallel result, is taken in a
+    lower precision on shards."""
+    baseline = alone(ranks, DEEP, dtype="bfloat16")
+    norms = {name for name in one_process["gradients"] if "norm" in name}
+    for sequence_parallel in (True, False):
+        layout = {"tensor_parallel": 2, "sequence_parallel": sequence_parallel}
+        result, _ = ranks(2).run(step, DEEP, layout, {"dtype": "bfloat16"})
+        assert result["norm"] != one_process["norm"], "it must not have run in float64"
+        for names in (norms, one_process["gradients"].keys() - norms):
+            gradients = (
+                torch.cat([each["gradients"][name].flatten() for name in sorted(names)])
+                for each in (result, one_process, baseline)
+            )
+            assert_kernel_close(*gradients, f"{layout} {min(names)}")
