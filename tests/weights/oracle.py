@@ -10,22 +10,13 @@ from bench.families.training import in_float64
 
 GQA = {"num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 3,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    **GQA,
-}
+    "vocab_size": 101, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, **GQA,
+    "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
 SCALED = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
-}
+}  # fmt: skip
 QWEN3_MOE = LLAMA | {
     **{"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True},
     **{"max_window_layers": 3, "decoder_sparse_step": 1},
@@ -55,11 +46,6 @@ MODELS: dict[str, tuple[str, dict]] = {
 def configuration(name: str):
     kind, fields = MODELS[name]
     return AutoConfig.for_model(kind, **fields)
-
-
-def default(kind: str) -> dict:
-    """What their library takes for a configuration that says nothing."""
-    return AutoConfig.for_model(kind).to_dict()
 
 
 def make(name: str, folder, dtype: torch.dtype = torch.float32, **saving):

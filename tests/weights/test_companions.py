@@ -78,7 +78,9 @@ def test_companions_travel_in_and_out(commands, tmp_path):
     said: list[str] = []
     oracle.make("gpt2", tmp_path / "bare")
     import_weights(tmp_path / "bare", tmp_path / "bare-run", report=said.append)
-    assert "has no tokenizer.json" in said[-1]
+    left_out = " = 0.1 is left out: it is a setting of training (model.dropout)"
+    assert said[:3] == [f"{key}{left_out}" for key in ("attn_pdrop", "embd_pdrop", "resid_pdrop")]
+    assert "has no tokenizer.json" in said[-1] and open_source(tmp_path / "bare-run").architecture.dropout == 0
     run.rename(tmp_path / "moved")
     export(tmp_path / "moved", tmp_path / "again", file_format="hf")
     assert (tmp_path / "again" / "tokenizer.json").read_bytes() == (hub / "tokenizer.json").read_bytes()

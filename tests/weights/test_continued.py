@@ -46,31 +46,27 @@ def test_a_run_goes_on_from_theirs(commands, tmp_path, monkeypatch, name):
     build_dataset([tmp_path / "text.txt"], tmp_path / "data", "bytes", quiet=True)
 
     def values(folder, start, parallel, **model):
-        train = {"steps": 4, "global_batch_size": 4, "dtype": "float64"}
-        model |= {"init_from": str(start)}
-        data = {"train": [str(tmp_path / "data")]}
-        return {"run": {"dir": str(tmp_path / folder)}, "model": model, "data": data, "train": train} | {
-            "parallel": parallel,
-            "optimizer": {"warmup_steps": 1, "lr": 0.003},
-            "checkpoint": {"interval": 2},
+        return {
+            "run": {"dir": str(tmp_path / folder)}, "model": model | {"init_from": str(start)}, "parallel": parallel,
+            "train": {"steps": 4, "global_batch_size": 4, "dtype": "float64"}, "checkpoint": {"interval": 2},
+            "data": {"train": [str(tmp_path / "data")]}, "optimizer": {"warmup_steps": 1, "lr": 0.003},
             "log": {"interval": 1, "plot": False, "tensorboard": False},
-        }
+        }  # fmt: skip
 
-    def pretrain(given, *more):
-        file = tmp_path / "run.toml"
+    file = tmp_path / "run.toml"
+
+    def pretrain(given):
         file.write_text(to_toml(build_config(*from_source(given))))
-        code, _, err = commands.run("pretrain", str(file), *more)
+        code, _, err = commands.run("pretrain", str(file))
         assert code == 0, err
         return losses(tmp_path / given["run"]["dir"])
 
     alone = pretrain(values("alone", source, {}, seq_length=24))
-    expected = first_loss(theirs, values("none", source, {}, seq_length=24))
-    assert_same(alone[1], expected)
+    assert_same(alone[1], first_loss(theirs, values("none", source, {}, seq_length=24)))
     split = values("split", source, LAYOUT, seq_length=24)
     assert_same(pretrain(split), alone)
     run = tmp_path / "split"
     shutil.rmtree(run / "checkpoints" / "step-4")
-    file = tmp_path / "run.toml"  # written before the source goes
     shutil.rmtree(source)
     code, out, err = commands.run("pretrain", str(file), "--run.resume", "True")
     assert code == 0 and "from step 2" in out, err

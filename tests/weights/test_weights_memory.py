@@ -24,10 +24,8 @@ VALUES |= {"tie_word_embeddings": False}
 def measure(folder: str) -> None:
     """Print the growth of each step. A GPT that loads has its parameters before."""
     hub, run, out = (Path(folder, name) for name in ("hub", "run", "out"))
-    grown = {
-        "import": growth(lambda: import_weights(hub, run)),
-        "export": growth(lambda: export(run, out, file_format="hf")),
-    }
+    grown = {"import": growth(lambda: import_weights(hub, run))}
+    grown["export"] = growth(lambda: export(run, out, file_format="hf"))
     for name in ("hub", "run"):
         source = open_source(Path(folder, name))
         model = GPT(source.architecture)
