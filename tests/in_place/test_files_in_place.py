@@ -38,7 +38,7 @@ def full_state(model: nn.Module) -> dict:
 
 
 def save_and_load(family: str, data_parallel: int, folder: Path, options: dict):
-    """What rank 0 has of the state that was saved, the files; then the logits and the state of what was loaded."""
+    """The state that was saved, which rank 0 has, and the files; then the logits and the state of what was loaded."""
     model = sharded(tiny(family, torch.float64, **options), data_parallel)
     model.save_pretrained(folder / "all", max_shard_size="20KB")
     saved = full_state(torch.compile(model, backend="eager")), sorted(os.listdir(folder / "all"))
@@ -144,15 +144,11 @@ WIDTH = 4096
 
 def fill(folder: str) -> int:
     mesh = build_mesh("cpu", tensor_parallel=2)["tp"]
-
-    def work() -> None:
-        with parameters_on_meta():
-            model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
-        make_column(model[0], mesh)
-        make_row(model[1], mesh)
-        load_sharded(model, folder)
-
-    return growth(work)
+    with parameters_on_meta():
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
+    make_column(model[0], mesh)
+    make_row(model[1], mesh)
+    return growth(lambda: load_sharded(model, folder))
 
 
 def test_no_rank_holds_the_whole(ranks, tmp_path):

@@ -47,7 +47,6 @@ def without_outputs(found, trained):
 
 
 def under_fsdp(family, sequence_parallel):
-    """The results of training on this rank's samples."""
     model, mesh = parallel(family, 2, sequence_parallel)
     layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
     for part in (*layers, model):
@@ -67,12 +66,6 @@ def adapted(model):
     """The model with adapters, in its own dtype."""
     config = LoraConfig(r=3, target_modules="all-linear", lora_alpha=6, bias="none")
     return get_peft_model(model, config, autocast_adapter_dtype=False)
-
-
-def adapter_values(family):
-    torch.manual_seed(1)
-    names = dict(adapted(tiny(family, torch.float64)).named_parameters())
-    return {name: torch.randn(p.shape, dtype=p.dtype) / 4 for name, p in names.items() if "lora_" in name}
 
 
 def tune(family, adapters_first, lora, folder):
@@ -99,7 +92,10 @@ def tune(family, adapters_first, lora, folder):
 
 @pytest.mark.parametrize(("family", "adapters_first"), [("qwen2", True), ("gpt2", False)])
 def test_lora_in_both_orders(ranks, tmp_path, family, adapters_first):
-    model, lora = adapted(tiny(family, torch.float64)), adapter_values(family)
+    model = adapted(tiny(family, torch.float64))
+    torch.manual_seed(1)
+    adapters = {name: p for name, p in model.named_parameters() if "lora_" in name}
+    lora = {name: torch.randn(p.shape, dtype=p.dtype) / 4 for name, p in adapters.items()}
     model.load_state_dict(lora, strict=False)
     expected = expected_of(model)
     plain = {f"base_model.model.{name}": x for name, x in values(tiny(family, torch.float64)).items()}
@@ -134,11 +130,14 @@ def accelerate_loop(model, accelerator, clip_grad_norm_):
 
 
 @contextmanager
-def launched():
+def launched(by_torchrun=True):
     """The environment of torchrun, which Accelerate asks how many processes there are, and no memory of another."""
     rank, size = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     AcceleratorState._reset_state(reset_partial_state=True)
-    with mock.patch.dict(os.environ, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size):
+    with mock.patch.dict(os.environ, told):
+        for name in () if by_torchrun else told:
+            del os.environ[name]
         yield
     AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -163,22 +162,10 @@ def test_the_loop_of_accelerate(ranks):
 
 @in_float64()
 def run_trainer(model, folder):
-    arguments = TrainingArguments(
-        output_dir=folder,
-        use_cpu=True,
-        per_device_train_batch_size=BATCH,
-        gradient_accumulation_steps=1,
-        num_train_epochs=1,
-        learning_rate=0.01,
-        max_grad_norm=0.1,
-        logging_steps=1,
-        save_strategy="steps",
-        save_steps=STEPS,
-        save_only_model=True,
-        report_to=[],
-        disable_tqdm=True,
-    )
-    trainer = Trainer(model.train(), arguments, train_dataset=dataset())
+    options = {"use_cpu": True, "per_device_train_batch_size": BATCH, "num_train_epochs": 1, "learning_rate": 0.01}
+    options |= {"max_grad_norm": 0.1, "logging_steps": 1, "report_to": [], "disable_tqdm": True}
+    options |= {"save_strategy": "steps", "save_steps": STEPS, "save_only_model": True}
+    trainer = Trainer(model.train(), TrainingArguments(folder, **options), train_dataset=dataset())
     trainer.train()
     trainer.save_model(f"{folder}/final")
     log = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
@@ -188,15 +175,12 @@ def run_trainer(model, folder):
 def trainer_on_ranks(known, folder):
     """known: as on GPUs, where Trainer sees what the model is; Accelerate then refuses CPUs alone."""
     model, _ = parallel()
-    rank = torch.distributed.get_rank()
-    with launched():
-        if known:
-            make_known(model, 2)
-            with mock.patch.object(ParallelismConfig, "_validate_accelerator"):
-                return run_trainer(model, f"{folder}/0")
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            del os.environ[name]
-        return run_trainer(model, f"{folder}/{rank}")
+    if not known:
+        with launched(by_torchrun=False):
+            return run_trainer(model, f"{folder}/{torch.distributed.get_rank()}")
+    make_known(model, 2)
+    with launched(), mock.patch.object(ParallelismConfig, "_validate_accelerator"):
+        return run_trainer(model, f"{folder}/0")
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -41,11 +41,8 @@ def on_rank(family: str, t: int, sequence_parallel: bool, steps: list[dict], che
     tp = build_mesh("cpu", tensor_parallel=t)["tp"]
     assert parallelize(model, tp, sequence_parallel=sequence_parallel) is model
     assert {key: x.shape for key, x in model.state_dict().items()} == before
-    sizes = {
-        kind: sum(p.numel() for p in model.parameters() if isinstance(p, kind)) for kind in (nn.Parameter, DTensor)
-    }
-    # what is cut is a large part of the model, but for Mixtral's many experts
-    assert family == "mixtral" or sizes[DTensor] > 0.3 * sizes[nn.Parameter]
+    cut, whole = (sum(p.numel() for p in model.parameters() if isinstance(p, kind)) for kind in (DTensor, nn.Parameter))
+    assert family == "mixtral" or cut > 0.3 * whole, "a large part, but for Mixtral's many experts"
     if checkpointed:
         # a backward recomputes outside of the mode that train has set
         again = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), in_float64())}
@@ -84,10 +81,8 @@ def test_steps_and_texts_are_those_of_one_process(ranks, family, t, sequence_par
     whole = {"transformer.wpe", "gpt_neox.embed_in"}
     assert sequence_parallel or family in ("falcon", "deepseekv3") or not auto_plan(model, t).kept.keys() - whole
     expected = train(model, steps), texts(model)
-    text = (
-        f"7 tokens a sequence cannot be shared equally by {t} tensor-parallel ranks: such batches run without sequence "
-        f"shards; pad them to a multiple"
-    )
+    text = f"7 tokens a sequence cannot be shared equally by {t} tensor-parallel ranks: such batches run without "
+    text += "sequence shards; pad them to a multiple"
     times = (steps is SHARDED[1]) * (2 if family in ("bart", "t5") else 1)
     for found, said, kept in ranks(t).run(on_rank, family, t, sequence_parallel, steps, checkpointed):
         assert (said, kept) == ([text] * times, [])

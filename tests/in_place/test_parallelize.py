@@ -19,13 +19,12 @@ IDS = torch.arange(16).view(2, 8) * 7 % VOCAB
 
 @in_float64()  # what transformers computes in float32, too
 def run(model, x):
-    """The result and all gradients, by name."""
     model.zero_grad()
     y = model(x)
     y = y if isinstance(y, torch.Tensor) else y.logits
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
-    gradients = {name: full_tensor(p.grad).clone() for name, p in model.named_parameters()}
-    return {"": y.detach()} | {name.removeprefix("_orig_mod."): x for name, x in gradients.items()}
+    named = {name.removeprefix("_orig_mod."): p for name, p in model.named_parameters()}
+    return {"": y.detach()} | {name: full_tensor(p.grad).clone() for name, p in named.items()}
 
 
 def encoder():
@@ -80,10 +79,10 @@ def test_what_would_be_silently_wrong_is_refused():
     mesh = tp_mesh()
     rank = mesh.get_local_rank()
     bert, llama = parallelize(tiny("bert", hidden_dropout_prob=0.1), mesh), parallelize(tiny("llama"), mesh)
-    calls = [lambda: llama(IDS.roll(rank, 0)), lambda: llama.generate(IDS, do_sample=True, max_new_tokens=1)]
     adapters = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
-    calls.append(lambda: parallelize(get_peft_model(llama, adapters)).train()(IDS))
-    calls += [lambda: bert.train()(IDS), lambda: bert.eval()(IDS, output_attentions=True)]
+    calls = [lambda: llama(IDS.roll(rank, 0)), lambda: llama.generate(IDS, do_sample=True, max_new_tokens=1)]
+    calls += [lambda: parallelize(get_peft_model(llama, adapters)).train()(IDS), lambda: bert.train()(IDS)]
+    calls.append(lambda: bert.eval()(IDS, output_attentions=True))
     other, graded = Scaled(), Scaled()
     other.scale.data += rank
     graded.up.weight.grad = torch.ones(22, 16)
@@ -105,18 +104,14 @@ def test_the_plan_of_another_model_is_measured_again(ranks):
     assert_same(ranks(2).run(other_models_plan), [run(tiny("opt", torch.float64), IDS)] * 2)
 
 
-FEW_HEADS = {"num_attention_heads": 2, "intermediate_size": 8}
+def few_heads():
+    return tiny("llama", torch.float64, num_attention_heads=2, intermediate_size=8)
 
 
 def counted_on_rank():
-    many, few = tiny("llama"), tiny("llama", torch.float64, **FEW_HEADS)
-    for model in (many, few):
-        parallelize(model, gpus=4)
+    many, few = parallelize(tiny("llama"), gpus=4), parallelize(few_heads(), gpus=4)
     return many._tpformer.mesh.shape, few._tpformer.mesh.shape, run(few, IDS)
 
 
 def test_from_counts(ranks):
-    expected = run(tiny("llama", torch.float64, **FEW_HEADS), IDS)
-    for many, few, found in ranks(4).run(counted_on_rank):
-        assert (many, few) == ((1, 1, 1, 4), (1, 1, 2, 2))
-        assert_same(found, expected)
+    assert_same(ranks(4).run(counted_on_rank), [((1, 1, 1, 4), (1, 1, 2, 2), run(few_heads(), IDS))] * 4)

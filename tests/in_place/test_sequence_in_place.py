@@ -1,7 +1,6 @@
 """Sequence shards in models of one's own: which layers run on them, what they gather, and why it is refused."""
 
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,16 +15,11 @@ from tpformer.distributed.collectives import record_collectives
 from tpformer.distributed.dtensor import full_tensor
 
 BATCH = 2
-
-
 PLAIN, MIXING, FLAT = "plain", "mixing", "flat"
 
 
 class Block(nn.Module):
-    """A layer of one's own with a scale of its own.
-
-    kind: MIXING looks at the next token before its norm, FLAT runs its MLP on rows (batch * seq, hidden).
-    """
+    """kind: MIXING looks at the next token before its norm, FLAT runs its MLP on rows (batch * seq, hidden)."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -36,8 +30,7 @@ class Block(nn.Module):
         y = self.norm(x.roll(1, 1) if self.kind == MIXING else x)
         y = self.late(y) if late else y
         y = self.down(torch.tanh(self.up(y.flatten(0, 1) if self.kind == FLAT else y))).view(x.shape)
-        y = x + self.scale * y
-        return y if other is None else y + other
+        return x + self.scale * y + (0 if other is None else other)
 
 
 class Skips(nn.Module):
@@ -80,15 +73,11 @@ def own_on_rank(model: type[Skips], kinds: tuple[str, ...], t: int) -> tuple[lis
     return names, {name: full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(
-    ("model", "kinds", "gathers"),
-    [
-        (Skips, (PLAIN,) * 4, 3 + 3),
-        (Skips, (FLAT,) * 4, 3 + 3),
-        (Skips, (PLAIN, MIXING, PLAIN, PLAIN), 2 + 2),
-        (Recomputed, (PLAIN,) * 4, 4 + 1),
-    ],
-)
+OWN = [(Skips, (PLAIN,) * 4, 3 + 3), (Skips, (FLAT,) * 4, 3 + 3)]
+OWN += [(Skips, (PLAIN, MIXING, PLAIN, PLAIN), 2 + 2), (Recomputed, (PLAIN,) * 4, 4 + 1)]
+
+
+@pytest.mark.parametrize(("model", "kinds", "gathers"), OWN)
 def test_own_layers_get_the_tokens_that_they_need(ranks, model, kinds, gathers):
     """Each MLP on shards gathers, and so does each end of a chain. Layers that mix tokens or get others run whole."""
     _, expected = own_on_rank(model, kinds, 1)
@@ -98,22 +87,18 @@ def test_own_layers_get_the_tokens_that_they_need(ranks, model, kinds, gathers):
 
 
 def refused_on_rank() -> list[str]:
+    own, recomputed = (own_model(each, (PLAIN,) * 4, 2) for each in (Skips, Recomputed))
+    checkpointed = parallelize(tiny("llama").train(), tp_mesh(), sequence_parallel=True)
+    checkpointed.gradient_checkpointing_enable()
+    calls = [lambda: own_model(Skips, (MIXING,) * 4, 2), lambda: own(tokens(8), late=True)]
+    calls += [lambda: recomputed(tokens(7)).sum().backward(), lambda: checkpointed(**batch(7, 0))]
+    calls.append(lambda: checkpointed(**batch(8, 0), output_hidden_states=True))
     said: list[str] = []
-
-    def refused(call: Callable) -> None:
+    for call in calls:
         with pytest.raises((ValueError, RuntimeError)) as caught, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             call()
         said.append(str(caught.value))
-
-    refused(lambda: own_model(Skips, (MIXING,) * 4, 2))
-    own, recomputed = (own_model(each, (PLAIN,) * 4, 2) for each in (Skips, Recomputed))
-    refused(lambda: own(tokens(8), late=True))
-    refused(lambda: recomputed(tokens(7)).sum().backward())
-    checkpointed = parallelize(tiny("llama").train(), tp_mesh(), sequence_parallel=True)
-    checkpointed.gradient_checkpointing_enable()
-    refused(lambda: checkpointed(**batch(7, 0)))
-    refused(lambda: checkpointed(**batch(8, 0), output_hidden_states=True))
     return said
 
 

@@ -9,17 +9,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tpformer.distributed import build_mesh
 from tpformer.distributed.dtensor import full_tensor
-from tpformer.in_place.styles import (
-    FusedColwiseParallel,
-    FusedRowwiseParallel,
-    FusedSequenceParallel,
-    FusedVocabParallel,
-)
+from tpformer.in_place import styles as fused
 
 BATCH, SEQ, HIDDEN, VOCAB = 2, 8, 16, 12
 WHOLE, ROWS, FEATURES = Replicate(), Shard(1), Shard(-1)
-COLUMN, ROW = (FusedColwiseParallel, ColwiseParallel), (FusedRowwiseParallel, RowwiseParallel)
-NORM, TABLE = (FusedSequenceParallel, SequenceParallel), (FusedVocabParallel, RowwiseParallel)
+COLUMN, ROW = (fused.FusedColwiseParallel, ColwiseParallel), (fused.FusedRowwiseParallel, RowwiseParallel)
+NORM, TABLE = (fused.FusedSequenceParallel, SequenceParallel), (fused.FusedVocabParallel, RowwiseParallel)
 # the style and torch's, the module, the layouts of its input and of its output, arguments
 CASES = [
     (COLUMN, nn.Linear, WHOLE, FEATURES, {}),
@@ -75,11 +70,10 @@ def sharded(mesh, style, kind, before, after, options, given_dtensor):
     local = options.get("use_local_output", style not in NORM)
     assert local != isinstance(y, DTensor) and (local or y.placements[0].is_replicate() == after.is_replicate())
     y.backward(dy.to_local() if local else dy)
-    parts = {"y": (y.detach(), after), "x": (leaf.grad, before)}
     found = {name: p.grad for name, p in module.named_parameters()}
-    for name, (part, place) in parts.items():
-        plain_part = part is not None and not isinstance(part, DTensor)
-        found[name] = DTensor.from_local(part, mesh, [place]) if plain_part else part
+    for name, part, place in (("y", y.detach(), after), ("x", leaf.grad, before)):
+        whole = part is None or isinstance(part, DTensor)
+        found[name] = part if whole else DTensor.from_local(part, mesh, [place])
     return {name: full_tensor(part) for name, part in found.items()}
 
 
@@ -109,15 +103,15 @@ def applied(style, module):
 
 
 REFUSED = [
-    (FusedColwiseParallel, {"input_layouts": Shard(-1)}, "FusedColwiseParallel has no input_layouts"),
-    (FusedColwiseParallel, {"output_layouts": Shard(1)}, "torch's own ColwiseParallel"),
-    (FusedRowwiseParallel, {"output_layouts": Partial()}, "FusedRowwiseParallel has no output_layouts"),
-    (FusedRowwiseParallel, {"input_layouts": Shard(1)}, "FusedRowwiseParallel has no input_layouts"),
-    (FusedVocabParallel, {"input_layouts": Shard(1)}, "FusedVocabParallel has no input_layouts"),
-    (applied, {"style": FusedSequenceParallel, "module": nn.Dropout(0.5)}, "torch's own SequenceParallel"),
-    (applied, {"style": FusedSequenceParallel, "module": nn.LayerNorm((2, 2))}, "norms over the last dim"),
-    (applied, {"style": FusedColwiseParallel, "module": nn.Embedding(4, 4)}, "only an nn.Linear itself can"),
-    (applied, {"style": FusedVocabParallel, "module": nn.Linear(4, 4)}, "only an nn.Embedding itself can"),
+    (fused.FusedColwiseParallel, {"input_layouts": Shard(-1)}, "FusedColwiseParallel has no input_layouts"),
+    (fused.FusedColwiseParallel, {"output_layouts": Shard(1)}, "torch's own ColwiseParallel"),
+    (fused.FusedRowwiseParallel, {"output_layouts": Partial()}, "FusedRowwiseParallel has no output_layouts"),
+    (fused.FusedRowwiseParallel, {"input_layouts": Shard(1)}, "FusedRowwiseParallel has no input_layouts"),
+    (fused.FusedVocabParallel, {"input_layouts": Shard(1)}, "FusedVocabParallel has no input_layouts"),
+    (applied, {"style": fused.FusedSequenceParallel, "module": nn.Dropout(0.5)}, "torch's own SequenceParallel"),
+    (applied, {"style": fused.FusedSequenceParallel, "module": nn.LayerNorm((2, 2))}, "norms over the last dim"),
+    (applied, {"style": fused.FusedColwiseParallel, "module": nn.Embedding(4, 4)}, "only an nn.Linear itself can"),
+    (applied, {"style": fused.FusedVocabParallel, "module": nn.Linear(4, 4)}, "only an nn.Embedding itself can"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +26,6 @@ def alone(linear: nn.Module) -> None:
     linear.forward = lambda x: F.linear(x, linear.weight.to_local(), linear.bias.to_local())
 
 
-def bias_twice(model: Model) -> None:
-    model.row.register_forward_hook(lambda module, _, y: y + module.bias.to_local())
-
-
 def wrong_rows(model: Model) -> None:
     with torch.no_grad():
         model.column.weight.to_local().copy_(model.column.weight.to_local().roll(1, 0))
@@ -39,15 +36,17 @@ def cut_loose(model: Model) -> None:
 
 
 # each fault: (the first tensor that departs, what is done to the model, if in_place does not do it)
-FAULTS: dict[str, tuple[str, Callable[[Model], None] | None]] = {
+FAULTS: dict[str, tuple[str, Callable[[Model], Any] | None]] = {
     "a norm's gradient is not summed": ("gradient of heads.weight", None),
     "heads are permuted": ("input 0 of row", None),
-    "a row bias is added twice": ("output of row", bias_twice),
+    "a row bias is added twice": (
+        "output of row", lambda m: m.row.register_forward_hook(lambda row, _, y: y + row.bias.to_local()),
+    ),
     "a column is cut at the wrong rows": ("parameter column.weight", wrong_rows),
     "a row's forward is not reduced": ("output of row", lambda model: alone(model.row)),
     "a column's backward is not reduced": ("gradient of norm.weight", lambda model: alone(model.column)),
     "a tied table is cut loose": ("parameter head.weight", cut_loose),
-}
+}  # fmt: skip
 COMPARED = {"output logits", "input 0 of row", "gradient of table.weight", "output of fused"}
 DTYPES = {2: (torch.float64, torch.bfloat16), 4: (torch.float32,)}  # by ranks
 

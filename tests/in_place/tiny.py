@@ -11,10 +11,9 @@ from tpformer.distributed.dtensor import full_tensor
 
 HIDDEN = 32
 KNOWN = (*FAMILIES, Family("ALBERT", "AlbertForMaskedLM", {**BERT, "embedding_size": HIDDEN}))
-GROUPED = {"num_key_value_heads": 2}
 # what a configuration has besides those of bench/families, by the family's name in small letters
 OPTIONS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("llama", "gemma2", "phi3", "olmo2"), GROUPED),
+    **dict.fromkeys(("llama", "gemma2", "phi3", "olmo2"), {"num_key_value_heads": 2}),
     "qwen2": {"num_key_value_heads": 1, "tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 11, "intermediate_size": 48, "experts_implementation": "eager"},
     "deepseekv3": {"experts_implementation": "eager"},  # the other ones lack float64

@@ -26,7 +26,7 @@ MODEL = {"vocab_size": 257, "n_layers": 2, "hidden_size": 48, "n_heads": 4, "pos
 GREEDY = Sampling(temperature=0)
 
 
-def save_model(run, seq_length=256) -> GPT:
+def save_model(run: Path, seq_length: int = 256) -> GPT:
     """A run whose checkpoint is a random model of bytes, and the model."""
     config = build_config({"model": MODEL | {"seq_length": seq_length}, "data": {"tokenizer": "bytes"}})
     run.mkdir()
@@ -40,16 +40,13 @@ def save_model(run, seq_length=256) -> GPT:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """The directory of a run with a random model."""
-    path = tmp_path_factory.mktemp("chat") / "run"
-    save_model(path)
-    return path
+    return tmp_path_factory.mktemp("chat") / "run"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> GPT:
-    """The run's model in this process."""
-    return save_model(tmp_path_factory.mktemp("chat") / "run")
+@pytest.fixture(scope="module", autouse=True)
+def model(run) -> GPT:
+    """The model of the run, which this writes."""
+    return save_model(run)
 
 
 def conversation(*contents: str) -> list[dict[str, str]]:
@@ -112,6 +109,14 @@ def test_an_answer_ends_where_it_should(model):
     assert silent.answer(ids, lambda token: said.clear() is None) == "stop" and said, "and again"
 
 
+SAID = (
+    "the tokenizer has no chat template", "2 messages are in", "exists, and nothing is overwritten",
+    "No such file or directory", "/nonsense is no command. /reset", "the system message is set",
+    "what was said is forgotten, the system message is not",
+    "this message takes 5034 tokens by itself, and the context of 256 has room for 236",
+)  # fmt: skip
+
+
 def test_a_piped_conversation(commands, run, model, tmp_path):
     talk = tmp_path / "talk.json"
     lines = ["hello é🙂", f"/save {talk}", f"/save {talk}", "/save no/such/folder", "/nonsense", "", "/system Be kind."]
@@ -128,16 +133,7 @@ def test_a_piped_conversation(commands, run, model, tmp_path):
     shown = "".join(uncached(model, messages, 20).lstrip() + "\n" for messages in asked)
     hidden = "".join("\ufffd" if ord(c) < 32 and c not in "\n\t" or 127 <= ord(c) < 160 else c for c in shown)
     assert out == hidden
-    for sentence in (
-        "the tokenizer has no chat template",
-        "2 messages are in",
-        "exists, and nothing is overwritten",
-        "No such file or directory",
-        "/nonsense is no command. /reset",
-        "the system message is set",
-        "what was said is forgotten, the system message is not",
-        "this message takes 5034 tokens by itself, and the context of 256 has room for 236",
-    ):
+    for sentence in SAID:
         assert sentence in err, sentence
 
 
@@ -148,7 +144,6 @@ TEMPLATE = (
 
 
 def answer_of(llama, tokenizer, messages, **options) -> list[int]:
-    """The tokens that transformers answers with."""
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
     new = llama.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, **options)
     return new[0, ids.shape[1] :].tolist()
@@ -193,25 +188,28 @@ def test_a_llama_with_a_template_says_what_it_says_in_transformers(commands, tmp
 
 
 def without_reader(text: bytes, *arguments: str) -> None:
-    """Run a command whose output nobody reads."""
     reader, writer = os.pipe()
     os.close(reader)
     os.dup2(writer, 1)
     piped(text, *arguments)
 
 
+# how it starts, what it reads, its options, its exit code, words of its message
 ENDS = {
-    "no question": (piped, b"\n\n  \n", 0),
-    "quit": (piped, b"/quit\nnot read", 0),
-    "a closed pipe": (without_reader, b"hello\nhello\n", 128 + signal.SIGPIPE),
+    "no question": (piped, b"\n\n  \n", "--tensor-parallel 2", 0, ""),
+    "quit": (piped, b"/quit\nnot read", "--tensor-parallel 2", 0, ""),
+    "a closed pipe": (without_reader, b"hello\nhello\n", "--tensor-parallel 2", 128 + signal.SIGPIPE, ""),
+    "no room": (piped, b"hello\n", "--max-new-tokens 0", 2, "max_new_tokens=0"),
+    "cold": (piped, b"hello\n", "--temperature -1", 2, "temperature=-1.0 must be at least 0"),
+    "heads": (piped, b"hello\n", "--tensor-parallel 3", 2, "n_heads=4 cannot be split over tensor_parallel=3"),
 }
 
 
 @pytest.mark.parametrize("case", ENDS)
-def test_the_end_of_input_or_output_ends_all_ranks(commands, run, case):
-    start, text, expected = ENDS[case]
-    code, out, err = commands.call(start, text, "chat", str(run), "--tensor-parallel", "2").finish()
-    assert (code, out) == (expected, "") and "Traceback" not in err, err
+def test_the_end_of_input_or_output_or_a_refusal_ends_all_ranks(commands, run, case):
+    start, text, options, expected, words = ENDS[case]
+    code, out, err = commands.call(start, text, "chat", str(run), *options.split()).finish()
+    assert (code, out) == (expected, "") and words in err and "Traceback" not in err, err
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -237,18 +235,7 @@ def test_a_prompt_file_is_taken_as_it_is(commands, run, tmp_path):
     assert (code, out) == (2, "") and "p.txt is not UTF-8" in err
 
 
-def test_what_cannot_work_is_refused_in_a_line(commands, run):
-    for options, message in {
-        "--max-new-tokens 0": "max_new_tokens=0",
-        "--temperature -1": "temperature=-1.0 must be at least 0",
-        "--tensor-parallel 3": "n_heads=4 cannot be split over tensor_parallel=3",
-    }.items():
-        code, _, err = commands.call(piped, b"hello\n", "chat", str(run), *options.split()).finish()
-        assert code == 2 and message in err and "Traceback" not in err, options
-
-
 def on_terminal(name: str, *arguments: str) -> None:
-    """Run a command on a terminal."""
     os.login_tty(os.open(name, os.O_RDWR))
     command_processes.main(*arguments)
 

@@ -8,26 +8,18 @@ from tpformer.inference.sampling import Sampling, draw, filtered
 LOGITS = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)) * 3
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 0.7},
-        {"top_k": 5},
-        {"top_k": 500},
-        {"top_p": 0.8},
-        {"top_p": 1e-6},
-        {"min_p": 0.1},
-        {"min_p": 1.0},
-        {"temperature": 1.7, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
-        {"temperature": 0.3, "top_k": 3, "top_p": 0.5},
-    ],
-)
+FILTERS = [
+    {"temperature": 0.7}, {"top_k": 5}, {"top_k": 500}, {"top_p": 0.8}, {"top_p": 1e-6}, {"min_p": 0.1}, {"min_p": 1.0},
+    {"temperature": 1.7, "top_k": 20, "top_p": 0.9, "min_p": 0.05}, {"temperature": 0.3, "top_k": 3, "top_p": 0.5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", FILTERS)
 def test_filters_are_those_of_transformers(options):
     transformers = pytest.importorskip("transformers")
     wanted = transformers.GenerationConfig(do_sample=True, **{"top_k": 0, **options})
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=1, n_positions=8)
-    )
+    config = transformers.GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=1, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
     processors = model._get_logits_processor(wanted, input_ids_seq_length=1)  # in the order that generate() has
     ties = LOGITS.clone()
     ties[0, 3:9] = ties[0].max()

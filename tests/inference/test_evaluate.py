@@ -18,8 +18,8 @@ from tpformer.training.resolve import same_tokenizer
 LAYOUTS = {
     "tp 1": "--parallel.tensor-parallel 1",
     "tp 2, pp 2": "--parallel.sequence-parallel False --parallel.pipeline-parallel 2 --train.microbatch-size 3",
+    "ZeRO": "--parallel.tensor-parallel 1 --parallel.data-parallel-shard 2 --parallel.zero-stage 3",
 }
-ZERO = "--parallel.tensor-parallel 1 --parallel.data-parallel-shard 2 --parallel.zero-stage 3"
 
 
 @pytest.fixture(scope="module")
@@ -65,27 +65,24 @@ def asked(commands, trained) -> dict:
     return evaluated(commands, trained / "run", "--tasks", str(path))
 
 
-def assert_validation(trained: Path, rows: list[dict]) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_finds_the_trainers_validation_and_the_same_answers(commands, trained, asked, layout):
+    """Where neither data nor tasks are given, the run's own validation data are used."""
+    options = ("--data", str(trained / "code"), str(trained / "prose"), "--tasks", str(trained / "tasks.jsonl"))
+    given = () if layout == "ZeRO" else options
+    found = evaluated(commands, trained / "run", *given, "--samples", "12", *LAYOUTS[layout].split())
     logged = [row["val_loss"] for row in read_metrics(trained / "run" / "metrics.jsonl") if "val_loss" in row]
+    rows = found["data"]
     assert [(row["data"], row["samples"], row["tokens"]) for row in rows] == [
-        (str(trained / "code"), 12, 192),
-        (str(trained / "prose"), 9, 144),
-        ("together", 21, 336),
-    ]
+        (str(trained / "code"), 12, 192), (str(trained / "prose"), 9, 144), ("together", 21, 336),
+    ]  # fmt: skip
     assert_same(rows[2]["loss"], logged[-1])
     for row in rows:
         assert_same(row["perplexity"], math.exp(row["loss"]))
         assert_same(row["bits_per_byte"], row["loss"] * row["tokens"] / math.log(2) / row["bytes"])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_every_layout_finds_the_trainers_validation_and_the_same_answers(commands, trained, asked, layout):
-    options = ("--data", str(trained / "code"), str(trained / "prose"), "--tasks", str(trained / "tasks.jsonl"))
-    found = evaluated(commands, trained / "run", *options, "--samples", "12", *layout.split())
-    assert_validation(trained, found["data"])
-    if "pipeline" in layout:
+    if "pp" in layout:
         assert found["notes"].pop(0).startswith("tasks are answered without the pipeline")
-    assert (found["tasks"], found["notes"]) == (asked["tasks"], asked["notes"])
+    assert not given or (found["tasks"], found["notes"]) == (asked["tasks"], asked["notes"])
 
 
 def test_tasks_alone_are_answered_without_data(trained, asked):
@@ -96,10 +93,6 @@ def test_tasks_alone_are_answered_without_data(trained, asked):
     assert_same(acc, {"task": task, "metric": "acc", "number": 3, "value": 2 / 3, "stderr": 1 / 3})
     assert (acc_bytes["metric"], acc_bytes["number"]) == ("acc_bytes", 3)
     assert exact == {"task": task, "metric": "exact_match", "number": 1, "value": 0, "stderr": None}
-
-
-def test_the_runs_own_validation_data_are_used_without_others(commands, trained):
-    assert_validation(trained, evaluated(commands, trained / "run", "--samples", "12", *ZERO.split())["data"])
 
 
 WORDS = ["the other thing that they then thought of"] * 9
@@ -137,13 +130,11 @@ def test_tokenizers_are_the_same_by_what_they_do(tmp_path):
 
 def test_refused_before_any_rank_starts(commands, trained, tmp_path):
     run, code = str(trained / "run"), str(trained / "code")
-    with IndexedWriter(tmp_path / "beyond", np.dtype(np.uint16)) as writer:
-        writer.add_document([1, 300] * 20)
+    for name, largest in (("beyond", 300), ("other", 2)):
+        with IndexedWriter(tmp_path / name, np.dtype(np.uint16)) as writer:
+            writer.add_document([1, largest] * 20)
     byte_level(tmp_path / "tokenizer.json", WORDS)
-    sidecar = {"tokenizer": str(tmp_path / "tokenizer.json"), "vocab_size": 10}
-    with IndexedWriter(tmp_path / "other", np.dtype(np.uint16)) as writer:
-        writer.add_document([1, 2] * 20)
-    (tmp_path / "other.json").write_text(json.dumps(sidecar))
+    (tmp_path / "other.json").write_text(json.dumps({"tokenizer": str(tmp_path / "tokenizer.json"), "vocab_size": 10}))
     (tmp_path / "empty.bin").touch()
     (tmp_path / "empty.idx").write_bytes((trained / "code.idx").read_bytes())
     (tmp_path / "kept.json").touch()

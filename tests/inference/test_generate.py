@@ -20,15 +20,13 @@ LLAMA = GPTConfig(
     **{"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False},
 )
 LEARNED = GPTConfig(vocab_size=257, seq_length=24, n_layers=1, hidden_size=48, n_heads=6)
-EXPERTS = dataclasses.replace(
-    LLAMA, n_experts=8, expert_ffn_size=24, shared_expert_size=12, first_dense_layers=1, router_bias=True
-)
+SHARED = {"n_experts": 8, "expert_ffn_size": 24, "shared_expert_size": 12, "first_dense_layers": 1}
+EXPERTS = dataclasses.replace(LLAMA, router_bias=True, **SHARED)
 # as Mixtral, with a window; as Qwen3-MoE, with more experts a token; as DeepSeek-V3
 MIXTRAL = dataclasses.replace(LLAMA, n_experts=4, expert_ffn_size=24, sliding_window=3)
 MOE = dataclasses.replace(LLAMA, qk_norm=True, n_experts=8, experts_per_token=3, expert_ffn_size=20)
-DEEPSEEK = dataclasses.replace(
-    EXPERTS, router_score="sigmoid", router_scale=2.5, router_groups=4, router_top_groups=2, experts_per_token=3
-)
+GROUPS = {"router_score": "sigmoid", "router_scale": 2.5, "router_groups": 4, "router_top_groups": 2}
+DEEPSEEK = dataclasses.replace(EXPERTS, experts_per_token=3, **GROUPS)
 PROMPTS = [[1], [7, 8, 9, 250, 2, 3], [5, 5], [256, 4, 6, 100]]
 WARM = Sampling(temperature=1.3, top_k=40, top_p=0.95)
 
@@ -54,15 +52,13 @@ CONFIGS = {"dense": LLAMA, "learned positions": LEARNED, "Mixtral": MIXTRAL, "Qw
 
 
 def by_config(tp: int) -> dict[str, list[list[list[int]]]]:
-    return {name: of_config(config, tp) for name, config in CONFIGS.items()}
-
-
-def of_config(config: GPTConfig, tp: int) -> list[list[list[int]]]:
     """Texts of four prompts, of two samples, and of one prompt, whose single token a step is fewer than the ranks."""
-    model = build(config, tp)
-    warm = {"sampling": WARM, "seed": 4}
-    found = [texts(model), texts(model, PROMPTS[:2], 6, samples=2, **warm), texts(model, PROMPTS[1:2], 6, **warm)]
-    assert all(router.load is None for router in routers(model).values()), "nothing but training counts tokens"
+    found, warm = {}, {"sampling": WARM, "seed": 4}
+    for name, config in CONFIGS.items():
+        model = build(config, tp)
+        samples, alone = texts(model, PROMPTS[:2], 6, samples=2, **warm), texts(model, PROMPTS[1:2], 6, **warm)
+        found[name] = [texts(model), samples, alone]
+        assert all(router.load is None for router in routers(model).values()), "nothing but training counts tokens"
     return found
 
 
@@ -131,14 +127,6 @@ def test_learned_positions_end_a_text_and_rope_goes_on():
     assert len(texts(model, [[2] * 50], 4)[0]) == 4
 
 
-def test_a_cache_goes_on_with_a_text():
-    model, cache = build(), KVCache()
-    first = texts(model, [PROMPTS[1]], 5, cache=cache)[0]
-    assert cache.lengths == [len(PROMPTS[1]) + 4]
-    turn = [first[-1], 11, 12]
-    assert texts(model, [turn], 5, cache=cache)[0] == greedy(model, [*PROMPTS[1], *first, 11, 12], 5)
-
-
 REFUSED = [
     ([[1], []], {}, "prompt 1 has no tokens"),
     ([[1, 257]], {}, r"prompt 0 has ids from 1 to 257, outside the vocabulary \[0, 256\]"),
@@ -162,14 +150,13 @@ def test_pieces_of_text_are_the_text():
     model, tokenizer = build(), ByteTokenizer()
     options = {"max_new_tokens": 60, "sampling": Sampling(top_k=200), "samples": 2}
     told: list[str] = []
-    found = ["", "", "", ""]
+    found = [""] * 4
     for number, piece in generate_text(model, tokenizer, ["", "ab"], report=told.append, **options):
         found[number] += piece
     ids = texts(model, [[256], [97, 98]], 60, sampling=Sampling(top_k=200), samples=2, stop={256})
     assert found == [tokenizer.decode(text) for text in ids] and max(map(len, ids)) > 30
-    assert told == [
-        "texts may need 61 positions, but the model was trained with 24: they are likely to be worse beyond them"
-    ]
+    worse = "texts may need 61 positions, but the model was trained with 24: they are likely to be worse beyond them"
+    assert told == [worse]
     stop = found[2][5:7]
     pieces = generate_text(model, tokenizer, ["", "ab"], stops=[stop], report=told.append, **options)
     assert "".join(piece for number, piece in pieces if number == 2) == found[2][: found[2].index(stop)]

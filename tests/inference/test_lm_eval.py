@@ -32,26 +32,19 @@ TEXTS = [{"text": "the other thing that they then thought of, at length: 世界"
 COMMON = {"dataset_path": "json", "test_split": "test", "target_delimiter": ""}
 TASKS = {
     "choices": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{prompt}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{answer}}",
-        "metric_list": [{"metric": metric} for metric in ("acc", "acc_norm", "acc_bytes")],
+        "output_type": "multiple_choice", "doc_to_text": "{{prompt}}", "doc_to_target": "{{answer}}",
+        "doc_to_choice": "{{choices}}", "metric_list": [{"metric": name} for name in ("acc", "acc_norm", "acc_bytes")],
     },
     "rolling": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{text}}",
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
         "metric_list": [{"metric": "bits_per_byte"}, {"metric": "word_perplexity"}],
     },
     "generated": {
-        "output_type": "generate_until",
-        "doc_to_text": "{{text}}",
-        "doc_to_target": "{{text}}",
+        "output_type": "generate_until", "doc_to_text": "{{text}}", "doc_to_target": "{{text}}",
         "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8, "do_sample": False},
         "metric_list": [{"metric": "exact_match"}],
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

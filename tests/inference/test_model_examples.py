@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
 
 @pytest.mark.proof
 def test_the_notebook_runs(tmp_path):
     """Its cells are plain Python, so they run as one script; matplotlib draws without a screen."""
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")
-    cells = json.loads((EXAMPLES / "walk.ipynb").read_text())["cells"]
+    cells = json.loads((Path(__file__).parents[2] / "examples" / "walk.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert all(not cell["outputs"] for cell in cells if cell["cell_type"] == "code"), "kept without outputs"
     script = tmp_path / "walk.py"

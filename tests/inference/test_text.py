@@ -85,40 +85,25 @@ def test_a_piece_comes_as_soon_as_it_may():
 STRICT = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% endfor %}"
 
 
-def transcript(**options) -> Transcript:
-    return Transcript(ByteTokenizer(), **{"context": 100, "answer": 20, **options})
-
-
-def said(ids) -> str:
-    return bytes(ids).decode()
-
-
 def test_the_oldest_turns_are_forgotten_and_the_system_message_is_not(tmp_path):
-    talk = transcript(system="Be kind.", context=101)
+    talk = Transcript(ByteTokenizer(), context=101, answer=20, system="Be kind.")
     for number in range(4):
         ids = talk.ask(f"question {number}")
         assert len(ids) <= 81
         talk.reply(f" answer {number}")
-    assert said(ids) == (
+    assert bytes(ids).decode() == (
         "System: Be kind.\nUser: question 2\nAssistant: answer 2\nUser: question 3\nAssistant:"
     ) and talk.forgotten == 4  # fmt: skip
+    with pytest.raises(ValueError, match="takes 1016 tokens by itself, and the context of 101 has room for 81"):
+        talk.ask("x" * 982)
+    assert talk.forgotten == 4 and len(talk.turns) == 8, "nor is what was refused said"
     talk.save(tmp_path / "talk.json")
     saved = json.loads((tmp_path / "talk.json").read_text())["messages"]
     assert [message["role"] for message in saved] == ["system", *["user", "assistant"] * 4], "all is saved"
     with pytest.raises(FileExistsError):
         talk.save(tmp_path / "talk.json")
     talk.reset()
-    assert said(talk.ask("again")) == "System: Be kind.\nUser: again\nAssistant:"
-
-
-def test_a_message_without_room_is_refused_and_not_said():
-    talk = transcript()
-    talk.ask("hello")
-    talk.reply("hi")
-    with pytest.raises(ValueError, match=r"takes 1016 tokens by itself, and the context of 100 has room for 80"):
-        talk.ask("x" * 999)
-    assert talk.forgotten == 0 and len(talk.turns) == 2
-    assert said(talk.ask("and")) == "User: hello\nAssistant: hi\nUser: and\nAssistant:"
+    assert bytes(talk.ask("again")) == b"System: Be kind.\nUser: again\nAssistant:"
 
 
 def test_a_system_message_that_the_template_refuses_is_not_kept():
