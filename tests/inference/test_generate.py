@@ -101,8 +101,9 @@ def test_texts_end_where_they_should():
     free = greedy(model, PROMPTS[1], 12)
     stop = free[5]
     first = free.index(stop)
-    tokens = list(generate(model, [[*PROMPTS[1]]], max_new_tokens=12, stop={stop}))
-    assert [token.id for token in tokens] == free[: first + 1]
+    cache = KVCache()
+    tokens = list(generate(model, [[*PROMPTS[1]]], max_new_tokens=12, stop={stop}, cache=cache))
+    assert [token.id for token in tokens] == free[: first + 1] and cache.lengths == [len(PROMPTS[1]) + first]
     assert [token.ended for token in tokens] == [None] * first + ["stop"]
     # the other texts of a batch go on; a stop token in the prompt ends nothing
     for prompt, text in zip(PROMPTS, texts(model, stop={stop, *PROMPTS[0]}), strict=True):
