@@ -30,6 +30,7 @@ CASES = [
     (NORM, nn.RMSNorm, ROWS, ROWS, {"use_local_output": True}),
     (TABLE, nn.Embedding, WHOLE, WHOLE, {"input_layouts": WHOLE}),
     (TABLE, nn.Embedding, WHOLE, ROWS, {"input_layouts": WHOLE, "output_layouts": ROWS}),
+    (TABLE, nn.Embedding, WHOLE, Shard(-2), {"input_layouts": WHOLE, "output_layouts": Shard(-2)}),
 ]
 SIZES = {nn.Linear: (HIDDEN, HIDDEN), nn.Embedding: (VOCAB, HIDDEN)}
 

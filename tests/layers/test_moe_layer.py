@@ -1,13 +1,12 @@
 """MoE equals a loop over experts in float64 with every gradient, on one rank and on several, however it routes."""
 
-from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from steps import Results, assert_ranks_have, each_case, gradients, own
+from steps import Results, assert_ranks_have, draw, each_case, gradients, own
 from testing import assert_same
 
 from tpformer import ops
@@ -19,11 +18,7 @@ TOKENS = BATCH * SEQ
 KINDS = {
     "softmax": {},
     "not-normalised": {"policy": ops.Policy(3, normalised=False, scale=0.5)},
-    "sigmoid-bias-shared": {
-        "policy": ops.Policy(2, "sigmoid", scale=2.5),
-        "router_bias": True,
-        "shared_ffn_size": 8,
-    },
+    "sigmoid-bias-shared": {"policy": ops.Policy(2, "sigmoid", scale=2.5), "router_bias": True, "shared_ffn_size": 8},
     "groups": {"policy": ops.Policy(2, "sigmoid", groups=2, top_groups=1)},
     "geglu": {"activation": "geglu", "shared_ffn_size": 12},
     "balance": {"balance": 0.3},
@@ -36,7 +31,7 @@ ROUTINGS = ("as it comes", "all on one expert", "ranks without tokens")
 
 def make_moe(kind: str, mesh=None, sequence_parallel: bool = True, routed: str = "as it comes", **options) -> MoE:
     torch.manual_seed(0)
-    tp = TensorParallel(mesh, sequence_parallel, options.pop("transport", "auto"))
+    tp, hooked = TensorParallel(mesh, sequence_parallel, options.pop("transport", "auto")), options.pop("hooked", None)
     options = {**KINDS[kind], "dtype": torch.float64, "init_std": 0.5} | options
     moe = MoE(HIDDEN, EXPERTS, ffn_hidden_size=WIDTH, tp=tp, **options)
     if moe.gate.bias is not None:
@@ -44,13 +39,13 @@ def make_moe(kind: str, mesh=None, sequence_parallel: bool = True, routed: str =
     if routed != "as it comes":  # a bias that no score reaches
         best = {"all on one expert": [-9.0, -9.0, 9.0, 8.0], "ranks without tokens": [9.0, 8.0, 7.0, 0.0]}[routed]
         moe.gate.bias = torch.tensor(best, dtype=torch.float64)
+    if hooked is not None:
+        moe.get_submodule(hooked).register_forward_hook(lambda module, args, output: None)
     return moe
 
 
-def inputs() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x, dy = (torch.randn(BATCH, SEQ, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
-    return x, dy
+def inputs() -> list[torch.Tensor]:
+    return draw(*[(BATCH, SEQ, HIDDEN)] * 2)
 
 
 def chosen(scores: torch.Tensor, policy: ops.Policy) -> torch.Tensor:
@@ -96,11 +91,11 @@ def by_loop(moe: MoE, x: torch.Tensor, dy: torch.Tensor, half: torch.dtype | Non
     return {"y": y.detach(), "dx": x.grad.flatten(0, 1), **loss} | {name: tensor.grad for name, tensor in p.items()}
 
 
-def run(moe: MoE, x: torch.Tensor, dy: torch.Tensor) -> Results:
+def run(moe: MoE, x: torch.Tensor, dy: torch.Tensor, residual: bool = False) -> Results:
     """Result and gradients of rows of ours, the balance loss included."""
     x = x.detach().clone().requires_grad_()
     with balance_losses() as losses:
-        y = moe(x, Positions(BATCH, SEQ))
+        y = moe.branch(x, residual=True) if residual else moe(x, Positions(BATCH, SEQ))
     ((y * dy).sum() + sum(losses)).backward()
     loss = {"balance": losses[0].detach()} if losses else {}
     return {"y": y.detach(), "dx": x.grad, **loss} | gradients(moe)
@@ -108,9 +103,7 @@ def run(moe: MoE, x: torch.Tensor, dy: torch.Tensor) -> Results:
 
 @pytest.mark.parametrize("hooked", [None, "gate"])
 def test_a_balance_loss_alone_has_its_gradients(hooked):
-    moe, (x, dy) = make_moe("balance"), inputs()
-    if hooked is not None:
-        moe.get_submodule(hooked).register_forward_hook(lambda module, args, output: None)
+    moe, (x, dy) = make_moe("balance", hooked=hooked), inputs()
     rows = x.flatten(0, 1).clone().requires_grad_()
     with balance_losses() as losses:
         moe(rows, Positions(BATCH, SEQ))
@@ -126,64 +119,59 @@ class Case(NamedTuple):
     routed: str = "as it comes"
     transport: str = "auto"
     hooked: str | None = None
+    residual: bool = False
 
 
 def on_rank(mesh, *fields) -> tuple[Results, list, list[int]]:
     """Results, collectives and loads of a case."""
     case = Case(*fields)
-    moe = make_moe(case.kind, mesh, case.sequence_parallel, case.routed, transport=case.transport)
-    if case.hooked is not None:
-        moe.get_submodule(case.hooked).register_forward_hook(lambda module, args, output: None)
+    moe = make_moe(case.kind, mesh, *case[1:3], transport=case.transport, hooked=case.hooked)
     x, dy = (own(z.flatten(0, 1), 0 if case.sequence_parallel else None) for z in inputs())
     with record_collectives() as calls:
-        results = run(moe, x, dy)
+        results = run(moe, x, dy, case.residual)
     return results, list(calls), moe.gate.load.tolist()
 
 
-def checked(ranks, t: int, cases: Iterable[tuple]) -> Iterator[tuple[Case, list[list], list[list[int]]]]:
-    """Compare results with the loop's; give each case with all ranks' collectives and loads. With sequence shards
-    each rank has the balance loss of its own tokens."""
-    for case, by_rank in each_case(ranks, t, on_rank, [Case(*each) for each in cases]):
+def wanted(case: Case) -> Results:
+    x, dy = inputs()
+    found = by_loop(make_moe(case.kind, routed=case.routed), x, dy)
+    return found | ({"y": found["y"] + x.flatten(0, 1), "dx": found["dx"] + dy.flatten(0, 1)} if case.residual else {})
+
+
+SHARED, BOTH = ["sigmoid-bias-shared"], (True, False)
+CHILDREN = ("gate", "experts", "shared_experts", "shared_experts.up_proj")
+# by ranks; a child with a hook is called as a module
+CASES = {
+    1: [*product(KINDS, BOTH, ROUTINGS), ("softmax", False, "as it comes", "auto", None, True)],
+    2: [
+        *product(KINDS, BOTH), *product(SHARED, BOTH, ROUTINGS[:1], ["auto"], CHILDREN),
+        *product(SHARED, BOTH, ROUTINGS[:1], ["auto"], (None, "gate"), [True]),
+    ],
+    4: [
+        *product(KINDS, BOTH), *product(["softmax", *SHARED], BOTH, ROUTINGS[:1], ["pipelined"]),
+        *product(SHARED, BOTH, ROUTINGS[1:], ("sequential", "pipelined")),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("t", CASES)
+def test_equals_a_loop_over_experts(ranks, t):
+    """With sequence shards each rank has the balance loss of its own tokens."""
+    for case, by_rank in each_case(ranks, t, on_rank, [Case(*each) for each in CASES[t]]):
         found, calls, loads = (list(each) for each in zip(*by_rank, strict=True))
         if case.sequence_parallel and "balance" in found[0]:
             total = sum(result["balance"] for result in found)
             found = [{**result, "balance": total} for result in found]
+        assert_ranks_have(found, wanted(case), 0 if case.sequence_parallel else None, f"{case} on {t}")
         moe = make_moe(case.kind, routed=case.routed)
-        wanted = by_loop(moe, *inputs())
-        assert_ranks_have(found, wanted, 0 if case.sequence_parallel else None, f"{case} on {t}")
         run(moe, *(z.flatten(0, 1) for z in inputs()))
-        assert all(load == moe.gate.load.tolist() for load in loads), case
-        yield case, calls, loads
-
-
-@pytest.mark.parametrize("t", [1, 2, 4])
-def test_equals_a_loop_over_experts(ranks, t):
-    for case, by_rank, loads in checked(ranks, t, product(KINDS, (True, False), ROUTINGS[: 3 if t == 1 else 1])):
-        nbytes, k = TOKENS * HIDDEN * 8, make_moe(case.kind).gate.policy.k
-        assert sum(loads[0]) == TOKENS * k, case
-        routing, dweights = TOKENS * 2 * k * 8, TOKENS * k * 8
-        for calls in by_rank if t > 1 else ():
-            wanted = [("all_reduce", nbytes)] * 2 + [("all_reduce", dweights)]
+        k, load = moe.gate.policy.k, moe.gate.load.tolist()
+        assert all(each == load for each in loads) and sum(load) == TOKENS * k, case
+        assert t < 4 or case.routed == "as it comes" or min(load) == 0, case
+        if t > 1 and case == Case(*case[:2]):
+            nbytes, routing, dweights = TOKENS * HIDDEN * 8, TOKENS * 2 * k * 8, TOKENS * k * 8
+            some = [("all_reduce", nbytes)] * 2 + [("all_reduce", dweights)]
             if case.sequence_parallel:
-                wanted = [("all_gather", nbytes)] * 3 + [("reduce_scatter", nbytes)] * 2
-                wanted += [("all_gather", routing), ("reduce_scatter", dweights)]
-            assert sorted(calls[: len(wanted)]) == sorted(wanted), case
-
-
-def test_ranks_and_experts_without_tokens(ranks):
-    cases = product(["sigmoid-bias-shared"], (True, False), ROUTINGS[1:], ("sequential", "pipelined"))
-    for case, _, loads in checked(ranks, 4, cases):
-        assert min(loads[0]) == 0, case
-
-
-@pytest.mark.parametrize(
-    "t, kinds, transport, children",
-    [
-        (4, ("softmax", "sigmoid-bias-shared"), "pipelined", [None]),
-        (2, ["sigmoid-bias-shared"], "auto", ["gate", "experts", "shared_experts", "shared_experts.up_proj"]),
-    ],
-)
-def test_a_pipeline_and_hooked_children_equal_a_loop(ranks, t, kinds, transport, children):
-    """A child with a hook is called as a module."""
-    cases = list(product(kinds, (True, False), ROUTINGS[:1], [transport], children))
-    assert len(list(checked(ranks, t, cases))) == len(cases)
+                some = [("all_gather", nbytes)] * 3 + [("reduce_scatter", nbytes)] * 2
+                some += [("all_gather", routing), ("reduce_scatter", dweights)]
+            assert all(sorted(each[: len(some)]) == sorted(some) for each in calls), case
