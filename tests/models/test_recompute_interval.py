@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from steps import Results, gradients
+from steps import Results, each_case, gradients
 from testing import assert_identical
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -82,27 +82,29 @@ def test_bits_are_those_without_recomputation(name, monkeypatch):
     assert_identical(run(edit, **FULL, **options)[0], plain)
 
 
-def by_interval(sequence_parallel: bool) -> dict[int, tuple[Results, int]]:
-    """What `run` returns without recomputation, and with regions of 1, of 2 and of all layers."""
-    intervals = {k: {**FULL, "recompute_interval": k} if k else {} for k in (0, 1, 2, LAYERS)}
-    return {k: run(sequence_parallel=sequence_parallel, **options) for k, options in intervals.items()}
+def of_regions(interval: int) -> dict:
+    """Options of recomputation in regions of so many layers; 0 is none."""
+    return {**FULL, "recompute_interval": interval} if interval else {}
+
+
+def on_rank(mesh, sequence_parallel: bool, interval: int) -> tuple[Results, int]:
+    return run(sequence_parallel=sequence_parallel, **of_regions(interval))
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_on_two_ranks_one_reduction_of_a_region_is_left_out(ranks, sequence_parallel):
-    found = ranks(2).run(by_interval, sequence_parallel)[0]
+    cases = [(sequence_parallel, interval) for interval in (0, 1, 2, LAYERS)]
+    (plain, calls), *others = (found for _, (found, _) in each_case(ranks, 2, on_rank, cases))
     # a recomputed layer repeats 2 reductions and, with sequence shards, 2 gathers; a region's last layer repeats 1 less
     again = 4 if sequence_parallel else 2
-    for interval, regions in ((1, LAYERS), (2, 3), (LAYERS, 1)):
-        assert_identical(found[interval][0], found[0][0])
-        assert found[interval][1] - found[0][1] == again * LAYERS - regions
+    for (found, with_again), regions in zip(others, (LAYERS, 3, 1), strict=True):
+        assert_identical(found, plain)
+        assert with_again - calls == again * LAYERS - regions
 
 
-def sharded(interval: int) -> Results:
+def sharded(mesh, interval: int) -> Results:
     """FSDP2 shards each layer and frees its parameters after a forward, so a region's second run gathers them again."""
-    options = {**FULL, "recompute_interval": interval} if interval else {}
-    model = GPT(GPTConfig(**CONFIG), dtype=torch.float64, **options)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = GPT(GPTConfig(**CONFIG), dtype=torch.float64, **of_regions(interval))
     for layer in model.layers.values():
         fully_shard(layer, mesh=mesh)
         assert not others_hook(layer._forward_hooks), "FSDP2's own hooks let a region leave out its last GEMM"
@@ -117,13 +119,10 @@ def sharded(interval: int) -> Results:
     return results
 
 
-def sharded_by_interval() -> list[Results]:
-    return [sharded(interval) for interval in (0, 2, LAYERS)]
-
-
 def test_sharded_layers_of_a_region_keep_the_bits(ranks):
-    for plain, *recomputed in ranks(2).run(sharded_by_interval):
-        assert_identical(recomputed, [plain, plain])
+    (_, plain), *others = each_case(ranks, 2, sharded, [(0,), (2,), (LAYERS,)])
+    for interval, recomputed in others:
+        assert_identical(recomputed, plain, f"{interval}")
 
 
 def test_one_input_is_kept_for_each_region():
