@@ -9,7 +9,7 @@ import io
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import theirs
 import torch
@@ -21,26 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tpformer import layers
 from tpformer.distributed.dtensor import full_tensor
-from tpformer.layers import (
-    MLP,
-    ColumnParallelLinear,
-    LayerNorm,
-    LMHead,
-    RMSNorm,
-    RowParallelLinear,
-    SelfAttention,
-    TensorParallel,
-    TransformerBlock,
-    VocabParallelEmbedding,
-)
+from tpformer.layers import ColumnParallelLinear, LMHead, RowParallelLinear, TensorParallel, TransformerBlock
 from tpformer.models import GPT, GPTConfig
 
 BATCH, SEQ, VOCAB = 2, 6, 30
-CONFIG = GPTConfig(
-    vocab_size=VOCAB, vocab_multiple=2, seq_length=SEQ, n_layers=2, hidden_size=HIDDEN, n_heads=HEADS,
-    ffn_hidden_size=FFN, tie_embeddings=False,
-)  # fmt: skip
+WIDE: dict[str, Any] = {"ffn_hidden_size": FFN}
+GATED, PADDED = WIDE | {"activation": "swiglu"}, {"vocab_multiple": 2}
+SIZES = {"vocab_size": VOCAB, "seq_length": SEQ, "hidden_size": HIDDEN, "n_heads": HEADS, **WIDE, **PADDED}
+CONFIG = GPTConfig(n_layers=2, tie_embeddings=False, **SIZES)
 LLAMA = replace(CONFIG, position="rope", **theirs.LLAMA)
 
 
@@ -75,30 +65,21 @@ class Layer(NamedTuple):
 
 LAYERS = {
     "ColumnParallelLinear": Layer(
-        partial(ColumnParallelLinear, HIDDEN, FFN), partial(nn.Linear, HIDDEN, FFN), y_sharded=True
-    ),
+        partial(ColumnParallelLinear, HIDDEN, FFN), partial(nn.Linear, HIDDEN, FFN), y_sharded=True),
     "RowParallelLinear": Layer(
-        partial(RowParallelLinear, FFN, HIDDEN), partial(nn.Linear, FFN, HIDDEN), width=FFN, x_sharded=True
-    ),
-    "LayerNorm": Layer(partial(LayerNorm, HIDDEN), partial(nn.LayerNorm, HIDDEN)),
-    "RMSNorm": Layer(partial(RMSNorm, HIDDEN), partial(nn.RMSNorm, HIDDEN)),
+        partial(RowParallelLinear, FFN, HIDDEN), partial(nn.Linear, FFN, HIDDEN), width=FFN, x_sharded=True),
+    "LayerNorm": Layer(partial(layers.LayerNorm, HIDDEN), partial(nn.LayerNorm, HIDDEN)),
+    "RMSNorm": Layer(partial(layers.RMSNorm, HIDDEN), partial(nn.RMSNorm, HIDDEN)),
     "VocabParallelEmbedding": Layer(
-        partial(VocabParallelEmbedding, VOCAB, HIDDEN, vocab_multiple=2), partial(nn.Embedding, VOCAB, HIDDEN), None
-    ),
+        partial(layers.VocabParallelEmbedding, VOCAB, HIDDEN, **PADDED), partial(nn.Embedding, VOCAB, HIDDEN), None),
     "SelfAttention": Layer(
-        partial(SelfAttention, HIDDEN, HEADS, qk_norm=True), partial(theirs.Attention, qk_norm=True)
-    ),
-    "MLP": Layer(
-        partial(MLP, HIDDEN, ffn_hidden_size=FFN, activation="swiglu"), partial(theirs.MLP, HIDDEN, FFN, "swiglu")
-    ),
-    "TransformerBlock": Layer(
-        partial(TransformerBlock, HIDDEN, HEADS, ffn_hidden_size=FFN), partial(theirs.Block, ffn_hidden_size=FFN)
-    ),
+        partial(layers.SelfAttention, HIDDEN, HEADS, qk_norm=True), partial(theirs.Attention, qk_norm=True)),
+    "MLP": Layer(partial(layers.MLP, HIDDEN, **GATED), partial(theirs.MLP, HIDDEN, **GATED)),
+    "TransformerBlock": Layer(partial(TransformerBlock, HIDDEN, HEADS, **WIDE), partial(theirs.Block, **WIDE)),
     "LMHead": Layer(
-        partial(LMHead, VOCAB, HIDDEN, vocab_multiple=2), partial(nn.Linear, HIDDEN, VOCAB, bias=False), y_sharded=True
-    ),
+        partial(LMHead, VOCAB, HIDDEN, **PADDED), partial(nn.Linear, HIDDEN, VOCAB, bias=False), y_sharded=True),
     "GPT": Layer(partial(GPT, replace(CONFIG, n_layers=1)), partial(theirs.GPT, VOCAB, SEQ, 1), None, y_sharded=True),
-}
+}  # fmt: skip
 
 
 def parts(model: nn.Module) -> list[str]:
@@ -115,9 +96,7 @@ def weighted(model: nn.Module) -> list[str]:
     return [name for name in parts(model) if "weight" in model.get_submodule(name)._parameters]
 
 
-def everywhere(
-    edit: Callable[[nn.Module, str], None], where: Callable[[nn.Module], list[str]] = parts
-) -> Callable[[nn.Module], nn.Module]:
+def everywhere(edit: Callable[[nn.Module, str], None], where: Callable[[nn.Module], list[str]] = parts):
     def apply(model: nn.Module) -> nn.Module:
         for path in where(model):
             edit(model, path)
@@ -151,15 +130,11 @@ def adapter(base: nn.Module) -> tuple[nn.Module, nn.Module]:
     a, b = theirs.linear(sizes[0], 4, 1), theirs.linear(4, sizes[1], 2)
     if isinstance(base, nn.Linear) or base.tp.size == 1:
         return a, b
-    options: dict = {"tp": base.tp, "dtype": torch.float64}
     if isinstance(base, RowParallelLinear):
-        sharded: nn.Module = RowParallelLinear(base.in_features, 4, False, **options)
-        fill(sharded, a.state_dict())
-        return sharded, b
-    if isinstance(base, LMHead):
-        sharded = LMHead(base.vocab_size, 4, vocab_multiple=base.rows, **options)
-    else:
-        sharded = ColumnParallelLinear(4, base.out_features, False, **options)
+        return RowParallelLinear.from_linear(a, tp=base.tp), b
+    if not isinstance(base, LMHead):
+        return a, ColumnParallelLinear.from_linear(b, tp=base.tp)
+    sharded = LMHead(base.vocab_size, 4, vocab_multiple=base.rows, tp=base.tp, dtype=torch.float64)
     fill(sharded, b.state_dict())
     return a, sharded
 
@@ -196,16 +171,13 @@ def frozen(model: nn.Module) -> nn.Module:
 
 
 def pickled(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+    torch.save(model, file := io.BytesIO())
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
 def from_meta(model: nn.Module) -> nn.Module:
     values = {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
-    model = model.to("meta").to_empty(device="cpu")
-    fill(model, values)
+    fill(model.to("meta").to_empty(device="cpu"), values)
     return model
 
 

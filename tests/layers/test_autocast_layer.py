@@ -10,7 +10,7 @@ import theirs
 import torch
 import torch.nn.functional as F
 from habits import BATCH, CONFIG, LLAMA, SEQ, VOCAB, fill
-from steps import Results, each_case, gradients, with_keys_in_one
+from steps import Results, draw, each_case, gradients, with_keys_in_one
 from test_habits_of_children import ours
 from testing import assert_identical
 from torch import nn
@@ -41,13 +41,10 @@ def run(model: nn.Module, half: torch.dtype | None, queue: ops.WeightGradientQue
     found = []
     for ids in BATCHES:
         model.zero_grad()
-        with (
-            torch.autocast("cpu", half) if half else nullcontext(),
-            queue.collect() if queue is not None else nullcontext(),
-        ):
+        with torch.autocast("cpu", half, enabled=half is not None), queue.collect() if queue else nullcontext():
             loss = model(ids[:, :-1], targets=ids[:, 1:], **terms)
         (loss * 8).backward()
-        if queue is not None:
+        if queue:
             assert len(queue) > 0
             queue.run()
         found.append({"loss": loss.detach()} | with_keys_in_one(gradients(model)))
@@ -62,13 +59,11 @@ def with_hooks(model: nn.Module, hooked: bool) -> nn.Module:
 
 @cache
 def by_torch(llama: bool, hooked: bool, dtype: torch.dtype, half: torch.dtype | None) -> Results:
-    model = theirs.GPT(VOCAB, SEQ, CONFIG.n_layers, llama).to(dtype)
-    return run(with_hooks(model, hooked), half, reduction="sum")
+    return run(with_hooks(theirs.GPT(VOCAB, SEQ, CONFIG.n_layers, llama).to(dtype), hooked), half, reduction="sum")
 
 
-def on_rank(
-    mesh, llama: bool, half: torch.dtype, recompute: str, queued: bool, sequence_parallel: bool, hooked: bool
-) -> Results:
+def on_rank(mesh, *case) -> Results:
+    llama, half, recompute, queued, sequence_parallel, hooked = case
     model = GPT(LLAMA if llama else CONFIG, tp=TensorParallel(mesh, sequence_parallel), recompute=recompute)
     fill(model, theirs.GPT(VOCAB, SEQ, CONFIG.n_layers, llama).float().state_dict())
     return run(with_hooks(model, hooked), half, ops.WeightGradientQueue() if queued else None)
@@ -95,17 +90,14 @@ def test_a_model_is_no_worse_than_torch(ranks, t):
 
 
 def test_linears_are_bitwise_those_of_torch():
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(s, generator=generator).requires_grad_() for s in ((5, 7), (3, 7), (3,))]
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        inputs = [x.detach().to(dtype).requires_grad_() for x in tensors]
+        inputs = [x.to(dtype).requires_grad_() for x in draw((5, 7), (3, 7), (3,))]
         results = []
         for function in (F.linear, ops.column_linear, ops.row_linear):
             with torch.autocast("cpu", torch.bfloat16):
                 y = function(*inputs)
             results.append([y, *torch.autograd.grad(y.sum(), inputs)])
-        for found in results[1:]:
-            assert_identical(found, results[0], f"{dtype}")
+        assert_identical(results, [results[0]] * 3, f"{dtype}")
 
 
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
@@ -118,11 +110,9 @@ def test_norms_of_16_bits_are_made_in_float32(kind):
 
 def test_a_scaler_finds_what_overflows():
     """torch.amp.GradScaler with float16 steps where gradients are finite, and skips where they are not."""
-    block = ours("layernorm").float()
+    block, x, losses = ours("layernorm").float(), draw((BATCH, SEQ, theirs.HIDDEN))[0].float(), []
     optimizer = torch.optim.SGD(block.parameters(), 1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=100)
-    x = torch.randn(BATCH, SEQ, theirs.HIDDEN, generator=torch.Generator().manual_seed(5))
-    losses = []
     for _ in range(25):
         with torch.autocast("cpu", torch.float16):
             loss = block(x).square().mean()

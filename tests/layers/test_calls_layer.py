@@ -23,16 +23,12 @@ SMALL = {"vocab_size": 30, "seq_length": 4, "n_layers": 1, "hidden_size": 8, "n_
 K, N = 8, 6
 
 
-def rms(x: Tensor) -> Tensor:
-    return F.rms_norm(x, (K,), torch.ones(K, dtype=x.dtype), 1e-5)
-
-
 NORM = ops.Norm("rmsnorm", torch.ones(K, dtype=torch.float64), None, 1e-5)
 LINEARS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[str, ...]]] = {
     "column": (ops.column_linear, F.linear, ("x", "weight", "bias")),
     "column of a norm, carried": (
         lambda x, weight, bias: torch.cat(ops.column_linear(x, weight, bias, norm=NORM, carry=True), -1),
-        lambda x, weight, bias: torch.cat([F.linear(rms(x), weight, bias), x], -1),
+        lambda x, weight, bias: torch.cat([F.linear(F.rms_norm(x, (K,), NORM.weight, 1e-5), weight, bias), x], -1),
         ("x", "weight", "bias"),
     ),
     "row": (ops.row_linear, F.linear, ("x", "weight", "bias")),
@@ -111,8 +107,7 @@ ON_TRANSPORTS = list(product(("sequential", "pipelined"), (False, True)))  # wit
 
 
 def test_no_gradient_that_nobody_wants(ranks):
-    cases = [(*case, queued) for case in ON_TRANSPORTS for queued in (False, True)]
-    assert len(list(each_case(ranks, 2, wanted_alone, cases))) == len(cases)
+    assert [*each_case(ranks, 2, wanted_alone, [(*case, queued) for case in ON_TRANSPORTS for queued in (False, True)])]
 
 
 def trained(mesh, transport: str, sequence_parallel: bool) -> None:
@@ -131,24 +126,19 @@ def trained(mesh, transport: str, sequence_parallel: bool) -> None:
 
 def test_training_after_inference_has_the_same_gradients(ranks):
     assert {*TRANSPORTS} - {"auto", "fused"} == {transport for transport, _ in ON_TRANSPORTS}
-    assert len(list(each_case(ranks, 2, trained, ON_TRANSPORTS))) == len(ON_TRANSPORTS)
+    assert [*each_case(ranks, 2, trained, ON_TRANSPORTS)]
 
 
 def test_objects_that_a_user_keeps():
     """One Positions and one DropoutKey serve an evaluation and the training after it."""
-    block = TransformerBlock(8, 2, rope_base=1e4, dropout=0.1)
-    table = PositionEmbedding(6, 8)
-    ids = torch.tensor([[0, 1, 2, 0]] * 2)
-    for positions in (Positions(2, 4), Positions(2, 4, ids), Positions(2, 4, offset=2)):
-        key = DropoutKey(1, 2, torch.arange(2), block)
-        x = torch.randn(8, 8, requires_grad=True)
-        results = []
-        for inference in (True, False):
-            with torch.inference_mode(inference):
-                y = block(table(x, positions), positions=positions, dropout_key=key)
-            results.append(y)
-        results[1].sum().backward()
-        assert torch.equal(*results)
+    block, table = TransformerBlock(8, 2, rope_base=1e4, dropout=0.1), PositionEmbedding(6, 8)
+    for positions in (Positions(2, 4), Positions(2, 4, torch.tensor([[0, 1, 2, 0]] * 2)), Positions(2, 4, offset=2)):
+        key, x = DropoutKey(1, 2, torch.arange(2), block), torch.randn(8, 8, requires_grad=True)
+        with torch.inference_mode():
+            first = block(table(x, positions), positions=positions, dropout_key=key)
+        second = block(table(x, positions), positions=positions, dropout_key=key)
+        second.sum().backward()
+        assert torch.equal(first, second)
         for cached in (positions.flat_ids(x.device), *positions.rope(4, 1e4, x.device, x.dtype)[0]):
             assert not cached.is_inference()
         assert positions.ids is None or not positions.documents(x.device)[0].is_inference()

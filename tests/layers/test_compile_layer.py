@@ -18,17 +18,13 @@ KINDS = ["gelu-layernorm", "qk-norm-head-dim-scaling"]
 CASES = [
     (1, KINDS[0], "none", "eager"),
     (1, KINDS[0], "full", "aot_eager"),
-    pytest.param(2, KINDS[0], "none", "aot_eager", marks=pytest.mark.proof),
-    pytest.param(2, KINDS[1], "none", "aot_eager", marks=pytest.mark.proof),
-    pytest.param(1, KINDS[0], "none", "inductor", marks=[pytest.mark.proof, NEEDS_COMPILER]),
-    pytest.param(2, KINDS[1], "none", "inductor", marks=[pytest.mark.proof, NEEDS_COMPILER]),
-    pytest.param(2, KINDS[0], "full", "inductor", marks=[pytest.mark.proof, NEEDS_COMPILER]),
-]
+    *(pytest.param(2, kind, "none", "aot_eager", marks=pytest.mark.proof) for kind in KINDS),
+    *(pytest.param(*case, "inductor", marks=[pytest.mark.proof, NEEDS_COMPILER])
+      for case in ((1, KINDS[0], "none"), (2, KINDS[1], "none"), (2, KINDS[0], "full"))),
+]  # fmt: skip
 SAMPLES = torch.arange(BATCH)
-LAYERS = [
-    partial(kind, *sizes, dtype=torch.float64)
-    for kind, *sizes in ((ColumnParallelLinear, 8, 4), (RowParallelLinear, 8, 4), (LayerNorm, 8), (MLP, 8))
-]
+SIZES = ((ColumnParallelLinear, 8, 4), (RowParallelLinear, 8, 4), (LayerNorm, 8), (MLP, 8))
+LAYERS = [partial(kind, *sizes, dtype=torch.float64) for kind, *sizes in SIZES]
 
 
 def run(mesh, kind: str, dtype: torch.dtype, recompute: str, backend: str | None) -> Results:
@@ -64,8 +60,7 @@ def test_one_graph_is_refused_with_the_reason(make):
     torch._dynamo.reset()
     layer = make()
     x = torch.ones(2, 4, next(layer.parameters()).shape[-1], dtype=torch.float64)
-    with pytest.raises(
-        torch._dynamo.exc.Unsupported, match="operations of tpformer run as they are, .* leave fullgraph="
-    ):
+    refusal = "operations of tpformer run as they are, .* leave fullgraph="
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=refusal):
         torch.compile(layer, fullgraph=True, backend="eager")(x)
     assert_same(torch.compile(layer, backend="eager")(x), layer(x))

@@ -67,8 +67,7 @@ WRAPPED = {
 
 def on_rank(mesh, how: str) -> list[Tensor]:
     model = WRAPPED[how]()
-    layers = {"DDP": "module", "all compiled": "_orig_mod"}.get(how)
-    layers = model if layers is None else getattr(model, layers)
+    layers = getattr(model, {"DDP": "module", "all compiled": "_orig_mod"}.get(how, ""), model)
     return masks(layers["1" if how == "alone of a part" else 1], dropout_key=key_of(model))
 
 
@@ -114,13 +113,11 @@ def test_without_a_key_every_forward_and_site_draws_its_own():
 def through(region, *, own: str = "none") -> Results:
     """Results and gradients of a GPT and of two blocks without keys; `region(function, x)` makes each call."""
     torch.manual_seed(7)
-    x, ids = torch.randn(BATCH, SEQ, HIDDEN, dtype=torch.float64), torch.randint(16, (BATCH, SEQ))
+    x, ids = torch.randn(BATCH, SEQ, HIDDEN, dtype=torch.float64, requires_grad=True), torch.randint(16, (BATCH, SEQ))
     layers = nn.ModuleList(make_block("gelu-layernorm", dropout=P, recompute=own) for _ in range(2))
     config = GPTConfig(vocab_size=16, seq_length=SEQ, n_layers=2, hidden_size=HIDDEN, n_heads=6, dropout=P)
     model = GPT(config, recompute=own, dtype=torch.float64)
-    y = x.requires_grad_()
-    for layer in layers:
-        y = region(layer, y)
+    y = region(layers[1], region(layers[0], x))
     loss = region(lambda ids: model(ids, targets=ids), ids)
     (y.square().sum() + loss).backward()
     return {"y": y.detach(), "loss": loss.detach(), "dx": x.grad} | gradients(nn.ModuleList([*layers, model]))

@@ -15,19 +15,16 @@ IDS = torch.tensor([[0, 18, 7, 8, 7, 3], [15, 16, 5, 1, 2, 0]])
 TARGETS = torch.tensor([[1, 18, 0, 8, -100, 3], [15, 16, -100, 1, 2, 0]])
 
 
-def logits_of_few_entries() -> tuple[Tensor, Tensor]:
+@on_every_rank(3)
+def test_logits_have_no_padding() -> None:
+    """Of 12 rows on 3 ranks the first 5 are real, so the last rank has nothing but padding."""
     torch.manual_seed(0)
     head = LMHead(5, HIDDEN, vocab_multiple=12, tp=tp_mesh(), dtype=torch.float64)
     logits = head(torch.ones(3, HIDDEN, dtype=torch.float64))
     logits.sum().backward()
-    return logits.detach(), head.weight.grad.full_tensor()
-
-
-def test_logits_have_no_padding(ranks):
-    """Of 12 rows on 3 ranks the first 5 are real, so the last rank has nothing but padding."""
-    for index, (logits, gradient) in enumerate(ranks(3).run(logits_of_few_entries)):
-        assert logits.shape == (3, (4, 1, 0)[index])
-        assert bool((gradient[:5] != 0).all()) and not bool(gradient[5:].any())
+    gradient = head.weight.grad.full_tensor()
+    assert logits.shape == (3, (4, 1, 0)[dist.get_rank()])
+    assert bool((gradient[:5] != 0).all()) and not bool(gradient[5:].any())
 
 
 def test_head_takes_leading_dims_and_the_terms_of_the_loss():

@@ -17,15 +17,7 @@ from torch import nn
 
 from tpformer import ops
 from tpformer.kernels import cost
-from tpformer.layers import (
-    MLP,
-    ColumnParallelLinear,
-    LinearPlan,
-    RowParallelLinear,
-    TensorParallel,
-    explain,
-    linear_plans,
-)
+from tpformer.layers import MLP, ColumnParallelLinear, RowParallelLinear, TensorParallel, explain, linear_plans
 from tpformer.models import GPT, GPTConfig
 from tpformer.ops.transports.interface import Request
 
@@ -46,7 +38,7 @@ def step(model: GPT) -> tuple[Results, list, list]:
     return {"loss": loss.detach()} | gradients(model), forward, backward
 
 
-def ran_of(model: GPT) -> list[LinearPlan]:
+def ran_of(model: GPT) -> list:
     return [plan for plan in linear_plans(model, 16) if plan.path != "lm_head (logits)"]
 
 
@@ -55,8 +47,7 @@ def run_and_explain(name: str, sequence_parallel: bool) -> tuple[Results, str]:
 
     With "mixed", neighbouring layers have different transports: a table that is right by chance fails.
     """
-    mixed = name == "mixed"
-    name = "sequential" if mixed else name
+    mixed, name = name == "mixed", "sequential" if name == "mixed" else name
     model = GPT(GPTConfig(**CONFIG), seed=3, tp=TensorParallel(tp_mesh(), sequence_parallel, name))
     for index, layer in model.layers.items() if mixed else ():
         other = replace(model.tp, transport=("pipelined", "sequential")[int(index)])
@@ -67,13 +58,11 @@ def run_and_explain(name: str, sequence_parallel: bool) -> tuple[Results, str]:
     plans = ran_of(model)
     # the forward records what communicates, in order; the backward the other half of each linear, in reverse
     assert forward == [(p.operation, p.decision.transport) for p in plans if p.operation != "matmul"]
-    expected = []
-    for plan in reversed(plans[:-1]):
-        gathers, op = plan.operation == "all_gather_matmul", plan.request.op
-        other = "matmul_reduce_scatter" if gathers else "all_gather_matmul"
-        if sequence_parallel or plan.operation == "matmul":
-            expected.append((other if sequence_parallel else op, plan.decision.transport))
-    assert backward == expected
+    other = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": "all_gather_matmul"}
+    assert backward == [
+        (other[p.operation] if sequence_parallel else p.request.op, p.decision.transport)
+        for p in reversed(plans[:-1]) if sequence_parallel or p.operation == "matmul"
+    ]  # fmt: skip
     if sequence_parallel:
         assert logits[-1] == ("all_gather_matmul", name)
     text = model.explain(16)
@@ -100,10 +89,8 @@ def test_explain_names_what_ran_and_the_results_agree(ranks, interpreted, sequen
     assert sum(line.startswith("layers.") for line in tables["mixed"].splitlines()) == 6
 
 
-EXPERTS = {
-    **CONFIG, "n_layers": 2, "bias": False, "n_experts": 4, "expert_ffn_size": 12, "shared_expert_size": 8,
-    "first_dense_layers": 1,
-}  # fmt: skip
+EXPERTS = {**CONFIG, "bias": False, "n_experts": 4, "expert_ffn_size": 12, "shared_expert_size": 8}
+EXPERTS["first_dense_layers"] = 1
 
 
 def explain_experts(name: str, sequence_parallel: bool) -> list[list[str]]:
@@ -148,18 +135,10 @@ def test_what_is_called_as_a_module_is_named_with_the_reason():
     assert "shared_experts.gate_proj+up_proj" in text
 
 
-class Own(nn.Module):
-    """A user's own model around two of the layers."""
-
-    def __init__(self, **options) -> None:
-        super().__init__()
-        self.embed = nn.Linear(4, 8)
-        self.body = nn.ModuleDict({"in": ColumnParallelLinear(8, 12, **options), "mlp": MLP(12, **options)})
-        self.out = RowParallelLinear(12, 5, **options)
-
-
 def test_one_rank_has_shapes_and_no_predictions():
-    _, *rows, note = (re.split(" {2,}", line) for line in explain(Own(), 64).splitlines())
+    body = nn.ModuleDict({"in": ColumnParallelLinear(8, 12), "mlp": MLP(12)})
+    own = nn.ModuleDict({"embed": nn.Linear(4, 8), "body": body, "out": RowParallelLinear(12, 5)})
+    _, *rows, note = (re.split(" {2,}", line) for line in explain(own, 64).splitlines())
     assert [row[0] for row in rows] == ["body.in", "body.mlp.fc1", "body.mlp.fc2", "out"]
     assert rows[0][1:] == ["matmul", "64 x 12 x 8", "64 x 12 x 8", "local", *"----", "12", "one rank"]
     assert note == ["times and break-even: no performance model of cpu"]
@@ -167,21 +146,17 @@ def test_one_rank_has_shapes_and_no_predictions():
     # numbered layers with equal lines share one
     numbered = nn.Sequential(*(RowParallelLinear(4, 4) for _ in range(3)), RowParallelLinear(4, 8), nn.Identity())
     numbered.append(RowParallelLinear(4, 4))
-    names = [line.split()[0] for line in explain(numbered, 4).splitlines()]
-    assert names[1:3] == ["0,1,2,5", "3"]
+    assert [line.split()[0] for line in explain(numbered, 4).splitlines()][1:3] == ["0,1,2,5", "3"]
     model = GPT(GPTConfig(**CONFIG), device="meta")
     assert model.explain() == model.explain(8) == explain(model, 8)
 
 
-@pytest.mark.parametrize(
-    "edit, operation, reason",
-    [
-        (lambda model: None, "linear_cross_entropy", "one rank"),
-        (lambda model: model.lm_head.register_forward_pre_hook(lambda *_: None), "linear_cross_entropy", "one rank"),
-        (lambda model: model.lm_head.register_forward_hook(lambda *_: None), ALL_LOGITS, "it has hooks"),
-        (lambda model: setattr(model, "lm_head", nn.Sequential(model.lm_head)), ALL_LOGITS, "it is in a Sequential"),
-    ],
-)
+@pytest.mark.parametrize("edit, operation, reason", [
+    (lambda model: None, "linear_cross_entropy", "one rank"),
+    (lambda model: model.lm_head.register_forward_pre_hook(lambda *_: None), "linear_cross_entropy", "one rank"),
+    (lambda model: model.lm_head.register_forward_hook(lambda *_: None), ALL_LOGITS, "it has hooks"),
+    (lambda model: setattr(model, "lm_head", nn.Sequential(model.lm_head)), ALL_LOGITS, "it is in a Sequential"),
+])  # fmt: skip
 def test_the_loss_is_the_one_that_runs(edit, operation, reason):
     model = GPT(GPTConfig(**CONFIG, tie_embeddings=False))
     edit(model)
@@ -222,9 +197,8 @@ def test_processors_that_are_left_to_other_groups_are_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(layers_explain, "why_not_fused", lambda request: None)
-    group = SimpleNamespace(size=lambda: 2)
-    sizes = ("matmul_reduce_scatter", 8192, 8192, 14336, torch.bfloat16, torch.device("cuda"), group)
-    request, h100 = Request(*sizes, "fused"), cost.machine_for("H100")  # type: ignore[arg-type]
+    sizes = ("matmul_reduce_scatter", 8192, 8192, 14336, torch.bfloat16, torch.device("cuda"))
+    request, h100 = Request(*sizes, SimpleNamespace(size=lambda: 2), "fused"), cost.machine_for("H100")
     assert layers_explain._spare_note([request], h100) == []  # no group but this one
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)

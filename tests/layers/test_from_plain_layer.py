@@ -52,19 +52,14 @@ def on_rank(tp) -> Results:
 
 @pytest.mark.parametrize("t", [1, 2])
 def test_layers_made_from_modules_compute_what_these_do(ranks, t):
-    for _, by_rank in each_case(ranks, t, on_rank, [()]):
-        for found in by_rank:
-            assert_same(found, results(plain()))
+    ((_, found),) = each_case(ranks, t, on_rank, [()])
+    assert_same(found, (results(plain()),) * t)
 
 
 CONSTRUCTORS = [
-    ((7,), {"eps": 1e-3}),
-    ((7, 1e-3), {}),
-    (((7,),), {"bias": False}),
-    (([7], 1e-3, False), {}),
-    ((7, 1e-3, True, False), {}),
-    ((torch.Size([7]),), {"elementwise_affine": False, "dtype": torch.float64}),
-]
+    ((7,), {"eps": 1e-3}), ((7, 1e-3), {}), (((7,),), {"bias": False}), (([7], 1e-3, False), {}),
+    ((7, 1e-3, True, False), {}), ((torch.Size([7]),), {"elementwise_affine": False, "dtype": torch.float64}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", CONSTRUCTORS, ids=str)

@@ -1,7 +1,7 @@
 """A layer of experts on the fused transport, in Triton's interpreter, has the sequential transport's results and
 gradients, also where ranks have no row, and tells which side a kernel carried."""
 
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import NamedTuple
 from unittest import mock
 
@@ -33,18 +33,14 @@ class Case(NamedTuple):
     queued: bool = False
 
 
-# by ranks
 CASES = {
     2: [
-        Case("softmax"),
-        Case("geglu", sequence_parallel=False),
-        Case("geglu", all_on_first=True),
-        Case("geglu", queued=True),
-        Case("geglu", copies=True, queued=True),
+        Case("softmax"), Case("geglu", sequence_parallel=False), Case("geglu", all_on_first=True),
+        Case("geglu", queued=True), Case("geglu", copies=True, queued=True),
     ],
     3: [Case("geglu"), Case("geglu", copies=True)],
     4: [Case("geglu")],
-}
+}  # fmt: skip
 
 
 def results(mesh, transport: str, dtype: torch.dtype, case: Case) -> tuple[Results, list]:
@@ -56,13 +52,9 @@ def results(mesh, transport: str, dtype: torch.dtype, case: Case) -> tuple[Resul
     if case.all_on_first:
         moe.gate.bias = torch.zeros(EXPERTS, dtype=torch.float32)
         moe.gate.bias[:2] = 9.0
-    found: Results = {}
-    first: list = []
-    with ExitStack() as stack:
-        if case.copies:
-            from tpformer.ops.transports import fused
-
-            stack.enter_context(mock.patch.object(fused, "send_by_copies", lambda *_: True))
+    found, first = {}, []
+    copies = mock.patch("tpformer.ops.transports.fused.send_by_copies", lambda *_: True)
+    with copies if case.copies else nullcontext():
         for index in range(2):
             x, dy = ((index + 1) * z.flatten(0, 1).float().to(dtype) for z in moe_layer.inputs())
             x, dy = (own(z, 0 if case.sequence_parallel else None) for z in (x, dy))

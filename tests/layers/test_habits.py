@@ -68,8 +68,7 @@ def on_rank(name: str, tp: int, habits: list[str]) -> list[Results | str]:
 
 def joined(name: str, tp: int, found: list[Results]) -> Results:
     """Put the results of all ranks together; tensor-parallel ranks are neighbours."""
-    layer = LAYERS[name]
-    parts: Results = dict(found[0])
+    layer, parts = LAYERS[name], dict(found[0])
     for part, sharded in (("y", layer.y_sharded), ("dx", layer.x_sharded)):
         values = [each[part] for each in found]
         if values[0] is not None:
@@ -88,29 +87,23 @@ def expected(name: str, habit: str) -> Results:
 
 
 SHARDED = [name for name in LAYERS if not name.endswith("Norm")]
+OF_FUNCTIONS = {**dict.fromkeys(LAYERS, (1, 2)), "VocabParallelEmbedding": (2,)}
+PLACEMENT = "in-place operations that require placement changes"
 
 # habit -> (the sentence that refuses it, {layer: tensor-parallel sizes where it is refused}); all else equals torch.nn
 REFUSED: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
     "functional_call, whole tensors": (
-        "plain tensor .* on 2 tensor-parallel ranks: give it as distribute_tensor",
-        dict.fromkeys(LAYERS, (2,)),
-    ),
+        "plain tensor .* on 2 tensor-parallel ranks: give it as distribute_tensor", dict.fromkeys(LAYERS, (2,))),
     "two batch dims": (
         r"does not tell batch from sequence here|give an int64 tensor \(batch, seq\)",
-        dict.fromkeys(("SelfAttention", "TransformerBlock", "GPT"), (1, 2)),
-    ),
-    "second derivatives": (
-        "has no second derivative",
-        {**dict.fromkeys(LAYERS, (1, 2)), "VocabParallelEmbedding": (2,)},
-    ),
+        dict.fromkeys(("SelfAttention", "TransformerBlock", "GPT"), (1, 2))),
+    "second derivatives": ("has no second derivative", OF_FUNCTIONS),
     "torch.func.grad": (
-        "In order to use an autograd.Function with functorch transforms|or one inside of torch.func",
-        {**dict.fromkeys(LAYERS, (1, 2)), "VocabParallelEmbedding": (2,)},
-    ),
+        "In order to use an autograd.Function with functorch transforms|or one inside of torch.func", OF_FUNCTIONS),
     "weight_norm": ("does not have a sharding strategy registered", dict.fromkeys(LAYERS, (2,))),
-    "spectral_norm": ("in-place operations that require placement changes", dict.fromkeys(SHARDED, (2,))),
-    "prune": ("in-place operations that require placement changes", dict.fromkeys(SHARDED, (2,))),
-}
+    "spectral_norm": (PLACEMENT, dict.fromkeys(SHARDED, (2,))),
+    "prune": (PLACEMENT, dict.fromkeys(SHARDED, (2,))),
+}  # fmt: skip
 
 
 def assert_as_expected(name: str, habit: str, tp: int, found: list[Results | str]) -> None:
@@ -127,10 +120,10 @@ def assert_as_expected(name: str, habit: str, tp: int, found: list[Results | str
         parts = [part for part in oracle if oracle[part] is not None]
         assert all(actual[part].dtype == baseline[part].dtype for part in parts), what
         # All values are compared as one, because some gradients are zero but for noise, as those of key biases.
-        found_all, exact, baseline_all = (
+        x, exact, by_torch = (
             torch.cat([each[part].flatten() for part in parts]) for each in (actual, oracle, baseline)
         )
-        assert_kernel_close(found_all.to(low), exact, baseline_all.to(low), what)
+        assert_kernel_close(x.to(low), exact, by_torch.to(low), what)
         return
     assert_same(actual, oracle, what)
 
@@ -145,13 +138,11 @@ def test_every_habit_equals_torch_or_is_refused(ranks, name):
 
 def test_every_layer_works_without_a_process_group():
     """Inside a module of somebody else; its parameters are plain, and load into another one."""
-    assert not dist.is_initialized()
     for name, layer in LAYERS.items():
-        model, _ = layer.pair()
+        model, again = layer.pair()[0], nn.Sequential(layer.ours(dtype=torch.float64))
         assert all(type(p) is nn.Parameter for p in model.parameters())
         found = step(model, layer.x())
         assert_same(found, expected(name, ""), name)
-        again = nn.Sequential(layer.ours(dtype=torch.float64))
         again.load_state_dict(model.state_dict())
         assert_identical(step(again, layer.x()), found, name)
     assert not dist.is_initialized()
@@ -165,10 +156,8 @@ def page() -> str:
         where = REFUSED.get(habit, ("", {}))[1]
         cells = []
         for name, layer in LAYERS.items():
-            refused = where.get(name, ())
-            cells.append(" ".join(["="] * (1 not in refused) + [notes.get(habit, "")] * (2 in refused)))
-            if "LoRA" in habit and not linears(layer.pair()[1]):
-                cells[-1] = ""
+            refused, fits = where.get(name, ()), "LoRA" not in habit or linears(layer.pair()[1])
+            cells.append(" ".join(["="] * (1 not in refused) + [notes.get(habit, "")] * (2 in refused)) if fits else "")
         lines.append(f"| {habit} | " + " | ".join(cells) + " |")
     lines += ["", *(f"{note} {NOTES[habit]}  " for habit, note in notes.items()), ""]
     return "\n".join(lines)

@@ -33,11 +33,9 @@ LINEARS = {
 
 def places(habit: str, norm: str) -> tuple[str, ...]:
     """The children that a habit is for."""
-    row = ("o_proj", "fc2", "down_proj")
-    some = dict.fromkeys(ON_LINEARS, LINEARS[norm]) | {
-        "norm without weight": CHILDREN[::2],
-        "output gathered": tuple(path for path in LINEARS[norm] if not path.endswith(row)),
-    }
+    columns = tuple(path for path in LINEARS[norm] if not path.endswith(("o_proj", "fc2", "down_proj")))
+    some = dict.fromkeys(ON_LINEARS, LINEARS[norm])
+    some |= {"norm without weight": CHILDREN[::2], "output gathered": columns}
     return some.get(habit, (*CHILDREN, *OF_HEADS[norm], *LINEARS[norm]))
 
 
@@ -54,8 +52,7 @@ def run(block: nn.Module, dim: int | None = None, **options) -> Results:
 
 @cache
 def by_torch(habit: Callable[[nn.Module, str], None], norm: str, path: str) -> Results:
-    block = theirs.Block(**OPTIONS[norm])
-    habit(block, path)
+    habit(block := theirs.Block(**OPTIONS[norm]), path)
     return run(block)
 
 
@@ -82,13 +79,8 @@ def gathered_output(block: nn.Module, path: str) -> None:
 HABITS = {
     1: ANYWHERE | ON_LINEARS,
     2: {name: ANYWHERE[name] for name in ("forward pre-hook", "backward hook", "subclass", "forward replaced")}
-    | {
-        "forward hook": theirs.scaling_hook,
-        "module of torch.nn": put_theirs,
-        "LoRA": lora,
-        "output gathered": gathered_output,
-        "norm without weight": bare_norm,
-    },
+    | {"forward hook": theirs.scaling_hook, "module of torch.nn": put_theirs, "LoRA": lora}
+    | {"output gathered": gathered_output, "norm without weight": bare_norm},
 }
 
 

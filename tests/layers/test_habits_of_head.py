@@ -9,7 +9,7 @@ import pytest
 import theirs
 import torch
 import torch.nn.functional as F
-from habits import ON_LINEARS, fill
+from habits import BATCH, ON_LINEARS, SEQ, SIZES, VOCAB, fill
 from steps import Results, each_case, gradients, tp_mesh
 from testing import assert_same, on_every_rank
 from torch import nn
@@ -19,25 +19,18 @@ from tpformer.distributed import build_mesh
 from tpformer.layers import TensorParallel
 from tpformer.models import GPT, GPTConfig
 
-VOCAB, BATCH, SEQ = 30, 2, 6
 IDS = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
 
 
 def build(tp: TensorParallel | None = None, tied: bool = False) -> GPT:
-    config = GPTConfig(
-        vocab_size=VOCAB, vocab_multiple=16, seq_length=SEQ, n_layers=1, hidden_size=24, n_heads=4,
-        ffn_hidden_size=theirs.FFN, tie_embeddings=tied,
-    )  # fmt: skip
+    config = GPTConfig(**SIZES | {"vocab_multiple": 16}, n_layers=1, tie_embeddings=tied)
     model = GPT(config, tp=tp, dtype=torch.float64, label_smoothing=0.1)
     fill(model, theirs.GPT(VOCAB, SEQ, 1).state_dict())
     return model
 
 
-def replace(model: nn.Module, path: str) -> None:
-    theirs.put(model, path, theirs.linear(24, VOCAB, 3))
-
-
-HABITS = {**theirs.ANYWHERE, **ON_LINEARS, "replaced": replace}
+REPLACED = {"replaced": lambda model, path: theirs.put(model, path, theirs.linear(24, VOCAB, 3))}
+HABITS = {**theirs.ANYWHERE, **ON_LINEARS, **REPLACED}
 COMPUTED = ("weight_norm", "spectral_norm", "prune")  # torch's module has no padding rows to compare theirs with
 SHARDED = ("forward pre-hook", "backward hook", "subclass", "forward replaced", "replaced", "LoRA")
 # (habit, reduction, sequence shards) by ranks
@@ -94,8 +87,7 @@ def test_a_table_that_is_computed_has_the_gradients_of_its_logits():
     """The oracle is torch's loss of the logits of the same module."""
     model, other = build(), build()
     for each in (model, other):
-        with torch.no_grad():
-            each.lm_head.weight[VOCAB:] = 1.0  # else pruning would take only these rows
+        each.lm_head.weight.data[VOCAB:] = 1.0  # else pruning would take only these rows
         HABITS["prune"](each, "lm_head")
     model(IDS[:, :-1], targets=IDS[:, 1:]).backward()
     logits = other(IDS[:, :-1]).flatten(0, 1)
@@ -171,8 +163,7 @@ def two_steps(order: str | None, tp: int, tied: bool, wrapped: bool = False) -> 
             model.embed_tokens = nn.Sequential(model.embed_tokens)
         for part in [*ORDERS[order](model), model]:
             fully_shard(part, mesh=mesh["dp_shard"])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    found: Results = {}
+    optimizer, found = torch.optim.SGD(model.parameters(), 0.1), {}
     for _ in range(2):
         optimizer.step()
         optimizer.zero_grad()
@@ -186,7 +177,7 @@ def two_steps(order: str | None, tp: int, tied: bool, wrapped: bool = False) -> 
     return found
 
 
-FIRST = next(iter(ORDERS))
+FIRST, *_ = ORDERS
 FSDP = [*((True, order, False) for order in ORDERS), (True, FIRST, True), (False, FIRST, False)]
 
 
@@ -199,5 +190,5 @@ def test_fsdp_in_every_order_equals_torch(ranks, tp):
     for (tied, order, wrapped), *results in zip(FSDP, *ranks(2 * tp).run(in_every_order, tp), strict=True):
         for each in results:
             found = {name.replace("embed_tokens.0", "embed_tokens"): value for name, value in each.items()}
-            loss = results[0]["loss"] + results[-1]["loss"]
-            check(found | {"loss": loss}, two_steps(None, 1, tied), f"{order} {tied=} {wrapped=}")
+            found["loss"] = results[0]["loss"] + results[-1]["loss"]
+            check(found, two_steps(None, 1, tied), f"{order} {tied=} {wrapped=}")

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tpformer import ops
 from tpformer.distributed import record_collectives
 from tpformer.distributed.dtensor import full_tensor
-from tpformer.layers import MoE, Positions, Router, TensorParallel, TransformerBlock, balance_losses
+from tpformer.layers import Positions, Router, TensorParallel, TransformerBlock, balance_losses
 from tpformer.ops.route import record_routing
 
 EAGER = {"backend": "eager"}
@@ -30,9 +30,7 @@ def of_rows(sequence_parallel: bool) -> tuple[Tensor, Tensor]:
 
 
 def under_autocast(mesh, sequence_parallel: bool, k: int, hooked: str | None) -> tuple[Tensor, Tensor]:
-    moe = make_moe("softmax", mesh, sequence_parallel, dtype=torch.float32, policy=ops.Policy(k))
-    if hooked:
-        moe.get_submodule(hooked).register_forward_hook(lambda *_: None)
+    moe = make_moe("softmax", mesh, sequence_parallel, dtype=torch.float32, policy=ops.Policy(k), hooked=hooked)
     x = of_rows(sequence_parallel)[0].bfloat16().float()
     with record_routing() as decisions, torch.autocast("cpu", torch.bfloat16):
         y = moe(x)
@@ -47,16 +45,12 @@ def test_a_router_computes_in_float32_under_autocast(ranks, t):
     for case, found in each_case(ranks, t, under_autocast, product((True, False), (2, 4), (None, "gate"))):
         split = case[0] and t > 1
         y, scores = (torch.cat(each) if split else each[0] for each in zip(*found, strict=True))
-        assert_routed_in_float32(y, scores, case[1], f"{case} on {t}")
-
-
-def assert_routed_in_float32(y: Tensor, scores: Tensor, k: int, what: str) -> None:
-    moe = make_moe("softmax", policy=ops.Policy(k), dtype=torch.float32)
-    x = inputs()[0].bfloat16().float()
-    baseline, of_baseline = ((x.flatten(0, 1) @ moe.gate.weight.t()).softmax(1), by_loop(moe, x, x, torch.bfloat16))
-    moe, x = moe.double(), x.double()
-    assert_kernel_close(scores, (x.flatten(0, 1) @ moe.gate.weight.t()).softmax(1), baseline, f"{what}: scores")
-    assert_kernel_close(y.bfloat16(), by_loop(moe, x, x)["y"], of_baseline["y"].bfloat16(), f"{what}: y")
+        moe = make_moe("softmax", policy=ops.Policy(case[1]), dtype=torch.float32)
+        x = inputs()[0].bfloat16().float()
+        low, of_low = (x.flatten(0, 1) @ moe.gate.weight.t()).softmax(1), by_loop(moe, x, x, torch.bfloat16)["y"]
+        moe, x = moe.double(), x.double()
+        assert_kernel_close(scores, (x.flatten(0, 1) @ moe.gate.weight.t()).softmax(1), low, f"{case} on {t}: scores")
+        assert_kernel_close(y.bfloat16(), by_loop(moe, x, x)["y"], of_low.bfloat16(), f"{case} on {t}: y")
 
 
 class Theirs(Router):
@@ -68,22 +62,17 @@ class Theirs(Router):
         return ops.Routing(experts, weights)
 
 
-def routed_by(kind: type[Router], moe: MoE) -> MoE:
-    gate = kind(moe.gate.hidden_size, EXPERTS, moe.gate.policy, tp=moe.tp, dtype=torch.float64)
-    gate.weight, moe.gate = moe.gate.weight, gate
-    return moe
-
-
-def with_their_router(mesh, sequence_parallel: bool) -> Results:
-    moe = routed_by(Theirs, make_moe("softmax", mesh, sequence_parallel))
-    return step(moe, *of_rows(sequence_parallel))
+def with_their_router(mesh) -> Results:
+    moe = make_moe("softmax", mesh, False)
+    moe.gate.__class__ = Theirs
+    return step(moe, *of_rows(False))
 
 
 @pytest.mark.parametrize("t", [1, 2])
 def test_a_router_of_another_forward_gets_whole_gradients(ranks, t):
     """Fails if each rank's gradient of a routing's weights is that of its own experts only."""
     wanted = by_loop(make_moe("softmax", policy=ops.Policy(2, normalised=False)), *inputs())
-    ((_, found),) = each_case(ranks, t, with_their_router, [(False,)])
+    ((_, found),) = each_case(ranks, t, with_their_router, [()])
     assert_ranks_have(found, wanted, None)
 
 
@@ -114,9 +103,8 @@ def test_experts_compute_in_at_least_float32_whatever_a_routings_weights_are(dty
 def make_block(mesh, recompute: str, sequence_parallel: bool = True) -> TransformerBlock:
     torch.manual_seed(0)
     moe = {"n_experts": EXPERTS, "ffn_hidden_size": WIDTH, "shared_ffn_size": 8, "router_bias": True, "balance": 0.3}
-    options: dict = {"norm": "rmsnorm", "bias": False, "activation": "swiglu", "dtype": torch.float64}
-    tp = TensorParallel(mesh, sequence_parallel)
-    return TransformerBlock(HIDDEN, 4, moe=moe, recompute=recompute, tp=tp, **options)
+    options = {"norm": "rmsnorm", "bias": False, "activation": "swiglu", "dtype": torch.float64, "recompute": recompute}
+    return TransformerBlock(HIDDEN, 4, moe=moe, tp=TensorParallel(mesh, sequence_parallel), **options)
 
 
 def wrapped(mesh, sequence_parallel: bool, part: str, how: str) -> tuple[Results, list[int]]:
@@ -138,14 +126,12 @@ def wrapped(mesh, sequence_parallel: bool, part: str, how: str) -> tuple[Results
 
 # Compiling the part that holds the others takes seconds: one rank does
 WRAPPED = {
-    1: [(False, "mlp", "compiled"), *((False, part, "checkpointed") for part in ("mlp", "mlp.gate", "mlp.experts"))],
+    1: [(False, "mlp", "compiled"), *product([False], ("mlp", "mlp.gate", "mlp.experts"), ["checkpointed"])],
     2: [
-        (True, "", ""),
-        *product((True, False), ["mlp.gate"], ("hooked", "checkpointed")),
-        *product([True], ["mlp", "mlp.experts"], ["checkpointed"]),
-        (True, "mlp.gate", "compiled"),
+        (True, "", ""), *product((True, False), ["mlp.gate"], ("hooked", "checkpointed")),
+        *product([True], ["mlp", "mlp.experts"], ["checkpointed"]), (True, "mlp.gate", "compiled"),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("t", WRAPPED)
@@ -179,8 +165,7 @@ def test_a_bias_stays_wide_where_a_module_becomes_narrow():
 
 
 def recomputed(mesh, recompute: str):
-    layer = make_block(mesh, recompute)
-    x, dy = (own(z.flatten(0, 1)) for z in inputs())
+    layer, (x, dy) = make_block(mesh, recompute), of_rows(True)
     x.requires_grad_()
     with record_collectives() as calls, record_routing() as decisions, balance_losses() as losses:
         y = layer(x, positions=Positions(BATCH, SEQ))
@@ -201,21 +186,17 @@ def test_recomputation_repeats_no_decision_and_counts_nothing_twice(ranks):
 
 
 def test_a_graph_that_is_kept_gives_the_same_gradients_twice():
-    layer = make_block(None, "full")
-    x, dy = (z.flatten(0, 1) for z in inputs())
+    layer, (x, dy) = make_block(None, "full"), (z.flatten(0, 1) for z in inputs())
     with balance_losses() as losses:
         y = layer(x.requires_grad_(), positions=Positions(BATCH, SEQ))
     loss = (y * dy).sum() + sum(losses)
-    first = torch.autograd.grad(loss, list(layer.parameters()), retain_graph=True)
-    second = torch.autograd.grad(loss, list(layer.parameters()))
-    assert_identical(first, second)
+    assert_identical(*(torch.autograd.grad(loss, [*layer.parameters()], retain_graph=True) for _ in range(2)))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_torchs_own_checkpoint_counts_nothing_twice(reentrant, recompute):
-    x, dy = inputs()
-    plain, other = make_block(None, "none"), make_block(None, recompute)
+    (x, dy), plain, other = inputs(), make_block(None, "none"), make_block(None, recompute)
     for layer in (plain, other) if reentrant else ():
         layer.mlp.gate.balance = 0.0
     with balance_losses() as losses:
@@ -247,14 +228,10 @@ def test_a_balance_loss_that_a_reentrant_checkpoint_loses_is_refused(steps_befor
 
 
 def test_padding_is_not_counted_and_not_balanced():
-    x, _ = inputs()
-    padding = torch.zeros(BATCH, SEQ, dtype=torch.bool)
-    padding[0, 4:] = True
-    moe = make_moe("balance")
+    x, moe, alone = inputs()[0], make_moe("balance"), make_moe("balance")
     with balance_losses() as losses:
-        moe(x, Positions(BATCH, SEQ, key_padding_mask=padding))
+        moe(x, Positions(BATCH, SEQ, key_padding_mask=PADDING))
     assert int(moe.gate.load.sum()) == (TOKENS - 2) * 2
-    alone = make_moe("balance")
     with balance_losses() as parts:
         alone(x[:1, :4]), alone(x[1:])
     assert_same(losses[0], parts[0] + parts[1])
@@ -270,4 +247,4 @@ def one_token(mesh, sequence_parallel: bool) -> None:
 
 
 def test_one_token_on_four_ranks(ranks):
-    assert len(list(each_case(ranks, 4, one_token, [(True,), (False,)]))) == 2
+    assert [*each_case(ranks, 4, one_token, [(True,), (False,)])]

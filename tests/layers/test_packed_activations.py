@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -40,12 +41,12 @@ def model(name: str, **options: Any) -> GPT:
     return GPT(GPTConfig(**{**PLAIN, **MODELS[name]}), dtype=torch.bfloat16, seed=1, **options)
 
 
-def step(net: GPT, device: str = "cpu", backward: Callable[[Tensor], None] = Tensor.backward) -> list[Tensor]:
-    """Loss and gradients; what dropout draws is the same each time."""
+def step(net: GPT, device: str = "cpu", pool: ThreadPoolExecutor | None = None) -> list[Tensor]:
+    """Loss and gradients; what dropout draws is the same each time. pool: whose thread runs the backward."""
     ids = torch.randint(60, (2, 129), generator=torch.Generator().manual_seed(3)).to(device)
     index = torch.arange(2, device=device)
     loss = net(ids[:, :-1].contiguous(), targets=ids[:, 1:].contiguous(), sample_index=index, step=1)
-    backward(loss)
+    loss.backward() if pool is None else pool.submit(loss.backward).result()
     return [loss.detach(), *(parameter.grad for parameter in net.parameters())]
 
 
@@ -85,32 +86,30 @@ def test_a_step_has_the_same_bits(options, units, names) -> None:
     for name in names:
         expected = step(model(name, **plain)) if plain else unpacked(name)
         assert report().values == 0
-        found = step(model(name, pack_activations=True, **options))
+        assert_identical(step(model(name, pack_activations=True, **options)), expected, name)
         packed = report()
-        assert_identical(found, expected, name)
         assert packed.kept == packed.overflows == 0 < packed.escapes
         assert packed.values == units(name) * UNIT
 
 
 def test_what_a_block_keeps_is_packed() -> None:
     """Nothing of bfloat16 is kept but parameters; nothing of an original is alive after the forward."""
-    block = packing_block()
+    block, kept = packing_block(), {}
     parameters = {x.untyped_storage().data_ptr() for x in block.parameters()}
-    kept: dict[int, Tensor] = {}
 
     def keep(x: Tensor) -> Tensor:
         kept.setdefault(x.untyped_storage().data_ptr(), x.detach())
         return x
 
-    x = torch.randn(2, 128, 128).bfloat16().requires_grad_()
     with saved_tensors_hooks(keep, lambda x: x):
-        y = block(x.clone())
+        y = block(torch.randn(2, 128, 128).bfloat16().requires_grad_().clone())
     others = [each for place, each in kept.items() if place not in parameters]
     assert all(each.dtype in (torch.uint8, torch.float32) for each in others)
     assert sum(each.nbytes for each in others if each.dtype == torch.uint8) == 10 * packed_bytes(UNIT)
     gc.collect()
-    tensors = [each for each in gc.get_objects() if isinstance(each, Tensor)]
-    alive = [each for each in tensors if each.dtype == torch.bfloat16 and each.shape == (256, 512)]
+    alive = [
+        x for x in gc.get_objects() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 and x.shape == (256, 512)
+    ]
     assert all(isinstance(each, nn.Parameter) or each.untyped_storage().data_ptr() in parameters for each in alive)
     y.sum().backward()
 
@@ -127,19 +126,14 @@ def test_what_others_hold_is_not_packed() -> None:
 
 
 @contextmanager
-def overflowing(chosen: Callable[[int], bool], *, known: bool):
-    """Tensors whose number satisfies `chosen` overflow, and the host knows it, or does not, as with a GPU."""
-    pack, count = reference.pack, iter(range(10**9))
+def overflowing(chosen: int, *, known: bool):
+    """The tensor of this number overflows, and the host knows it, or does not, as with a GPU."""
+    pack, numbers = reference.pack, itertools.count()
 
     def broken(x: Tensor) -> tuple[Packed, Tensor]:
-        if not chosen(next(count)):
-            return pack(x)
-        return pack(all_exponents(x))
+        return pack(all_exponents(x) if next(numbers) == chosen else x)
 
-    with (
-        mock.patch.object(reference, "pack", broken),
-        mock.patch.object(packing, "host_knows", lambda counts: known),
-    ):
+    with mock.patch.object(reference, "pack", broken), mock.patch.object(packing, "host_knows", lambda counts: known):
         yield
 
 
@@ -148,9 +142,8 @@ def test_a_tensor_that_overflows_stays_as_it_is_or_gradients_are_nan_and_the_rep
     expected, net = unpacked("gpt"), model("gpt", pack_activations=True)
     for number in (0, 3, 11):
         net.zero_grad()
-        with overflowing(lambda at, number=number: at == number, known=known):
-            found = step(net)
-        packed = report()
+        with overflowing(number, known=known):
+            found, packed = step(net), report()
         if known:
             assert_identical(found, expected)
             assert packed.kept == 1 and packed.overflows == 0
@@ -177,35 +170,29 @@ def test_checkpoints_around_and_inside_a_block(inside, reentrant, thread) -> Non
             part.forward = partial(checkpointed, part.forward, reentrant)
         report()
         with ops.unpacked_activations() if not inside else nullcontext(), ThreadPoolExecutor(1) as pool:
-            results.append(step(net, backward=in_thread(pool) if thread else Tensor.backward))
+            results.append(step(net, pool=pool if thread else None))
         assert (report().values > 0) == (inside and packs)
     assert_identical(*results)
-
-
-def in_thread(pool: ThreadPoolExecutor) -> Callable[[Tensor], None]:
-    return lambda loss: pool.submit(loss.backward).result()
 
 
 def checkpointed(forward, reentrant: bool, x: Tensor, **options: Any) -> Tensor:
     return checkpoint(lambda x: forward(x, **options), x, use_reentrant=reentrant)
 
 
-def test_offload_moves_packed_bytes() -> None:
+def test_offload_moves_packed_bytes(monkeypatch) -> None:
     net = model("llama", pack_activations=True, offload_activations=True)
     expected = unpacked("llama")
     moved: list[int] = []
-    storage = ops.offload._Storage
+    storage, smallest = ops.offload._Storage, packed_bytes(UNIT // 2)
 
     def counted(x: Tensor) -> ops.offload._Storage:
         made = storage(x)
         moved.append(made.host.nbytes)
         return made
 
-    with (
-        mock.patch.object(ops.offload, "_Storage", counted),
-        mock.patch.object(net, "offload", lambda: ops.Offload(smallest=packed_bytes(UNIT // 2))),
-    ):
-        assert_identical(step(net), expected)
+    monkeypatch.setattr(ops.offload, "_Storage", counted)
+    monkeypatch.setattr(net, "offload", lambda: ops.Offload(smallest=smallest))
+    assert_identical(step(net), expected)
     assert set(moved) == {packed_bytes(size) for size in (UNIT, UNIT // 2)} | {max(moved)}
     assert max(moved) < 2 * 3 * UNIT
 
@@ -223,9 +210,8 @@ def test_memory_that_is_written_again_is_packed_again() -> None:
             with pytest.raises(RuntimeError, match="by an inplace operation: .* version 1, and was saved at 0"):
                 first.backward()
             continue
-        gradient = torch.autograd.grad(first + second, weight)[0]
-        expected = torch.autograd.grad((before * weight).sum() + (x * weight).sum(), weight)[0]
-        assert torch.equal(gradient, expected)
+        totals = first + second, (before * weight).sum() + (x * weight).sum()
+        assert torch.equal(*(torch.autograd.grad(total, weight)[0] for total in totals))
         assert report().values == 2 * x.numel()
 
 
@@ -265,23 +251,16 @@ def test_a_graph_without_a_backward_is_freed() -> None:
 
 
 def test_compiled_blocks_and_two_backwards() -> None:
-    block = packing_block()
-    x, dy = torch.randn(2, 2, 128, 128).bfloat16()
-    gradients = []
+    block, (x, dy), gradients = packing_block(), torch.randn(2, 2, 128, 128).bfloat16(), []
     for each in (block, torch.compile(block, backend="eager")):
-        given = x.clone().requires_grad_()
-        y = each(given)
-        y.backward(dy, retain_graph=True)
-        once = given.grad.clone()
-        y.backward(dy)
-        assert torch.equal(given.grad, 2 * once)
-        gradients.append(once)
-    assert torch.equal(*gradients)
+        y = each(given := x.clone().requires_grad_())
+        gradients += [torch.autograd.grad(y, given, dy, retain_graph=again)[0] for again in (True, False)]
+    assert all(torch.equal(each, gradients[0]) for each in gradients)
 
 
 def test_layers_that_pack_are_named() -> None:
-    text = model("gpt", pack_activations=True, pack_layers="0:2").explain()
-    assert "layers.0-1 keep activations packed until the backward: 12." in text
+    named = "layers.0-1 keep activations packed until the backward: 12."
+    assert named in model("gpt", pack_activations=True, pack_layers="0:2").explain()
     assert "packed" not in model("gpt").explain()
 
 

@@ -1,19 +1,18 @@
-"""A TransformerBlock with dropout has the plain block's gradients, whatever it recomputes. The collectives of a
-mode are counted; what it keeps is counted by tests/planner/test_rank_memory.py."""
+"""A TransformerBlock with dropout has the plain block's gradients, whatever it recomputes. test_block_layer.py counts
+the collectives of a mode, tests/planner/test_rank_memory.py what it keeps."""
 
 from itertools import product
 
 import pytest
 import theirs
 import torch
-from steps import Results, each_case, gradients, own, step, with_keys_in_one
+from steps import Results, each_case, own, step, with_keys_in_one
 from test_block_layer import BATCH, HEADS, HIDDEN, KINDS, SEQ, inputs, key, make_block, masks
 from testing import assert_identical, assert_kernel_close
 from torch import Tensor, nn
 
 from tpformer import ops
 from tpformer.config import RECOMPUTE
-from tpformer.distributed import record_collectives
 from tpformer.layers import Positions, TransformerBlock
 from tpformer.planner.storages import Saved
 
@@ -53,50 +52,27 @@ def test_gradients_are_the_plain_blocks(ranks, t):
             assert_kernel_close(whole[name], x, baseline[name], f"{kind} t={t} {dtype} {name}")
 
 
-def in_mode(mesh, kind: str, dtype: torch.dtype, recompute: str) -> tuple[Results, list, list]:
-    """Results of rows, then the collectives of the forward and of the backward."""
+def in_mode(mesh, kind: str, dtype: torch.dtype, recompute: str) -> Results:
     block = make_block(kind, mesh, dropout=P, recompute=recompute, dtype=dtype)
-    x, dy = (own(z.float().to(dtype).flatten(0, 1)) for z in inputs())
-    x.requires_grad_()
-    with record_collectives() as forward:
-        y = block(x, positions=Positions(BATCH, SEQ), dropout_key=key(block))
-    with record_collectives() as backward:
-        y.backward(dy)
-    return {"y": y.detach(), "dx": x.grad} | gradients(block), list(forward), list(backward)
+    rows = (own(z.float().to(dtype).flatten(0, 1)) for z in inputs())
+    return step(block, *rows, positions=Positions(BATCH, SEQ), dropout_key=key(block))
 
 
 @pytest.mark.parametrize("t", [1, 2])
 def test_bits_do_not_depend_on_the_mode(ranks, t):
-    """On 2 ranks the forward has 2 gathers and 2 reductions; so has the backward, and 2 gathers for the weight
-    gradients. A recomputation adds its gathers, and of the reductions the one whose result is read."""
     assert RECOMPUTE[0] == "none"
     expected: dict = {}
-    for case, by_rank in each_case(ranks, t, in_mode, product(DROPPED, DTYPES, RECOMPUTE)):
-        kind, dtype, recompute = case
-        expected.setdefault((kind, dtype), [results for results, *_ in by_rank])
-        assert_identical([results for results, *_ in by_rank], expected[kind, dtype], f"{case}")
-        nbytes = BATCH * SEQ * HIDDEN * dtype.itemsize
-        gathers, scatters = {"none": (4, 2), "mlp": (5, 2), "full": (6, 3)}[recompute]
-        for _, forward, backward in by_rank if t > 1 else ():
-            assert sorted(forward) == sorted([("all_gather", nbytes), ("reduce_scatter", nbytes)] * 2), case
-            wanted = [("all_gather", nbytes)] * gathers + [("reduce_scatter", nbytes)] * scatters
-            assert sorted(backward) == wanted, case
-
-
-def test_without_gradients_no_mode_keeps_anything():
-    x, _ = inputs()
-    for recompute in RECOMPUTE:
-        block = make_block(DROPPED[0], recompute=recompute)
-        with torch.no_grad(), Saved().recording() as saved:
-            assert torch.equal(block(x), make_block(DROPPED[0])(x))
-        assert saved.total() == 0
+    for case, found in each_case(ranks, t, in_mode, product(DROPPED, DTYPES, RECOMPUTE)):
+        assert_identical(found, expected.setdefault(case[:2], found), f"{case}")
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_a_kept_graph_has_several_backwards(recompute):
-    x, dy = inputs()
-    x.requires_grad_()
-    y = make_block(DROPPED[0], recompute=recompute)(x)
+def test_without_gradients_nothing_is_kept_and_a_kept_graph_has_several_backwards(recompute):
+    block, (x, dy) = make_block(DROPPED[0], recompute=recompute), inputs()
+    with torch.no_grad(), Saved().recording() as saved:
+        assert torch.equal(block(x), make_block(DROPPED[0])(x))
+    assert saved.total() == 0
+    y = block(x.requires_grad_())
     first, second = (torch.autograd.grad(y, x, dy, retain_graph=True) for _ in range(2))
     assert torch.equal(first[0], second[0])
 

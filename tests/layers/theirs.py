@@ -17,10 +17,8 @@ from tpformer.layers import Positions
 
 HIDDEN, HEADS, FFN = 24, 4, 48
 # Llama's, with the norms of Qwen 3
-LLAMA: dict[str, Any] = {
-    "norm": "rmsnorm", "activation": "swiglu", "n_kv_heads": HEADS // 2, "qk_norm": True, "rope_base": 1e4,
-    "bias": False,
-}  # fmt: skip
+LLAMA: dict[str, Any] = {"norm": "rmsnorm", "activation": "swiglu", "n_kv_heads": HEADS // 2, "qk_norm": True}
+LLAMA |= {"rope_base": 1e4, "bias": False}
 
 
 def slowed(frequency: float, factor: float, low: float, high: float, length: int) -> float:
@@ -42,9 +40,8 @@ def rotate(x: Tensor, base: float, interleaved: bool = False, offset: int = 0, s
     if scaling is not None:
         frequency = torch.tensor([slowed(each, *scaling) for each in frequency.tolist()], dtype=torch.float64)
     angle = torch.arange(offset, offset + x.shape[2], dtype=torch.float64)[:, None] * frequency
-    wide = x.double()
-    first, second = (wide[..., ::2], wide[..., 1::2]) if interleaved else (wide[..., :half], wide[..., half:])
-    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
+    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    turned = torch.complex(first.double(), second.double()) * torch.polar(torch.ones_like(angle), angle)
     pairs = [turned.real, turned.imag]
     return (torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)).to(x.dtype)
 
@@ -197,9 +194,7 @@ def put(block: nn.Module, path: str, child: nn.Module) -> None:
 def linear(k: int, n: int, seed: int) -> nn.Linear:
     """A plain linear whose values depend on the seed alone."""
     made = nn.Linear(k, n, bias=False, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        made.weight.copy_(0.1 * torch.randn(n, k, generator=generator, dtype=torch.float64))
+    nn.init.normal_(made.weight, std=0.1, generator=torch.Generator().manual_seed(seed))
     return made
 
 
@@ -225,30 +220,20 @@ def spectral_norm(block: nn.Module, path: str) -> None:
     parametrizations.spectral_norm(block.get_submodule(path)).eval()
 
 
-def forward_hook(block: nn.Module, path: str) -> None:
-    block.get_submodule(path).register_forward_hook(lambda _, inputs, y: 1.5 * y + inputs[0].mean(-1, keepdim=True))
-
-
-def scaling_hook(block: nn.Module, path: str) -> None:
-    block.get_submodule(path).register_forward_hook(lambda _, inputs, y: 1.5 * y)
-
-
 def _scaled(x: Tensor | None, factor: float) -> Tensor | None:
     return factor * x if x is not None and x.is_floating_point() else x  # ids stay as they are
 
 
-def pre_hook(block: nn.Module, path: str) -> None:
-    block.get_submodule(path).register_forward_pre_hook(lambda _, inputs: (_scaled(inputs[0], 1.25),))
+def registered(kind: str, hook: Callable[..., Any]) -> Callable[[nn.Module, str], None]:
+    """An edit that adds a hook of this kind."""
+    return lambda block, path: getattr(block.get_submodule(path), f"register_{kind}_hook")(hook) and None
 
 
-def backward_hook(block: nn.Module, path: str) -> None:
-    block.get_submodule(path).register_full_backward_hook(lambda _, dx, dy: tuple(_scaled(g, 2) for g in dx))
-
-
-def backward_pre_hook(block: nn.Module, path: str) -> None:
-    block.get_submodule(path).register_full_backward_pre_hook(lambda _, dy: tuple(3 * g for g in dy))
-
-
+scaling_hook = registered("forward", lambda _, inputs, y: 1.5 * y)
+forward_hook = registered("forward", lambda _, inputs, y: 1.5 * y + inputs[0].mean(-1, keepdim=True))
+pre_hook = registered("forward_pre", lambda _, inputs: (_scaled(inputs[0], 1.25),))
+backward_hook = registered("full_backward", lambda _, dx, dy: tuple(_scaled(g, 2) for g in dx))
+backward_pre_hook = registered("full_backward_pre", lambda _, dy: tuple(3 * g for g in dy))
 ANYWHERE: dict[str, Callable[[nn.Module, str], None]] = {
     "forward hook": forward_hook,
     "forward pre-hook": pre_hook,
