@@ -4,19 +4,15 @@ Belongs here: the kernel, its launcher and its cases. Worker processes import th
 """
 
 import os
-import sys
 from functools import partial
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-import torch  # noqa: E402
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
-
-from checks.compile.cases import Case, meta  # noqa: E402
-from tpformer.kernels.launch import Tile  # noqa: E402
+from checks.compile.cases import Case, meta
+from tpformer.kernels.launch import Tile
 
 SIZE = 512
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -35,8 +31,7 @@ def load(source, row, column, stride, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
     if TMA:
         block = source.load([row, column])
     else:
-        rows = row + tl.arange(0, BLOCK)
-        columns = column + tl.arange(0, BLOCK_K)
+        rows, columns = row + tl.arange(0, BLOCK), column + tl.arange(0, BLOCK_K)
         block = tl.load(source + rows[:, None] * stride + columns[None, :])
     return block
 
@@ -53,10 +48,7 @@ def exchange_kernel(
     if BREAK == "wait for the first tile, then late":
         wait(flags, epoch, SCOPE)
     for tile in tl.range(tl.program_id(0), tiles, 8):
-        if BREAK == "wait for every other tile":
-            if tile % 2 == 0:
-                wait(flags + tile, epoch, SCOPE)
-        elif not LATE and BREAK != "wait in the K loop":
+        if not LATE and BREAK != "wait in the K loop" and (BREAK != "wait for every other tile" or tile % 2 == 0):
             wait(flags + tile, epoch, SCOPE)
         if TMA and BREAK != "no fence":
             tl.inline_asm_elementwise(
@@ -103,16 +95,10 @@ POINTER_TILE = Tile(64, 64, 32, 3, 4, False)
 
 
 def case(
-    breakage: str = "",
-    capability: int = 90,
-    dtype: torch.dtype = torch.bfloat16,
-    registers: int | None = None,
-    stages: int = 3,
-    **fields,
-) -> Case:
+    breakage="", capability=90, dtype=torch.bfloat16, registers: int | None = None, stages=3, **fields
+) -> Case:  # fmt: skip
     """A case of the toy kernel. It expects what holds of the unbroken kernel, whatever `breakage` is."""
-    tile = TMA_TILE if capability >= 90 and dtype != torch.float32 else POINTER_TILE
-    tile = tile._replace(stages=stages)
+    tile = (TMA_TILE if capability >= 90 and dtype != torch.float32 else POINTER_TILE)._replace(stages=stages)
     launch = partial(exchange, dtype, tile, breakage, registers)
     fields = {"name": breakage or "good", "kernel": "exchange_kernel", "releases": 1, "acquires": 1, **fields}
     return Case(dtype=dtype, capability=capability, tile=tile, launch=launch, **fields)

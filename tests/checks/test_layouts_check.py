@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,30 +21,18 @@ from defects import without_reduction
 from pool import WorkerPool
 from torch.distributed.fsdp import FSDPModule
 
+from bench.runner import machine, main, versions
+from checks import layouts
+from checks.layout_cases import EIGHT, SIXTEEN, case
+from checks.layout_report import draw
+from checks.layouts import FLOAT32, FLOAT64, Trained, bfloat16_row, make_row
+from checks.routing import Routed
+from tpformer.config import RunConfig
+from tpformer.parallel import SCHEDULES, TiedParameter
+from tpformer.training import model as training_model
+
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, CURVE_STEPS = 3, 20  # of the proof
-sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
-
-from bench.runner import machine, main, versions  # noqa: E402
-from checks import layouts  # noqa: E402
-from checks.layout_cases import EIGHT, SIXTEEN, case  # noqa: E402
-from checks.layout_report import draw  # noqa: E402
-from checks.layouts import (  # noqa: E402
-    BFLOAT16_CASES,
-    BFLOAT16_MOE_CASES,
-    CASES,
-    FLOAT32,
-    FLOAT64,
-    MOE_CASES,
-    Trained,
-    bfloat16_row,
-    make_row,
-    plan,
-)
-from checks.routing import Routed  # noqa: E402
-from tpformer.config import RunConfig  # noqa: E402
-from tpformer.parallel import SCHEDULES, TiedParameter  # noqa: E402
-from tpformer.training import model as training_model  # noqa: E402
 
 
 def values_of(cases: list | tuple, field: str) -> set:
@@ -52,26 +40,26 @@ def values_of(cases: list | tuple, field: str) -> set:
 
 
 def test_what_the_matrix_covers() -> None:
-    plan(CASES, True, "unused")  # checks every configuration
-    plan(MOE_CASES, False, "unused")
-    for cases, least in ((CASES, 24), (MOE_CASES, 20)):
-        assert len({str(one) for one in cases}) >= least and len(cases) == len(set(cases))
-        assert values_of(cases, "tensor_parallel") == {1, 2, 4} and values_of(cases, "zero") == {0, 1, 2, 3}
-        assert values_of(cases, "sequence_parallel") == {False, True}
-        assert {one.n_microbatches for one in cases} == {1, 2, 4, 8}
+    cases, moe_cases = layouts.CASES, layouts.MOE_CASES
+    for matrix, dense, least in ((cases, True, 24), (moe_cases, False, 20)):
+        layouts.plan(matrix, dense, "unused")  # checks every configuration
+        assert len({str(one) for one in matrix}) >= least and len(matrix) == len(set(matrix))
+        assert values_of(matrix, "tensor_parallel") == {1, 2, 4} and values_of(matrix, "zero") == {0, 1, 2, 3}
+        assert values_of(matrix, "sequence_parallel") == {False, True}
+        assert {one.n_microbatches for one in matrix} == {1, 2, 4, 8}
     for name in ("pipeline_parallel", "data_parallel"):
-        assert values_of(CASES, name) == {1, 2, 4}
-    assert values_of(CASES, "recompute") == {"none", "mlp", "full"} and values_of(CASES, "cpu_offload") == {False, True}
-    every = [one.layout for one in CASES]
+        assert values_of(cases, name) == {1, 2, 4}
+    assert values_of(cases, "recompute") == {"none", "mlp", "full"} and values_of(cases, "cpu_offload") == {False, True}
+    every = [one.layout for one in cases]
     for ranks in (2, 4):
         alone = [layout for layout in every if layout.pipeline_parallel == layout.world_size == ranks]
         assert {layout.pipeline_schedule for layout in alone} == {*SCHEDULES}
     assert max(layout.world_size for layout in every) == 8
     assert min(one.data_parallel_replicate * one.data_parallel_shard for one in every if one.world_size == 8) == 1
-    assert {one.tied for one in CASES} == {False, True} and len(BFLOAT16_CASES) == 4
-    assert len({str(one) for one in MOE_CASES}) == len(MOE_CASES)
+    assert {one.tied for one in cases} == {False, True} and len(layouts.BFLOAT16_CASES) == 4
+    assert len({str(one) for one in moe_cases}) == len(moe_cases)
     for model in (EIGHT, SIXTEEN):
-        own = [one for one in MOE_CASES if one.model == model]
+        own = [one for one in moe_cases if one.model == model]
         assert values_of(own, "tensor_parallel") == {1, 2, 4} and values_of(own, "transport") == {"auto", "pipelined"}
         assert values_of(own, "recompute") == {"none", "mlp", "full"}
         assert values_of(own, "pipeline_schedule") >= {"1F1B", "ZBVZeroBubble"}
@@ -82,13 +70,12 @@ def sent(*experts: list[int], gap: float = 1.0) -> dict:
     return {(1, 0, 0): Routed(np.array(experts, dtype=np.int32), np.full(len(experts), gap))}
 
 
-def moe_row(double: dict, single: dict, gap: float) -> layouts.Row:
-    expected = {dtype: trained()._replace(routed=sent([0, 1], [1, 2], gap=gap)) for dtype in (FLOAT64, FLOAT32)}
-    found = {FLOAT64: [trained()._replace(routed=double)], FLOAT32: [trained()._replace(routed=single)]}
-    return make_row(case(tp=2, model=EIGHT), found, expected)
-
-
 def test_a_token_at_another_expert_is_a_miss() -> None:
+    def moe_row(double: dict, single: dict, gap: float) -> layouts.Row:
+        expected = {dtype: trained()._replace(routed=sent([0, 1], [1, 2], gap=gap)) for dtype in (FLOAT64, FLOAT32)}
+        found = {FLOAT64: [trained()._replace(routed=double)], FLOAT32: [trained()._replace(routed=single)]}
+        return make_row(case(tp=2, model=EIGHT), found, expected)
+
     same, other = sent([0, 1], [1, 2]), sent([0, 1], [1, 3])
     assert moe_row(same, same, 1.0)["ok"]
     assert not moe_row(other, same, 1e-7)["ok"]  # not even a near one, in float64
@@ -109,21 +96,19 @@ def row(double: Trained, single: Trained) -> layouts.Row:
     return make_row(case(tp=2), runs, {FLOAT64: trained(), FLOAT32: trained()})
 
 
-NEAR = {FLOAT64: 1e-9, FLOAT32: 1e-5}  # the relative difference that is allowed in each dtype
-DIFFERENCES = [
-    (FLOAT64, "loss", 2.0), (FLOAT64, "norm", 1.0), (FLOAT64, "parameter", 0.5),
-    (FLOAT32, "loss", 2.0), (FLOAT32, "norm", 1.0),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype, key, value", DIFFERENCES)
+@pytest.mark.parametrize(
+    "dtype, key, value",
+    [(FLOAT64, "loss", 2.0), (FLOAT64, "norm", 1.0), (FLOAT64, "parameter", 0.5), (FLOAT32, "loss", 2.0),
+     (FLOAT32, "norm", 1.0)],
+)  # fmt: skip
 def test_a_difference_on_any_rank_is_a_miss(dtype: str, key: str, value: float) -> None:
     def judged(found: float) -> layouts.Row:
         other = trained(**{key: found})
         return row(other, trained()) if dtype == FLOAT64 else row(trained(), other)
 
-    assert judged(value * (1 + 0.9 * NEAR[dtype]))["ok"]
-    bad = judged(value * (1 + 1.1 * NEAR[dtype]))
+    near = {FLOAT64: 1e-9, FLOAT32: 1e-5}[dtype]  # the relative difference that is allowed
+    assert judged(value * (1 + 0.9 * near))["ok"]
+    bad = judged(value * (1 + 1.1 * near))
     assert not bad["ok"] and (key != "parameter" or bad["float64"]["worst"] == "b")
     assert not judged(math.nan)["ok"]
 
@@ -168,16 +153,15 @@ def train_with(defects: bool, config: RunConfig) -> Trained:
         return layouts.setup({"run": config})["run"]()
 
 
-@contextlib.contextmanager
 def pooled(
     pool: WorkerPool, defects: bool, size: int, _: int, __: object, runs: Mapping[str, RunConfig]
-) -> Iterator[SimpleNamespace]:
+) -> contextlib.AbstractContextManager:
     """Stands for bench.ranks.Ranks: it runs on the tests' pool, and its ranks may have the defects."""
 
     def call(name: str) -> list[Trained]:
         return pool(size).run(train_with, defects and runs[name].parallel.world_size > 1, runs[name])
 
-    yield SimpleNamespace(call=call)
+    return contextlib.nullcontext(SimpleNamespace(call=call))
 
 
 @pytest.mark.parametrize("defects", [False, True])
@@ -185,23 +169,22 @@ def test_the_command_notices_a_defect(
     defects: bool, ranks: WorkerPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Each of the three layouts has one of the defects. The command trains two layers for two steps."""
-    whole = layouts.Case.config
+    whole, few = layouts.Case.config, (case(tp=2), case(pp=2), case(2, shard=2, zero=1))
 
     def config(self: layouts.Case, *arguments: object) -> RunConfig:
         found = whole(self, *arguments)  # type: ignore[arg-type]
         return replace(found, model=replace(found.model, n_layers=2))
 
     monkeypatch.setattr(layouts.Case, "config", config)
-    monkeypatch.setattr(layouts, "STEPS", 2)
-    monkeypatch.setattr(layouts, "QUICK_CASES", (case(tp=2), case(pp=2), case(2, shard=2, zero=1)))
-    monkeypatch.setattr(layouts, "QUICK_MOE_CASES", ())
-    monkeypatch.setattr(layouts, "Ranks", partial(pooled, ranks, defects))
+    small = {"STEPS": 2, "QUICK_CASES": few, "QUICK_MOE_CASES": (), "Ranks": partial(pooled, ranks, defects)}
+    for name, value in small.items():
+        monkeypatch.setattr(layouts, name, value)
     assert main(["layouts", "--quick"], [layouts.BENCH], tmp_path) == defects
     assert not list(tmp_path.iterdir())
     lines = capsys.readouterr().out.splitlines()
-    names = ("TP2", "PP2 1F1B", "DP2 ZeRO-1")
+    names = {"TP2", "PP2 1F1B", "DP2 ZeRO-1"}
     missed = {name for name in names for line in lines if line.startswith(name) and " NO" in line}
-    assert missed == (set(names) if defects else set())
+    assert missed == (names if defects else set())
 
 
 def test_the_drawing_has_every_loss_and_every_difference(tmp_path: Path) -> None:
@@ -241,14 +224,12 @@ sys.exit(main(["layouts"], [layouts.BENCH], Path(sys.argv[1])))
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", [pytest.param(part, marks=pytest.mark.rotates(part)) for part in range(3)])
 def test_the_matrix(tmp_path: Path, part: int) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", MATRIX, str(tmp_path), str(part)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    command, paths = [sys.executable, "-c", MATRIX, str(tmp_path), str(part)], {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | paths, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "cpu" / "layouts.json").read_text())
-    rows, low = ([*dense[part::3], *experts[part::3]] for dense, experts in (
-        (CASES, MOE_CASES), (BFLOAT16_CASES, BFLOAT16_MOE_CASES)
-    ))  # fmt: skip
+    rows = [*layouts.CASES[part::3], *layouts.MOE_CASES[part::3]]
+    low = [*layouts.BFLOAT16_CASES[part::3], *layouts.BFLOAT16_MOE_CASES[part::3]]
     assert [row["layout"] for row in result["rows"]] == [*map(str, rows)] and all(row["ok"] for row in result["rows"])
     assert [row["layout"] for row in result["bfloat16"]] == [*map(str, low)]
     losses = result["curves"]["losses"]

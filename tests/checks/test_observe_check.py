@@ -1,27 +1,17 @@
 """The bench `observe`: its row and its memory at a tiny size, and what it takes for a leak."""
 
 import json
-import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from testing import build_small_split
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
-
-from checks import observe as bench  # noqa: E402
-from tpformer.training.data import build_dataset  # noqa: E402
-
-
-def build_small(directory: Path, quiet: bool) -> tuple[Path, Path]:
-    (directory / "text.txt").write_text("def f(x):\n    return x\n" * 100)
-    made = [build_dataset([directory / "text.txt"], directory / name, "bytes", quiet=quiet) for name in ("a", "b")]
-    assert all(made)
-    return directory / "a", directory / "b"
+from checks import observe as bench
 
 
 def test_a_row_and_the_memory_of_each_window(forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"HIDDEN": 32, "SEQ": 16, "LAYERS": 1, "QUICK_STEPS": 6, "build_stdlib": build_small, "POLL": 0.005}
+    small = {"HIDDEN": 32, "SEQ": 16, "LAYERS": 1, "QUICK_STEPS": 6, "build_stdlib": build_small_split, "POLL": 0.005}
     for name, value in small.items():
         monkeypatch.setattr(bench, name, value)
     report = bench.run(Namespace(quick=True))
@@ -30,7 +20,7 @@ def test_a_row_and_the_memory_of_each_window(forked: None, monkeypatch: pytest.M
     assert len(peaks) == bench.WINDOWS and max(peaks) > 10 and report.problems == []
 
 
-@pytest.mark.parametrize(("last", "problems"), [(203, 0), (205, 1)])
+@pytest.mark.parametrize("last, problems", [(203, 0), (205, 1)])
 def test_memory_that_grows_is_a_problem(monkeypatch: pytest.MonkeyPatch, last: int, problems: int) -> None:
     monkeypatch.setattr(bench, "measure", lambda quick: ([], [300, 100, 190, 200, 203, last]))
     assert len(bench.run(Namespace(quick=False)).problems) == problems

@@ -1,23 +1,20 @@
 """The ZeRO bench: what it requires, and its files. Its formulas are the planner's (tests/planner/test_memory.py)."""
 
 import json
-import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
-
-from bench.plot import REQUIRED  # noqa: E402
-from bench.runner import main  # noqa: E402
-from bench.step_counts import DATA, GEMMS, LAYERS, SENDS, Call, StepCounts  # noqa: E402
-from checks import zero  # noqa: E402
-from checks.held import BUFFERS, KINDS, Held  # noqa: E402
-from checks.split_backward import differences  # noqa: E402
-from checks.zero import BACKWARD, FORWARD, IDLE, PEAK, STEP, Measured, zero_row  # noqa: E402
-from tpformer.planner.states import GRADIENTS, OPTIMIZER, rank_moments  # noqa: E402
+from bench.plot import REQUIRED
+from bench.runner import main
+from bench.step_counts import DATA, GEMMS, LAYERS, SENDS, Call, StepCounts
+from checks import zero
+from checks.held import BUFFERS, KINDS, Held
+from checks.split_backward import differences
+from checks.zero import BACKWARD, FORWARD, IDLE, PEAK, STEP, Measured, zero_row
+from tpformer.planner.states import GRADIENTS, OPTIMIZER, rank_moments
 
 CASE = "ZeRO 2 x4"
 CONFIG = zero.run_config(zero.CASES[CASE], "bfloat16", zero.MODEL)
@@ -29,16 +26,15 @@ def measured(factor: float = 1.0, kind: str = OPTIMIZER) -> Measured:
     by_moment = {IDLE: formula.idle, FORWARD: formula.forward, BACKWARD: formula.backward, STEP: formula.backward}
     moments: dict[str, Held] = {moment: dict.fromkeys(KINDS, 0) for moment in zero.MOMENTS}
     for moment, sizes in by_moment.items():
-        moments[moment] |= {name: round(size) for name, size in sizes.items()}
-        moments[moment][kind] = round(moments[moment][kind] * factor)
+        moments[moment] |= {name: round(size * (factor if name == kind else 1)) for name, size in sizes.items()}
     moments[PEAK][BUFFERS] = round(formula.peak)
     memory = {moment: sum(moments[moment].values()) for moment in (IDLE, BACKWARD, STEP)}
     return Measured(moments, memory, collectives(9, 9 * zero.MICROBATCHES))
 
 
 def collectives(gathers: int, scatters: int) -> StepCounts:
-    calls = {"all_gather": gathers, "reduce_scatter": scatters, "partial all_reduce": 3}
-    return Counter({Call(DATA, name, 10): times for name, times in calls.items()})
+    calls = (("all_gather", gathers), ("reduce_scatter", scatters), ("partial all_reduce", 3))
+    return Counter({Call(DATA, name, 10): times for name, times in calls})
 
 
 def wrong(held: Measured) -> list[str]:
@@ -47,9 +43,9 @@ def wrong(held: Measured) -> list[str]:
 
 
 def test_published_formulas() -> None:
-    assert [zero.published(100, stage, 4, 16) for stage in (1, 2, 3)] == [800, 650, 500]
-    assert [zero.published(100, stage, 4, 12) for stage in (1, 2, 3)] == [700, 550, 400]
-    assert zero.published(100, 0, 1, 16) == 2000 and zero.published(100, 0, 1, 12) == 1600
+    for optimizer, whole, stages in ((16, 2000, [800, 650, 500]), (12, 1600, [700, 550, 400])):
+        assert [zero.published(100, stage, 4, optimizer) for stage in (1, 2, 3)] == stages
+        assert zero.published(100, 0, 1, optimizer) == whole
 
 
 def test_the_bar_is_on_each_moment() -> None:
@@ -78,10 +74,8 @@ def test_differences_of_steps() -> None:
     step = Counter({Call(LAYERS, "all_gather", 8): 2, Call(DATA, "reduce_scatter", 8): 1, Call(GEMMS): 100})
     assert differences(step + Counter({Call(SENDS, "send", 4): 3}), step) == []
     larger = step - Counter({Call(LAYERS, "all_gather", 8): 2}) + Counter({Call(LAYERS, "all_gather", 16): 2})
-    assert sorted(differences(larger, step)) == [
-        "layers, all_gather of 16 bytes: 2, not 0",
-        "layers, all_gather of 8 bytes: 0, not 2",
-    ]
+    found = [f"layers, all_gather of {text}" for text in ("16 bytes: 2, not 0", "8 bytes: 0, not 2")]
+    assert sorted(differences(larger, step)) == found
     assert differences(step + Counter({Call(GEMMS): 1}), step) == ["GEMM FLOPs: 101, not 100"]
 
 
@@ -94,10 +88,9 @@ def test_files_and_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fa
     assert {"rows", "splits", "model", "note", "commit", "kinds"} <= set(result)
     assert len(result["rows"]) == 1 and result["rows"][0]["moments"][IDLE]["ok"] == (code == 0)
     drawn = ElementTree.parse(tmp_path / "cpu" / "zero.svg").getroot()
-    texts = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert {CASE, *zero.MOMENTS, *KINDS} <= set(texts)
-    red = [each for each in drawn.iter("{http://www.w3.org/2000/svg}line") if each.attrib["stroke"] == REQUIRED]
-    assert len(red) == len(zero.MOMENTS)
+    assert {CASE, *zero.MOMENTS, *KINDS} <= {each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")}
+    lines = [each.attrib["stroke"] for each in drawn.iter("{http://www.w3.org/2000/svg}line")]
+    assert lines.count(REQUIRED) == len(zero.MOMENTS)
 
 
 def test_one_dtype_and_only_counts_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

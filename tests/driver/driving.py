@@ -5,7 +5,6 @@ Belongs here: what test_driver.py runs in a process of its own, as Triton looks 
 
 import ast
 import contextlib
-import functools
 import gc
 import json
 import os
@@ -13,6 +12,7 @@ import re
 import struct
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache, partial, partialmethod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,7 +42,7 @@ def shipped_cases(capability: int, shelf: Shelf) -> list[Any]:
     cases.meta = shelf
     from checks.compile import memory_bound, shipped
 
-    shipped.channel = functools.cache(shipped.channel)  # what is kept of calls, a channel keeps
+    shipped.channel = cache(shipped.channel)  # what is kept of calls, a channel keeps
     shipped.channel(), shipped.channel(1), shipped.channel(shipped.WORLD)  # before a case takes memory
 
     memory_bound.PROGRAMS = shipped.PROGRAMS = None
@@ -51,36 +51,29 @@ def shipped_cases(capability: int, shelf: Shelf) -> list[Any]:
     groups: dict = {}
     for case in ours:
         groups.setdefault((case.kernel, case.dtype if case.tile else None), []).append(case)
+    several = REGISTERS // (32 * (MAXIMUM_REGISTERS + 1))  # warps; of more an SM holds one program
     chosen = []
     for (_, dtype), group in groups.items():
-        if dtype is None:
-            chosen += group[-2:]
-        elif dtype == torch.float32:
-            chosen += group[:1]
-        else:
-            several = REGISTERS // (32 * (MAXIMUM_REGISTERS + 1))  # warps; of more an SM holds one program
-            fit = {case.name: case for case in reversed(group) if 2 * case.tile.warps <= several}
-            chosen += [case for case in group if case.name == group[0].name or case is fit[case.name]]
+        if dtype != torch.bfloat16:
+            chosen += group[-2:] if dtype is None else group[:1]
+            continue
+        fit = {case.name: case for case in reversed(group) if 2 * case.tile.warps <= several}
+        chosen += [case for case in group if case.name == group[0].name or case is fit[case.name]]
     return chosen
 
 
 def call_launchers(stub: Stub, capability: int, part: int) -> list[dict]:
     """The attempt of every second of these cases, with what test_driver.py expects by."""
-    # poll_in_vain polls for nobody, and publishes no report; every kernel that waits for others may publish one
-    shelf = Shelf()
-
-    def attempt(case: Any) -> dict:
-        found = compared(stub, shelf, *[lambda: (case.launch, (), {})] * 2)
-        return {**found.pop("plain"), **found}
-
-    return [
-        {
+    shelf, done = Shelf(), []
+    for case in shipped_cases(capability, shelf)[part::PARTS]:
+        found = compared(stub, shelf, *[lambda launch=case.launch: (launch, (), {})] * 2)
+        # poll_in_vain polls for nobody, and publishes no report; every kernel that waits for others may publish one
+        done.append({
             "case": case.key, "name": case.name, "kernel": case.kernel, "waits": bool(case.acquires and case.releases),
             "gemm": case.tile is not None, "tma": bool(case.tile and case.tile.tma), "processors": GPUS[capability][0],
-            **attempt(case),
-        }
-        for case in shipped_cases(capability, shelf)[part::PARTS]
-    ]  # fmt: skip
+            **found.pop("plain"), **found,
+        })  # fmt: skip
+    return done
 
 
 def trial_of(stub: Stub, launches: int, message: str | None, call: Callable, *arguments: Any, **options: Any) -> dict:
@@ -107,7 +100,7 @@ def try_driver(stub: Stub, capability: int) -> list[dict]:
         fill = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor  # its name in triton 3.6
         fill(address, 3, 2, kind, box, shape, strides, 0)
 
-    trial = functools.partial(trial_of, stub)
+    trial = partial(trial_of, stub)
     return [
         trial(1, None, launch),
         trial(1, None, launch, grid=(1, 65535, 1)),
@@ -148,7 +141,7 @@ def try_launchers(stub: Stub) -> list[dict]:
     skewed = memory(256 * 64 + 1, dtype=torch.bfloat16)[1:].view(256, 64)
     crowded = mock.patch.object(gathers.plan, "pushers_of", lambda *_: 4096)(gathers.await_gathered)
     unpadded = mock.patch.object(matmuls, "padded", lambda x: x)(matmuls.matmul)
-    trial = functools.partial(trial_of, stub)
+    trial = partial(trial_of, stub)
     return [
         trial(0, r"Required: 2\d{5}, Hardware limit: 232448", matmuls.matmul, a, [w], tile=tile._replace(stages=10)),
         trial(0, "of 4097 cooperative blocks of await_gathered_kernel", crowded, channel, a, push=True),
@@ -194,35 +187,30 @@ def assemble_with_registers(
 
 
 # LLVM and ptxas take most of the time of compiling. Of what a launch depends on they make the registers alone.
-Replacements = tuple[tuple[type, str, Callable], ...]
-HEADS: Replacements = (JITFunction, "parse", parse_head), (CUDABackend, "make_llir", lower_with_shared)
-LOWERED: Replacements = (
-    (CUDABackend, "make_llir", lower_alone),
-    (CUDABackend, "make_cubin", assemble_with_registers),
-)
+HEADS = (JITFunction, "parse", parse_head), (CUDABackend, "make_llir", lower_with_shared)
+LOWERED = (CUDABackend, "make_llir", lower_alone), (CUDABackend, "make_cubin", assemble_with_registers)
 
 
 @contextlib.contextmanager
-def compiling(cache: Path, replacements: Replacements) -> Iterator[None]:
+def compiling(cache: Path, replacements: tuple) -> Iterator[None]:
     """Within, Triton compiles in this way, and keeps kernels in a cache of their own. HEADS: kernels do nothing; they
     have the parameters and threads of the real ones. LOWERED: they have their shared memory, too."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(cache)))
         for owner, name, function in replacements:
-            method = functools.partialmethod(function, getattr(owner, name))
-            stack.enter_context(mock.patch.object(owner, name, method))
+            stack.enter_context(mock.patch.object(owner, name, partialmethod(function, getattr(owner, name))))
         yield
 
 
 def drive(driver: Path, capability: int, part: int | None = None) -> None:
     """Print what test_driver.py judges: a part of the launchers that ship, or trials and replays."""
     gc.freeze()  # what this process was forked with is never garbage
-    stub, cache = Stub(driver, capability), driver.parent / "cache"
+    stub, folder = Stub(driver, capability), driver.parent / "cache"
     if part is not None:
-        with compiling(cache / "lowered", LOWERED):
+        with compiling(folder / "lowered", LOWERED):
             done: Any = call_launchers(stub, capability, part)
     else:
         trials = [*try_driver(stub, capability), *try_launchers(stub)]
-        with compiling(cache / "heads", HEADS):
+        with compiling(folder / "heads", HEADS):
             done = {"trials": trials, "variants": call_variants(stub), "kept": keep_little()}
     print(json.dumps(done))

@@ -1,15 +1,13 @@
 """Calls of launchers that are done again from a plan, beside the same calls in Triton's own way.
 
 Belongs here: the calls, with tensors from memory that is handed out again in the same order, and what came to the
-driver for both, made comparable. driving.py runs it. Calls that differ from those of the compile check in no more than
-their kernel are not among them: driving.py makes those twice, too.
+driver for both, made comparable. driving.py runs them, and makes those of the compile check's cases twice, too.
 """
 
 import gc
 import mmap
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -72,18 +70,17 @@ def local_channel(shelf: Shelf) -> Channel:
     )  # fmt: skip
 
 
-def finish_of(
-    shelf: Shelf, rows: int, n: int, key: int, parts: str = "bias dropout residual", p: float = 0.25
-) -> Finish:
+def finish_of(shelf: Shelf, rows: int, key: int, parts: str = "bias dropout residual", p: float = 0.25) -> Finish:
+    """The end of an operation with 512 columns."""
     dropout = Dropout(shelf(rows, dtype=torch.int64), key, p) if "dropout" in parts else None
-    bias = shelf(n) if "bias" in parts else None
-    return Finish(bias, dropout, shelf(rows, n) if "residual" in parts else None)
+    bias = shelf(512) if "bias" in parts else None
+    return Finish(bias, dropout, shelf(rows, 512) if "residual" in parts else None)
 
 
 def launches(attempt: dict, given: list[Tensor], results: list[Tensor]) -> list:
     """What the driver was told of each launch. Addresses of memory that is not given, which differ between two calls,
     become the number of the result, or the order in which they come."""
-    ranges = [(x.data_ptr(), x.data_ptr() + max(1, x.numel() * x.element_size())) for x in given]
+    ranges = [(x.data_ptr(), x.data_ptr() + max(1, x.nbytes)) for x in given]
     places: dict[int, str] = {x.data_ptr(): f"result {number}" for number, x in enumerate(results)}
 
     def known(value: int) -> int | str:
@@ -98,25 +95,9 @@ def launches(attempt: dict, given: list[Tensor], results: list[Tensor]) -> list:
     return [attempt["error"], said]
 
 
-@contextmanager
-def in_tritons_way() -> Iterator[None]:
-    """A context in which nothing is recorded, and no plan is used."""
-    with mock.patch.object(replay, "device_of_launches", lambda: None):
-        yield
-
-
-@contextmanager
-def counted() -> Iterator[list[None]]:
-    """A context that gives a list with one member for each call that is done from a plan."""
-    done: list[None] = []
-    original = replay.replay
-
-    def counting(*arguments: Any) -> Any:
-        done.append(None)
-        return original(*arguments)
-
-    with mock.patch.object(replay, "replay", counting):
-        yield done
+def counted() -> Any:
+    """A context that gives a mock, whose calls are those that are done from a plan."""
+    return mock.patch.object(replay, "replay", wraps=replay.replay)
 
 
 def leaves(value: Any) -> list:
@@ -124,13 +105,10 @@ def leaves(value: Any) -> list:
     return [leaf for each in value for leaf in leaves(each)] if isinstance(value, tuple | list) else [value]
 
 
-def kinds(value: Any) -> Any:
-    """The types of nested tuples and lists; None for everything else."""
-    return [type(value).__name__, *map(kinds, value)] if isinstance(value, tuple | list) else None
-
-
-def geometry(x: Any, tensors: list[Tensor]) -> Any:
-    """What a result must share with that of another call: its layout, and which of the call's tensors it is."""
+def described(x: Any, tensors: list[Tensor]) -> Any:
+    """What a result must share with that of another call: types, layouts, and which of the call's tensors it is."""
+    if isinstance(x, tuple | list):
+        return [type(x).__name__, *(described(each, tensors) for each in x)]
     if not isinstance(x, Tensor):
         return x
     same = next((number for number, tensor in enumerate(tensors) if tensor is x), None)
@@ -146,19 +124,18 @@ def compared(stub: Stub, shelf: Shelf, recorded: Callable[[], Call], call: Calla
         shelf.begin(tensors)
         launcher, arguments, options = make()
         attempt = stub.attempt(lambda: held.append(launcher(*arguments, **options)))
-        results = [] if attempt["error"] else leaves(held[-1])
-        own = [x for x in results if isinstance(x, Tensor) and not any(x is given for given in shelf.given)]
-        said = launches(attempt, shelf.given, own)
-        return attempt, [said, [geometry(x, tensors) for x in results], attempt["error"] or kinds(held[-1])]
+        result = None if attempt["error"] else held[-1]
+        own = [x for x in leaves(result) if isinstance(x, Tensor) and not any(x is given for given in shelf.given)]
+        return attempt, [launches(attempt, shelf.given, own), described(result, tensors)]
 
     first: list[Tensor] = []
-    with in_tritons_way():
+    with mock.patch.object(replay, "device_of_launches", lambda: None):  # nothing is recorded, and no plan is used
         plain, wanted = run(call, first)
-    _, (_, layouts, _) = run(recorded, [])
+    _, (_, layouts) = run(recorded, [])
     with counted() as done:
         _, found = run(call, first)
     same = wanted == found and wanted[1] == layouts
-    return {"plain": plain, "replayed": len(done), "same": same, "layouts": layouts, "said": [wanted, found]}
+    return {"plain": plain, "replayed": done.call_count, "same": same, "layouts": layouts, "said": [wanted, found]}
 
 
 def gemms(shelf: Shelf) -> Iterator[Variant]:
@@ -171,11 +148,8 @@ def gemms(shelf: Shelf) -> Iterator[Variant]:
         return matmul, (a, b, biases), options
 
     def derivative(key: int, gate: bool) -> Call:
-        return (
-            matmul_derivative,
-            (shelf(256, 64), shelf(64, 128), shelf(256, 128), "silu", shelf(256, 128) if gate else None),
-            {},
-        )
+        a, w, x = shelf(256, 64), shelf(64, 128), shelf(256, 128)
+        return matmul_derivative, (a, w, x, "silu", shelf(256, 128) if gate else None), {}
 
     options: dict[str, Any]
     for options in (
@@ -200,7 +174,7 @@ def fused(shelf: Shelf, channel: Channel) -> Iterator[Variant]:
         return gathers.all_gather_matmul, (shelf(32, 512), weights, channel), {"push": push, "keep": push}
 
     def reduce(key: int, parts: str, launcher: Callable, rows: int) -> Call:
-        finish = finish_of(shelf, rows, 512, key, parts)
+        finish = finish_of(shelf, rows, key, parts)
         return launcher, ([shelf(256, 64)], [shelf(512, 64)], channel, finish), {"spare": 4}
 
     for push in (False, True):
@@ -217,8 +191,7 @@ def fused(shelf: Shelf, channel: Channel) -> Iterator[Variant]:
 def finishes(shelf: Shelf) -> Iterator[Variant]:
     """Calls that multiply nothing, and in which members may be missing."""
 
-    def finish(key: int, parts: str = "bias dropout residual", p: float = 0.25) -> Finish:
-        return finish_of(shelf, 64, 512, key, parts, p)
+    finish = partial(finish_of, shelf, 64)
 
     def normed(key: int, parts: str) -> Call:
         norm = Norm("layernorm", shelf(512), shelf(512), eps=1e-5)
@@ -296,7 +269,7 @@ def call_variants(stub: Stub) -> list[dict]:
     for _, _, make in every:
         shelf.begin([])
         launcher, arguments, options = make(1)
-        layouts.append([geometry(x, shelf.tensors) for x in leaves(launcher(*arguments, **options))])
+        layouts.append(described(launcher(*arguments, **options), shelf.tensors))
     done = []
     for (name, expected, make), layout in zip(every, layouts, strict=True):
         found = compared(stub, shelf, partial(make, 2**63 + 5), partial(make, 7))
@@ -325,8 +298,10 @@ def keep_little() -> dict[str, Any]:
     with counted() as done:
         results = [matmul(a, [w])[0] for _ in range(2)]
         gathers.await_gathered(channel, a, True)
+        replayed = done.call_count
+        done.reset_mock()  # it keeps arguments
     watched = [weakref.ref(each) for each in (*rooms, *results, a, w, channel)]
     before = sum(each() is not None for each in watched)
     del rooms, results, a, w, channel
     gc.collect()
-    return {**kept, "replayed": len(done), "before": before, "alive": sum(each() is not None for each in watched)}
+    return {**kept, "replayed": replayed, "before": before, "alive": sum(each() is not None for each in watched)}

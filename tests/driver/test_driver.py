@@ -20,10 +20,8 @@ sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
 from checks.driver.stub import VARIABLE, build, missing  # noqa: E402
 
 # programs that walk tiles or rows: more than are resident at once would do their work in two waves
-PERSISTENT = (
-    *("matmul_kernel", "grouped_matmul_kernel", "grouped_weight_gradient_kernel"),
-    *("norm_backward_kernel", "norm_weight_gradient_kernel", "finish_backward_kernel"),
-)
+PERSISTENT = [f"{name}_kernel" for name in ("matmul", "grouped_matmul", "grouped_weight_gradient", "norm_backward",
+                                            "norm_weight_gradient", "finish_backward")]  # fmt: skip
 FEW_TILES = "one-shot"  # the GEMM that has fewer tiles than a GPU has SMs
 
 
@@ -40,12 +38,9 @@ def drive(commands: Commands, library: Path, capability: int, *parts: int) -> li
 
     folder = {VARIABLE: str(library.parent)}
     begun = [commands.call(driving.drive, library, capability, part, **folder) for part in parts or (None,)]
-    printed = []
-    for command in begun:
-        code, out, err = command.finish(900)
-        assert code == 0, err
-        printed.append(json.loads(out))
-    return printed
+    ended = [command.finish(900) for command in begun]
+    assert not any(code for code, _, _ in ended), ended
+    return [json.loads(out) for _, out, _ in ended]
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +54,11 @@ def expected_maps(case: dict) -> int:
 
     Pointers load rows that an index names, and both factors of a gradient of groups.
     """
-    grouped = {"grouped_matmul_kernel": 1 if "indexed" in case["name"] else 2, "grouped_weight_gradient_kernel": 0}
-    grouped["all_gather_grouped_matmul_kernel"] = 1
-    if case["kernel"] in grouped:
-        return grouped[case["kernel"]] if case["tma"] else 0
+    grouped = {"grouped_matmul_kernel": 1 if "indexed" in case["name"] else 2, "grouped_weight_gradient_kernel": 0,
+               "all_gather_grouped_matmul_kernel": 1}  # fmt: skip
     factors = 3 if "3 " in case["name"] else 1
     sources = {"matmul_kernel": 1, "all_gather_matmul_kernel": 3}.get(case["kernel"], factors)
-    return sources + factors if case["tma"] else 0
+    return grouped.get(case["kernel"], sources + factors) if case["tma"] else 0
 
 
 def faults(case: dict) -> list[str]:
@@ -97,9 +90,7 @@ def faults(case: dict) -> list[str]:
 
 @pytest.mark.proof
 @pytest.mark.timeout(900)  # about 120 kernels are compiled
-@pytest.mark.parametrize(
-    "capability", [pytest.param(each, marks=pytest.mark.rotates(turn)) for turn, each in enumerate((80, 90, 100))]
-)
+@pytest.mark.parametrize("capability", [pytest.param(80 + 10 * n, marks=pytest.mark.rotates(n)) for n in range(3)])
 def test_every_launcher(commands, library, capability) -> None:
     import driving
 
@@ -110,15 +101,16 @@ def test_every_launcher(commands, library, capability) -> None:
     assert [case["case"] for case in cases if not case["same"]] == []
     again = {(case["kernel"], case["name"]) for case in cases if not case["replayed"]}
     # polls are timed once; rows that do not begin at multiples of 16 bytes are copied in every call
-    copied = {(f"{name}_kernel", "gated derivative, odd columns") for name in ("matmul", "all_gather_matmul")}
-    copied.add(("grouped_weight_gradient_kernel", "indexed dy, odd columns"))
-    forms = ("rows", "indexed rows", "dgrad, indexed rows")
-    copied |= {("grouped_matmul_kernel", f"{form}, odd inner dim") for form in forms}
     # and the gather of experts, which have other numbers of rows in every call, keeps no plan
-    odd = ("push, odd columns", "push, odd inner dim", "dgrad, odd inner dim")
-    experts = {("all_gather_grouped_matmul_kernel", name) for name in ("copies", "push", "dgrad", *odd)}
-    polls = {("poll_in_vain_kernel", "1 rank"), ("await_gathered_kernel", "8 ranks, odd rows")}
-    assert again == polls | copied | experts
+    expected = {
+        "poll_in_vain": ["1 rank"], "await_gathered": ["8 ranks, odd rows"],
+        "matmul": ["gated derivative, odd columns"], "all_gather_matmul": ["gated derivative, odd columns"],
+        "grouped_matmul": [f"{form}, odd inner dim" for form in ("rows", "indexed rows", "dgrad, indexed rows")],
+        "grouped_weight_gradient": ["indexed dy, odd columns"],
+        "all_gather_grouped_matmul": ["copies", "push", "dgrad", "push, odd columns", "push, odd inner dim",
+                                      "dgrad, odd inner dim"],
+    }  # fmt: skip
+    assert again == {(f"{kernel}_kernel", name) for kernel, names in expected.items() for name in names}
     assert any(case["waits"] for case in cases) and any(case["tma"] for case in cases) == (capability >= 90)
     assert uncovered(DEFAULT, {case["case"]: SimpleNamespace(kernel=case["kernel"]) for case in cases}) == []
 
