@@ -60,17 +60,15 @@ PUSHED_LATE = "tl.range(begin, reach(limit, 1) * end,"
 MUTATIONS: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
     "no barrier before the release": (protocol.publish, replace("barrier()", "pass"), NO_BARRIER, VARIANTS),
     "no release": (protocol.publish, replace('sem="release"', 'sem="relaxed"'), {"releases"}, SOME),
-    "a plain store": (
-        protocol.publish, replace("tl.atomic_xchg(", "tl.store(flag, epoch)  # "), {"releases"}, [SCATTER, AWAIT]
-    ),
+    "a plain store": (protocol.publish, replace("tl.atomic_xchg(", "tl.store(flag, epoch)  # "), {"releases"},
+        [SCATTER, AWAIT]),
     "release of gpu scope": (protocol.publish, replace('"sys"', '"gpu"'), {"system_scope", "releases"}, OTHERS),
     "wait of gpu scope": (protocol.poll, replace('"sys"', '"gpu"'), {"system_scope", "acquires"}, SOME),
     "no acquire": (protocol.poll, replace('sem="acquire"', 'sem="relaxed"'), {"acquires"}, OTHERS),
     "no fence before the flags": (protocol.announce, replace("fence.acq_rel.sys; ", ""), UNFENCED, ANNOUNCING),
     "fence of gpu scope": (protocol.announce, replace("acq_rel.sys", "acq_rel.gpu"), UNFENCED, ANNOUNCING),
-    "no barrier before the fence": (
-        protocol.announce, replace("tl.debug_barrier()", "pass"), {"barrier_before_release"}, ANNOUNCING
-    ),
+    "no barrier before the fence": (protocol.announce, replace("tl.debug_barrier()", "pass"),
+        {"barrier_before_release"}, ANNOUNCING),
     "a release of one flag before the others": (
         protocol.announce, chain(replace("fence.acq_rel.sys; ", ""), replace(
             'sem="relaxed"', 'sem="release" if step == 1 else "relaxed"'
@@ -80,30 +78,23 @@ MUTATIONS: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
         protocol.announce, replace("pack=1\n        )\n", "pack=1\n        )\n        tl.store(flags[0], 0)\n"),
         {"fence_before_flag"}, ANNOUNCING,
     ),
-    "no proxy fence": (
-        protocol.order_tma_after_acquire, replace("if TMA:", "if False:"), {"fence_before_tma_load"}, [GATHER]
-    ),
+    "no proxy fence": (protocol.order_tma_after_acquire, replace("if TMA:", "if False:"), {"fence_before_tma_load"},
+        [GATHER]),
     "a relaxed count of tiles": (push_tiles, replace('"acq_rel"', '"relaxed"'), {"system_scope"}, [SCATTER]),
     "a count of tiles below gpu scope": (push_tiles, replace('"gpu"', '"cta"'), {"system_scope"}, [SCATTER]),
     # with 16-bit partials one for the shared memory happens to stand there
-    "no barrier before the count of tiles": (
-        push_tiles, replace("barrier()", "pass"), NO_BARRIER, [f"{SCATTER} float32"]
-    ),
-    "wait behind the tiles of the chunk": (
-        gather, move("limit = wait(me, own_flags, chunk", "linear_tiles(problem, slot"), LATE, [GATHER]
-    ),
-    "wait behind the tiles of a rank's tokens": (
-        grouped_gather, move("limit = wait(me, own_flags, source", "before = (before + tiles)"), LATE, [GROUPED]
-    ),
-    "finishing wait behind its loads": (
-        scatter, move("limit = wait(me, own_flags + row_block", "for unit in"), LATE, [SCATTER]
-    ),
-    "reducing wait behind its loads": (
-        reduce, move("limit = wait(me, own_flags + tile,", f"for piece in {PUSHED_LATE} STEP)"), LATE, ANNOUNCING
-    ),
-    "wait for a sum behind its load": (
-        reduce, move("limit = wait(me, own_flags + tiles", f"for piece in {PUSHED_LATE} COPIED)"), LATE, [TWO_SHOT]
-    ),
+    "no barrier before the count of tiles": (push_tiles, replace("barrier()", "pass"), NO_BARRIER,
+        [f"{SCATTER} float32"]),
+    "wait behind the tiles of the chunk": (gather,
+        move("limit = wait(me, own_flags, chunk", "linear_tiles(problem, slot"), LATE, [GATHER]),
+    "wait behind the tiles of a rank's tokens": (grouped_gather,
+        move("limit = wait(me, own_flags, source", "before = (before + tiles)"), LATE, [GROUPED]),
+    "finishing wait behind its loads": (scatter, move("limit = wait(me, own_flags + row_block", "for unit in"), LATE,
+        [SCATTER]),
+    "reducing wait behind its loads": (reduce,
+        move("limit = wait(me, own_flags + tile,", f"for piece in {PUSHED_LATE} STEP)"), LATE, ANNOUNCING),
+    "wait for a sum behind its load": (reduce,
+        move("limit = wait(me, own_flags + tiles", f"for piece in {PUSHED_LATE} COPIED)"), LATE, [TWO_SHOT]),
     "loads that wait for the step before": (
         tile.linear_tiles,
         chain(

@@ -62,9 +62,7 @@ def place() -> str:
     """The line of a kernel that the interpreter is at."""
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_filename.endswith("kernel.py") or frame.f_globals.get("__name__", "").endswith(
-            (".tile", ".rows", ".protocol")
-        ):
+        if frame.f_globals.get("__name__", "").endswith((".kernel", ".tile", ".rows", ".protocol")):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
         frame = frame.f_back
     return "an unknown line"
@@ -78,12 +76,11 @@ class Watch:
     """What the interpreter has done since `watching` began."""
 
     def __init__(self) -> None:
-        self.shared: list[Tensor] = []
-        """Memory that kernels have the addresses of, and no argument for."""
+        self.shared: list[Tensor] = []  # memory that kernels have the addresses of, and no argument for
         self.reports: list[str] = []
         self.allowed: Allowed | None = None
+        # addresses of the elements that each store of a block has written in this launch, and its line
         self.stores: list[tuple[np.ndarray, str]] = []
-        """Addresses of the elements that each store of a block has written in this launch, and its line."""
 
     def launch(self, run: Callable) -> Callable:
         """The interpreter's launch, during which the operands' elements may be touched."""
@@ -139,9 +136,8 @@ class Watch:
         def call(builder, pointers, value, mask, *options):
             inside = self.inside("store", pointers, mask)
             if inside.data.size > 1:  # words of the protocol, such as counters, are stored again
-                self.stores.append(
-                    (np.broadcast_to(pointers.data, inside.data.shape)[inside.data].astype(np.int64), place())
-                )
+                stored = np.broadcast_to(pointers.data, inside.data.shape)[inside.data]
+                self.stores.append((stored.astype(np.int64), place()))
             return run(builder, pointers, value, inside, *options)
 
         return call
@@ -161,11 +157,9 @@ def watching() -> Iterator[Watch]:
     watch, builder = Watch(), interpreter.InterpreterBuilder
     with contextlib.ExitStack() as stack:
         for owner, name, hook in (
-            (interpreter.GridExecutor, "__call__", watch.launch),
-            (builder, "create_masked_load", watch.load),
-            (builder, "create_masked_store", watch.store),
-            (builder, "create_atomic_rmw", watch.atomic),
-        ):
+            (interpreter.GridExecutor, "__call__", watch.launch), (builder, "create_masked_load", watch.load),
+            (builder, "create_masked_store", watch.store), (builder, "create_atomic_rmw", watch.atomic),
+        ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, hook(getattr(owner, name))))
         yield watch
 

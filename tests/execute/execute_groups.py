@@ -1,32 +1,14 @@
 """Every kernel that communicates, compiled for sm_80 and executed on groups of 1, 2 and 3 ranks for three epochs whose
 launches overlap, equals its reference; nothing races. If ranks are absent, waits expire, every kernel comes to its end,
 and leaves one whole report that names a rank which did not come. So it is with the tiles that ship, as launchers pick
-them. What loads the compiler moves to before a wait is found, which no interpreter can.
+them.
 
 `make execute` names this file; `make test` does not collect it, because compiling takes minutes.
 """
 
-import contextlib
-from unittest import mock
-
 import pytest
 import torch
-from execution import (
-    FEW,
-    GATHER_ALONE,
-    ROOT,
-    SCHEDULES,
-    SHIPPED,
-    TILE,
-    TRIES,
-    Schedule,
-    Try,
-    communicate,
-    executing,
-    executing_with,
-    run_group,
-    trying,
-)
+from execution import FEW, GATHER_ALONE, SCHEDULES, SHIPPED, TRIES, Try, communicate, executing, run_group, trying
 
 pytest.importorskip("triton")
 
@@ -34,11 +16,9 @@ import test_all_gather_grouped_matmul_kernel as experts
 import test_all_gather_matmul_kernel as gathers
 import test_matmul_all_reduce_kernel as all_reduces
 import test_matmul_reduce_scatter_kernel as scatters
-from mutations import chain, mutated, replace
 
 from checks import protocol as closed_forms
-from tpformer.kernels import protocol, tile
-from tpformer.kernels.all_gather_matmul import kernel as gather_kernel
+from checks.execute.schedule import Schedule
 from tpformer.kernels.all_gather_matmul import plan
 from tpformer.kernels.configurations import TILES
 from tpformer.kernels.matmul_all_reduce.kernel import select_all_reduce_tile
@@ -138,7 +118,7 @@ def test_tiles_that_ship(gemm: str, name: str) -> None:
     dtype, shape = SHIPPED[name]
     if gemm == "all-gather, experts" and name == "ampere":
         shape = (shape[0], 250, shape[2])  # with fewer columns the smaller tile is picked
-    with executing_with(name) as execution:
+    with executing(tile=name) as execution:
         run_group(LARGE[gemm], execution, 2, dtype, shape, **ROOM)
 
 
@@ -146,65 +126,9 @@ def test_tiles_that_ship(gemm: str, name: str) -> None:
 def test_tiles_for_few_rows(name: str) -> None:
     """The one-shot all-reduce takes the widest tile that gives every SM a program."""
     dtype, shape = FEW[name]
-    with executing_with(name) as execution:
+    with executing(tile=name) as execution:
         assert select_all_reduce_tile(torch.device("cuda"), dtype, *shape[:2], 2, one_shot=True) == TILES[name]
         run_group(all_reduces.gemm(1, True, True), execution, 2, dtype, shape, **ROOM)
-
-
-# Waits do not acquire. Each step of the K loop does, before its loads, which is right in the order of the source. The K
-# loop is in a loop over tiles here: the compiler moves no loads of a loop with all steps of all tiles and an acquire.
-ACQUIRE_IN_K_LOOP = {
-    protocol.poll: replace('sem="acquire"', 'sem="relaxed"'),
-    gather_kernel.all_gather_matmul_kernel: chain(
-        replace("linear_tiles(problem, a,", "linear_tiles((problem, own_flags + me.rank * me.writer_flags), a,"),
-        replace("linear_tiles(problem, slot,", "linear_tiles((problem, own_flags + chunk * me.writer_flags), slot,"),
-    ),
-    tile.linear_tiles: chain(
-        replace("    k, steps = problem.k,", "    problem, flags = problem\n    k, steps = problem.k,"),
-        replace(
-            "    for i in range(tl.cdiv(end - begin, programs) * steps):\n"
-            "        # All that the next loads need stands before the product, or they would not run ahead of it.\n"
-            "        step += 1\n        if step == steps:\n"
-            "            tile, step = tile + programs, 0\n            right",
-            "    for tile in range(begin, end, programs):\n      right",
-        ),
-        replace(
-            "        result, part = multiply_step(\n",
-            "      for step in range(steps):\n"
-            '        seen = tl.atomic_add(flags, 0, sem="acquire", scope="sys")\n'
-            "        result += (seen == -77).to(tl.float32)  # no epoch here; unused loads are left out\n"
-            "        result, part = multiply_step(\n",
-        ),
-        replace("        if i == last:\n", "      if True:\n"),
-    ),
-}
-
-
-def place(file: str, beginning: str) -> str:
-    """file.py:12 of the one line of a file of kernels/ that begins with a text."""
-    lines = (ROOT / "kernels" / file).read_text().splitlines()
-    (number,) = [number for number, text in enumerate(lines, 1) if text.strip().startswith(beginning)]
-    return f"{file.rpartition('/')[2]}:{number} "
-
-
-def test_loads_that_the_compiler_moves_to_before_an_acquire_race() -> None:
-    """With a pipeline alone. So it is the compiler that makes the race, in code whose source is right. Both lines are
-    named: the one that stores what a peer reads, and the one that reads it."""
-    load = place("tile.py", "block = tl.load(source")
-    store = place("all_gather_matmul/kernel.py", "tl.store(target + first")
-    with contextlib.ExitStack() as stack:
-        for function, edit in ACQUIRE_IN_K_LOOP.items():
-            stack.enter_context(mutated(function, edit))
-        stack.enter_context(mock.patch.object(plan, "IN_FLIGHT", 512))
-        for schedule in SCHEDULES:
-            with executing(schedule) as run:
-                run_group(gathers.linear(1), run, 2, torch.bfloat16, (17, 23, 48), tile=TILE._replace(stages=1))
-            with (
-                pytest.raises(AssertionError, match=f"race: [^']*{load}[^']*{store}|race: [^']*{store}[^']*{load}"),
-                executing(schedule) as run,
-                contextlib.suppress(AssertionError),  # what is read too early is wrong, too
-            ):
-                run_group(gathers.linear(1), run, 2, torch.bfloat16, (17, 23, 48))
 
 
 def test_closed_forms_of_the_protocol_are_exact() -> None:
@@ -217,8 +141,7 @@ def test_a_wrong_closed_form_is_found(field: str, wrong: int, monkeypatch: pytes
     right = closed_forms.tiled_exchange
 
     def off(*arguments):
-        found = right(*arguments)
-        return found._replace(**{field: getattr(found, field) + wrong})
+        return (found := right(*arguments))._replace(**{field: getattr(found, field) + wrong})
 
     monkeypatch.setattr(closed_forms, "tiled_exchange", off)
     with pytest.raises(AssertionError, match="the closed form says"):

@@ -21,25 +21,16 @@ from masks import CASES, try_mutants, verdict
 
 # the cases that reach a file's masks, fastest first
 REACH = {
-    "activation/kernel.py": ["activation"],
-    "all_gather_grouped_matmul/kernel.py": ["all-gather groups"],
-    "all_gather_matmul/kernel.py": ["gather", "all-gather matmul"],
-    "combine/kernel.py": ["combine"],
-    "cross_entropy/kernel.py": ["targets outside", "cross entropy"],
-    "dropout/kernel.py": ["dropout"],
-    "grouped_matmul/kernel.py": ["groups"],
-    "launch.py": ["matmul by descriptors"],
-    "matmul_all_reduce/kernel.py": ["all-reduce"],
-    "matmul_reduce_scatter/kernel.py": ["reduce-scatter"],
-    "norm/kernel.py": ["norm"],
-    "pack/kernel.py": ["pack"],
-    "philox/kernel.py": ["dropout"],
-    "rope/kernel.py": ["rope"],
-    "route/kernel.py": ["route"],
-    "rows.py": ["dropout", "norm"],
+    "activation/kernel.py": ["activation"], "all_gather_grouped_matmul/kernel.py": ["all-gather groups"],
+    "all_gather_matmul/kernel.py": ["gather", "all-gather matmul"], "combine/kernel.py": ["combine"],
+    "cross_entropy/kernel.py": ["targets outside", "cross entropy"], "dropout/kernel.py": ["dropout"],
+    "grouped_matmul/kernel.py": ["groups"], "launch.py": ["matmul by descriptors"],
+    "matmul_all_reduce/kernel.py": ["all-reduce"], "matmul_reduce_scatter/kernel.py": ["reduce-scatter"],
+    "norm/kernel.py": ["norm"], "pack/kernel.py": ["pack"], "philox/kernel.py": ["dropout"],
+    "rope/kernel.py": ["rope"], "route/kernel.py": ["route"], "rows.py": ["dropout", "norm"],
     "tile.py": ["matmul", "reduce-scatter", "all-gather matmul", "all-reduce"],
     "weighted_activation/kernel.py": ["weighted activation"],
-}
+}  # fmt: skip
 
 WHOLE = "a whole block may take the path with a mask, too: it is slower, and the same"
 ROWS = "the rows of the last share that do not exist are masked: a step more is done in vain"
@@ -73,17 +64,11 @@ EQUIVALENT = {
         "a last block without valid columns adds nothing to any statistic",
     "route/kernel.py route_forward_kernel: POLICY.top_groups < POLICY.groups -> POLICY.top_groups < POLICY.groups + 1":
         "experts whose groups are all allowed are chosen in the way of those that are not: it is slower, and the same",
-    **dict.fromkeys(
-        (
-            f"{place}: tl.minimum(first + share, m) -> tl.minimum(first + share, first + share)"
-            for place in (
-                "dropout/kernel.py finish_backward_kernel",
-                "norm/kernel.py norm_backward_kernel",
-                "norm/kernel.py norm_weight_gradient_kernel",
-            )
-        ),
-        ROWS,
-    ),
+    **{
+        f"{place}_kernel: tl.minimum(first + share, m) -> tl.minimum(first + share, first + share)": ROWS
+        for place in ("dropout/kernel.py finish_backward", "norm/kernel.py norm_backward",
+                      "norm/kernel.py norm_weight_gradient")
+    },
 }  # fmt: skip
 
 

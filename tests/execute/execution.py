@@ -38,43 +38,36 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # name of a tile that ships for sm_80 -> (dtype, (rows, N, K)): two tiles or more in each direction, and more steps of K
 # than stages; then those for few rows, with columns for the two SMs that there are
 SHIPPED = {
-    "ampere": (torch.bfloat16, (136, 144, 176)),
-    "ampere_small": (torch.bfloat16, (64, 80, 264)),
+    "ampere": (torch.bfloat16, (136, 144, 176)), "ampere_small": (torch.bfloat16, (64, 80, 264)),
     "exact": (torch.float32, (72, 40, 56)),
-}
+}  # fmt: skip
 FEW = {
-    "ampere_small": (torch.bfloat16, (40, 80, 264)),
-    "ampere_narrow": (torch.bfloat16, (40, 40, 520)),
+    "ampere_small": (torch.bfloat16, (40, 80, 264)), "ampere_narrow": (torch.bfloat16, (40, 40, 520)),
     "exact": (torch.float32, (40, 40, 56)),
-}
+}  # fmt: skip
 # two programs of two warps are resident
 DEVICE = SimpleNamespace(multi_processor_count=2, shared_memory_per_multiprocessor=4096)
 
 
 @contextlib.contextmanager
 def executing(
-    schedule: Schedule = PLAIN, mutate: Callable[[str, str], str] | None = None, clean: bool = True
-) -> Iterator[Execution]:
-    """Within, launches are executed, on a GPU with few programs. clean: afterwards there must be no report."""
+    schedule: Schedule = PLAIN, mutate: Callable[[str, str], str] | None = None, clean=True, tile: str | None = None
+) -> Iterator[Execution]:  # fmt: skip
+    """Within, launches are executed, on a GPU with few programs. clean: afterwards there must be no report. tile: the
+    name of one. Every GEMM must have as many warps as it has; those of one dtype differ in that."""
+
+    def checked(name: str, ptx: str) -> str:
+        right = tile is None or "matmul" not in name or f".reqntid {32 * TILES[tile].warps}\n" in ptx
+        assert right, f"{name} has another tile"
+        return mutate(name, ptx) if mutate else ptx
+
     with (
         mock.patch.object(torch.cuda, "get_device_properties", lambda device: DEVICE),
         mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)),
-        Execution(schedule, mutate) as execution,
+        Execution(schedule, checked) as execution,
     ):
         yield execution
     assert not (clean and execution.log.reports), execution.log.reports
-
-
-@contextlib.contextmanager
-def executing_with(tile: str) -> Iterator[Execution]:
-    """`executing`, in which every GEMM must have as many warps as this tile; those of one dtype differ in that."""
-
-    def check(name: str, ptx: str) -> str:
-        assert "matmul" not in name or f".reqntid {32 * TILES[tile].warps}\n" in ptx, f"{name} has another tile"
-        return ptx
-
-    with executing(mutate=check) as execution:
-        yield execution
 
 
 def group(world: int, capacity: int = 1 << 14, writer_flags: int = 16, limit: int = 10**8) -> list[Channel]:
@@ -85,13 +78,8 @@ def group(world: int, capacity: int = 1 << 14, writer_flags: int = 16, limit: in
         # copies: at one address of many, Triton would compile a kernel for the alignment of each rank's
         words = ("data", "flags", "epoch", "error", "stopped", "counters")
         slots = tuple(slot.view(world, -1)[rank] for slot in whole.slots)
-        return replace(
-            whole,
-            rank=rank,
-            served=1,
-            slots=slots,
-            **{name: getattr(whole, name)[rank : rank + 1].clone() for name in words},
-        )
+        own_words = {name: getattr(whole, name)[rank : rank + 1].clone() for name in words}
+        return replace(whole, rank=rank, served=1, slots=slots, **own_words)
 
     return [own(rank) for rank in range(world)]
 
@@ -103,6 +91,33 @@ def read_report_kernel(error, report):
         pass
     for word in range(ERROR_WORDS):
         tl.store(report + word, tl.load(error + word))
+
+
+WRITTEN = """.file 1 "{file}"
+.visible .entry kernel(
+{parameters}
+)
+.reqntid {threads}
+{{
+.reg .pred %p<9>;
+.reg .b16 %rs<9>;
+.reg .b32 %r<19>;
+.reg .b64 %rd<19>;
+.loc 1 {line} 0
+{text}
+}}
+"""
+
+
+def written(
+    text: str, names: tuple[str, ...], warps: int = 2, file: str = "snippet.ptx", line: int = 7
+) -> SimpleNamespace:  # fmt: skip
+    """What a launch takes of Triton's compiled kernel, with PTX by hand and 512 bytes of shared memory. names: of
+    arrays. Reports name the line of the file."""
+    parameters = ",\n".join(f".param .u64 .ptr .global .align 1 {name}" for name in (*names, "scratch", "more"))
+    ptx = WRITTEN.format(file=file, parameters=parameters, threads=32 * warps, line=line, text=text)
+    signature, metadata = dict.fromkeys(names, "*i32"), SimpleNamespace(num_warps=warps, shared=512)
+    return SimpleNamespace(asm={"ptx": ptx}, src=SimpleNamespace(signature=signature), metadata=metadata)
 
 
 def small_tiles() -> AbstractContextManager:
@@ -117,10 +132,9 @@ def gather_alone(x: gemms.Tensors, channel: Channel, tile: Tile) -> list[torch.T
 
 # a gather without a GEMM, and the copy of what it has gathered
 GATHER_ALONE = gemms.Gemm(
-    lambda rank, world, rows, n, k: gemms.shapes(a=(rows, k)),
-    gather_alone,
+    lambda rank, world, rows, n, k: gemms.shapes(a=(rows, k)), gather_alone,
     lambda xs: [[torch.cat([x["a"] for x in xs])]] * len(xs),
-)
+)  # fmt: skip
 
 
 def run_group(
@@ -154,14 +168,10 @@ class Try(NamedTuple):
     """One way to execute an operation of a group."""
 
     schedule: Schedule
-    multiprocessors: int
-    """SMs, each with room for one program."""
-    present: slice = slice(None)
-    """The ranks that run. If some are absent, waits of the others expire."""
-    gone: bool = False
-    """Whether the absent ranks began before the others, pushed what they had, and gave up."""
-    polls: int = FEW_POLLS
-    """After how many a wait expires if ranks are absent."""
+    multiprocessors: int  # SMs, each with room for one program
+    present: slice = slice(None)  # the ranks that run. If some are absent, waits of the others expire
+    gone: bool = False  # whether the absent ranks began before the others, pushed what they had, and gave up
+    polls: int = FEW_POLLS  # after how many a wait expires if ranks are absent
 
     @property
     def expires(self) -> bool:
@@ -170,20 +180,13 @@ class Try(NamedTuple):
 
 
 LAST, FIRST = slice(-1, None), slice(-1)  # the last rank; all but the last
+FREE = [Schedule(seed, lockstep=False) for seed in range(5)]
 TRIES = (
-    Try(Schedule(1, lockstep=False), 4),
-    Try(Schedule(1, lockstep=False), 4, LAST),
-    Try(Schedule(1, lockstep=False), 4, FIRST),
-    Try(PLAIN, 2),
-    Try(Schedule(2, lockstep=False, priorities=True), 6),
-    Try(Schedule(3, lockstep=False), 3),
-    Try(Schedule(2, lockstep=False), 1, LAST),
-    Try(Schedule(2, lockstep=False), 1, FIRST),
-    Try(Schedule(4, lockstep=False), 8),
-    Try(Schedule(5, lockstep=False, priorities=True), 3),
-    Try(Schedule(1, lockstep=False), 4, FIRST, gone=True),
-    Try(Schedule(2, lockstep=False), 1, FIRST, gone=True),
-)
+    Try(FREE[1], 4), Try(FREE[1], 4, LAST), Try(FREE[1], 4, FIRST), Try(PLAIN, 2),
+    Try(Schedule(2, lockstep=False, priorities=True), 6), Try(FREE[3], 3), Try(FREE[2], 1, LAST),
+    Try(FREE[2], 1, FIRST), Try(FREE[4], 8), Try(Schedule(5, lockstep=False, priorities=True), 3),
+    Try(FREE[1], 4, FIRST, gone=True), Try(FREE[2], 1, FIRST, gone=True),
+)  # fmt: skip
 
 
 def communicate(

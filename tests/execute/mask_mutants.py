@@ -35,14 +35,11 @@ class Mutant(NamedTuple):
 
     file: str
     function: str
-    kind: str
-    """"mask", "wider" or "tighter"."""
+    kind: str  # "mask", "wider" or "tighter"
     before: str
     after: str
-    place: tuple[int, int]
-    """Where in the function's source the edited text begins and ends."""
-    copy: int = 1
-    """1 for the first of the function's edits that read the same, then 2."""
+    place: list[int]  # where in the function's source the edited text begins and ends
+    copy: int = 1  # 1 for the first of the function's edits that read the same, then 2
 
     @property
     def name(self) -> str:
@@ -113,11 +110,8 @@ def changes(function: ast.FunctionDef, parameters: dict[str, list[str]]) -> Iter
 def functions(tree: ast.AST) -> list[ast.FunctionDef]:
     """The functions that Triton compiles, and the one of launch.py that makes descriptors."""
     found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    return [
-        function
-        for function in found
-        if function.name == HOST_FUNCTION or any("triton.jit" in ast.unparse(d) for d in function.decorator_list)
-    ]
+    jitted = [node for node in found if any("triton.jit" in ast.unparse(each) for each in node.decorator_list)]
+    return jitted + [node for node in found if node.name == HOST_FUNCTION]
 
 
 @functools.cache
@@ -133,20 +127,17 @@ def all_mutants() -> list[Mutant]:
     found, copies = [], Counter[str]()
     for file, tree in trees.items():
         for function in tree:
-            lines = texts[file].splitlines(keepends=True)[function.lineno - 1 :]
+            text = "".join(texts[file].splitlines(keepends=True)[function.lineno - 1 :])
             for kind, node, new in changes(function, parameters):
-                mutant = Mutant(
-                    file, function.name, kind, ast.unparse(node), ast.unparse(new), extent(lines, function, node)
-                )
+                where = extent(text, node, function.lineno)
+                mutant = Mutant(file, function.name, kind, ast.unparse(node), ast.unparse(new), where)
                 copies[mutant.name] += 1
                 found.append(mutant._replace(copy=copies[mutant.name]))
     return found
 
 
-def extent(lines: list[str], function: ast.FunctionDef, node: Any) -> tuple[int, int]:
-    """Where a node of a function begins and ends in the function's text, given as lines."""
-    begin, end = (
-        sum(map(len, lines[: line - function.lineno])) + column
-        for line, column in ((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset))
-    )
-    return begin, end
+def extent(text: str, node: Any, first: int = 1) -> list[int]:
+    """Where a node begins and ends in a text whose first line has this number."""
+    lines = text.splitlines(keepends=True)
+    ends = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+    return [sum(map(len, lines[: line - first])) + column for line, column in ends]

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import execution  # noqa: F401  (puts the repository on the path)
+import execution
 import gemms
 import row_checks
 import test_activation_kernel as activations
@@ -178,9 +178,7 @@ def on_ranks(gemm: gemms.Gemm, world: int, shape: Shape, watch: Watch, flags: in
     with mock.patch.object(gemms, "virtual_channel", channel):
         gemms.run_on_virtual_ranks(gemm, world, TILE, FLOAT, [shape])
     words = storage_of(made[0].slots[0]).view(torch.int32)[-world * world * gemms.WRITER_FLAGS :]
-    assert (words.view(-1, gemms.WRITER_FLAGS)[:, flags:] == gemms.BEFORE_WRAP).all(), (
-        "flags are set beyond those asked"
-    )
+    assert (words.view(-1, gemms.WRITER_FLAGS)[:, flags:] == gemms.BEFORE_WRAP).all(), "flags beyond those asked"
 
 
 def all_gather_matmul(shape: Shape, watch: Watch) -> None:
@@ -196,11 +194,8 @@ def all_gather_grouped_matmul(shape: Shape, watch: Watch) -> None:
 
 def second_of_two(launcher: Callable, rows: int, watch: Watch) -> None:
     """A launch of one rank alone, whose shard begins at a token that is not 0, and whose peer has sent its rows."""
-    both, tokens = virtual_channel(2, 1 << 12, 1, epoch=1, limit=LIMIT), torch.arange(2 * rows, dtype=torch.int32)
-    watch.shared[:] = [storage_of(both.slots[0])]
-    slots = tuple(slot.view(2, -1)[1] for slot in both.slots)
-    names = ("data", "flags", "epoch", "error", "stopped", "counters")
-    channel = replace(both, rank=1, served=1, slots=slots, **{name: getattr(both, name)[1:] for name in names})
+    channel, tokens = execution.group(2, 1 << 12, 1, LIMIT)[1], torch.arange(2 * rows, dtype=torch.int32)
+    watch.shared[:] = [storage_of(channel.slots[0])]
     channel.slot(1, 4, torch.empty(0))[:rows] = 1.0
     counts = torch.tensor([[rows], [rows]], dtype=torch.int32)
     y = launcher(torch.full((rows, 4), 2.0), torch.ones(1, 3, 4), channel, counts, tokens, tile=TILE)
@@ -237,20 +232,16 @@ def matmul_all_reduce(shape: Shape, watch: Watch) -> None:
 CASES: dict[str, tuple[Callable[[Shape, Watch], object], list[Shape]]] = {
     "activation": (activation, [(13,), (15,), *[(n,) for n in range(1, 18)]]),
     "norm": (norm, [(3, 7), (5, 3), *every_remainder(2, 4)]),
-    "dropout": (
-        lambda shape, watch: dropouts.check_finish(kernel("dropout"), *shape, FLOAT),
-        [(3, 7), (5, 3), (3, 8), *every_remainder(2, 4)],
-    ),
+    "dropout": (lambda shape, watch: dropouts.check_finish(kernel("dropout"), *shape, FLOAT),
+        [(3, 7), (5, 3), (3, 8), *every_remainder(2, 4)]),
     "rope": (rope, [(3, 3), *every_remainder(4, 4)]),
     "cross entropy": (cross_entropy, [(3, 13, 3), (13, 3, 2), (1, 17, 5), *every_remainder(4, 8, 8)]),
     "weighted activation": (
         lambda shape, watch: weighted.check(kernel("weighted_activation"), "silu", *weighted.draw(*shape, FLOAT)),
-        [(3, 7), (5, 3), *every_remainder(2, 4)],
-    ),
+        [(3, 7), (5, 3), *every_remainder(2, 4)]),
     "combine": (
         lambda shape, watch: combinations.check(kernel("combine"), *combinations.draw(shape[0], 3, shape[1], FLOAT)),
-        [(3, 7), (5, 3), *every_remainder(2, 4)],
-    ),
+        [(3, 7), (5, 3), *every_remainder(2, 4)]),
     "pack": (pack, [(GROUP - 1,), (GROUP + 3,), (2 * GROUP,), (5,), (50,), (4097,)]),
     "route": (route, [(3, 5), (5, 3), (3, 1), *every_remainder(2, 4)]),
     "targets outside": (strange_targets, [()]),
@@ -286,9 +277,9 @@ def small_tiles() -> Iterator[None]:
     """Within, kernels have tiles of a few elements."""
     constants: dict[str, dict[str, Any]] = {
         "rows": {"SUM_ROWS": 2, "SUM_COLUMNS": 4},
-        "tile": {
-            name: tl.constexpr(2) for name in ("EPILOGUE_COLUMNS", "PLAIN_COLUMNS", "GROUP_M")
-        } | {"PACKED_BYTES": tl.constexpr(32)},
+        "tile": {"PACKED_BYTES": tl.constexpr(32), **dict.fromkeys(
+            ("EPILOGUE_COLUMNS", "PLAIN_COLUMNS", "GROUP_M"), tl.constexpr(2)
+        )},
         "norm.kernel": {
             "row_tile": small_row_tile, "shares": several_shares, "WEIGHT_GRADIENT": row_kernels.RowTile(2, 4, 4),
         },

@@ -53,10 +53,8 @@ PUSH_TILES = "for `push_tiles(problem, (a0, a1, a2), (b0, b1, b2), me, program,`
 LINEAR_TILES = "for `linear_tiles(problem, a, b0, b1, b2, 0, 0, tl.program_id(0),`"
 OWN_TILES = "for `linear_tiles(problem, a, b0, b1, b2, virtual * rows, me.rank`"
 GATHERED_TILES = "for `linear_tiles(problem, slot, b0, b1, b2, first, chunk, start,`"
-WAIT, WAIT_ALL = (
-    "for `limit = wait(me, own_flags, chunk, limit)`",
-    "for `limit = wait(me, own_flags + row_block, 0, limit, WORLD)`",
-)
+WAIT = "for `limit = wait(me, own_flags, chunk, limit)`"
+WAIT_ALL = "for `limit = wait(me, own_flags + row_block, 0, limit, WORLD)`"
 WAIT_TILE = "for `limit = wait(me, own_flags + tile, 0, limit, WORLD)`"
 WAIT_SUM = "for `limit = wait(me, own_flags + tiles + summed, owner, limit)`"
 K_LOOP = "for i in range(tl.cdiv(end - begin, programs) "
@@ -66,46 +64,36 @@ SCATTER = {
     f"wait for one copy fewer, `push_tiles: {K_LOOP}* ` {PUSH_TILES} #1": "last group",
     f"{BARRIER} {WAIT_ALL} in 1 loop #1": "report",
 }
+
+
+def last_steps(tiles: str) -> dict[str, str]:
+    edits = ("barrier deleted", "wait for copies deleted", "wait for one copy fewer")
+    return {f"{edit}, `linear_tiles: {K_LOOP}` {tiles} #1": "end" for edit in edits}
+
+
+COUNTED = dict.fromkeys((f"{BARRIER} {PUSH_ROWS} #{number}" for number in (1, 2)), "counter")
 # by case: the mutant's name -> a key of REASONS
 SURVIVORS: dict[str, dict[str, str]] = {
-    "matmul": {
-        f"{LOAD} {LINEAR_TILES} #1": "first use",
-        **{
-            f"{edit}, `linear_tiles: {K_LOOP}` {LINEAR_TILES} #1": "end"
-            for edit in ("barrier deleted", "wait for copies deleted", "wait for one copy fewer")
-        },
-    },
+    "matmul": {f"{LOAD} {LINEAR_TILES} #1": "first use", **last_steps(LINEAR_TILES)},
     "matmul_reduce_scatter": SCATTER,
     "matmul_reduce_scatter, finished": SCATTER,
     "await_gathered": {
-        f"{BARRIER} {PUSH_ROWS} #1": "counter",
-        f"{BARRIER} {PUSH_ROWS} #2": "counter",
-        f"{BARRIER} {WAIT} #1": "report",
-        f"{BARRIER} {WAIT} #2": "report",
-        f"{POLL} {WAIT} #1": "first use",
+        **COUNTED, f"{BARRIER} {WAIT} #1": "report", f"{BARRIER} {WAIT} #2": "report", f"{POLL} {WAIT} #1": "first use",
     },
     "all_gather_matmul": {
-        f"{BARRIER} {PUSH_ROWS} #1": "counter",
-        f"{BARRIER} {PUSH_ROWS} #2": "counter",
-        f"{BARRIER} {WAIT} in 1 loop #1": "report",
+        **COUNTED, f"{BARRIER} {WAIT} in 1 loop #1": "report",
         f"barrier deleted, `linear_tiles: {K_LOOP}` {OWN_TILES} #1": "answer",
         f"barrier deleted, `linear_tiles: {K_LOOP}` {GATHERED_TILES} in 1 loop #1": "answer",
     },
     "all_gather_matmul, 3 weights": {
-        f"{BARRIER} {PUSH_ROWS} #1": "counter",
-        f"{BARRIER} {WAIT} #1": "report",
-        f"barrier deleted, `linear_tiles: {K_LOOP}` {OWN_TILES} #1": "answer",
-        **{
-            f"{edit}, `linear_tiles: {K_LOOP}` {GATHERED_TILES} #1": "end"
-            for edit in ("barrier deleted", "wait for copies deleted", "wait for one copy fewer")
-        },
+        f"{BARRIER} {PUSH_ROWS} #1": "counter", f"{BARRIER} {WAIT} #1": "report",
+        f"barrier deleted, `linear_tiles: {K_LOOP}` {OWN_TILES} #1": "answer", **last_steps(GATHERED_TILES),
     },
     "matmul_all_reduce, one shot": {f"{BARRIER} {WAIT_TILE} in 2 loops #1": "report"},
     "matmul_all_reduce, two shots": {
-        f"{BARRIER} {WAIT_TILE} in 2 loops #1": "report",
-        f"{BARRIER} {WAIT_SUM} in 2 loops #1": "report",
+        f"{BARRIER} {place} in 2 loops #1": "report" for place in (WAIT_TILE, WAIT_SUM)
     },
-}
+}  # fmt: skip
 
 
 def reason_of(name: str, mutant: Mutant) -> str | None:
@@ -115,19 +103,15 @@ def reason_of(name: str, mutant: Mutant) -> str | None:
 
 def complaint(name: str, mutant: Mutant, verdict: Verdict) -> str | None:
     """A sentence if a mutant survives that is not listed, or one is caught that is: what it is, and what to do."""
-    listed = reason_of(name, mutant)
+    listed, which = reason_of(name, mutant), f"{name}: {mutant.name} ({mutant.where})"
     if verdict.executor and listed:
-        return (
-            f"{name}: {mutant.name} ({mutant.where}) is listed as {listed!r}, and the executor finds: "
-            f"{verdict.message}. Remove it from SURVIVORS"
-        )
-    if not verdict.executor and not listed:
-        return (
-            f"{name}: {mutant.name} ({mutant.where}) survives, and is not listed. Either let CASES or TRIES in "
-            "mutant_trials.py take a path that shows it, or, if it computes the same on every path, list it with that "
-            "reason in SURVIVORS"
-        )
-    return None
+        return f"{which} is listed as {listed!r}, and the executor finds: {verdict.message}. Remove it from SURVIVORS"
+    if verdict.executor or listed:
+        return None
+    return (
+        f"{which} survives, and is not listed. Either let CASES or TRIES in mutant_trials.py take a path that shows "
+        "it, or, if it computes the same on every path, list it with that reason in SURVIVORS"
+    )
 
 
 def stale(name: str, mutants: Iterable[Mutant]) -> set[str]:
@@ -140,20 +124,17 @@ Results = dict[str, list[tuple[Mutant, Verdict]]]
 
 def evaluate(names: Iterable[str], say: Callable[[str], None] = print) -> Results:
     """Execute all mutants of these cases, and say of each what became of it."""
-    results: Results = {}
-    for name in names:
-        results[name] = []
+    results: Results = {name: [] for name in names}
+    for name, judged in results.items():
         every = mutants(name)
         for number, mutant in enumerate(every, 1):
             start = time.monotonic()
-            verdict = judge(name, mutant)
-            outcome = (
-                "the same code" if verdict is None else f"{verdict.executor or 'survives'}, {verdict.number + 1} tries,"
-            )
+            outcome = "the same code"
+            if verdict := judge(name, mutant):
+                outcome = f"{verdict.executor or 'survives'}, {verdict.number + 1} tries,"
+                judged.append((mutant, verdict))
             seconds = time.monotonic() - start
             say(f"{name} {number}/{len(every)}: {mutant.where}: {mutant.name}: {outcome} {seconds:.1f} s")
-            if verdict is not None:
-                results[name].append((mutant, verdict))
     return results
 
 
@@ -183,7 +164,7 @@ def page_body(results: Results) -> str:
     lines = [f"Compiled by torch {torch.__version__}, triton {triton.__version__}.", "", *table("kernel", results), ""]
     lines += [*table("mutation", dict(sorted(kinds.items()))), "", "## What the executor lets pass", ""]
     for reason, several in passed.items():
-        lines += [f"{REASONS.get(reason, reason)}", "", *(f"- {each}" for each in several), ""]
+        lines += [REASONS.get(reason, reason), "", *(f"- {each}" for each in several), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import execution
+import gemms
 import test_all_gather_matmul_kernel as gathers
 import test_matmul_all_reduce_kernel as all_reduces
 import test_matmul_kernel as matmuls
@@ -28,10 +29,9 @@ from checks.compile.compiler import Compiled
 from checks.execute.log import Log
 from checks.execute.memory import Fault
 from tpformer.kernels import protocol
-from tpformer.kernels.all_gather_matmul import kernel as all_gather_matmul
-from tpformer.kernels.all_gather_matmul.kernel import await_gathered
-from tpformer.kernels.matmul_all_reduce import kernel as matmul_all_reduce
-from tpformer.kernels.matmul_reduce_scatter import kernel as matmul_reduce_scatter
+from tpformer.kernels.all_gather_matmul import kernel as gathering
+from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce_kernel
+from tpformer.kernels.matmul_reduce_scatter import kernel as scattering
 
 BF16 = torch.bfloat16
 # Partial tiles in rows and columns. K is three steps, and a multiple of 16, without which Triton copies nothing
@@ -43,9 +43,7 @@ WIDE = (17, 39, 48)  # three tiles
 BROAD, BROAD_TILE, ROOM = (35, 71, 48), execution.TILE._replace(n=32), 1 << 16
 
 # rules that ask how fast the code is, need ptxas, or count what depends on the number of ranks
-WAIVED = frozenset(
-    ("flags", "in_flight", "wide_stores", "tensor_cores", "spills", "shared_memory", "tensor_memory", "serialized")
-)
+WAIVED = frozenset("flags in_flight wide_stores tensor_cores spills shared_memory tensor_memory serialized".split())
 
 
 class Found(AssertionError):
@@ -63,14 +61,10 @@ class FirstReport(Log):
 class Case(NamedTuple):
     """Launches whose results are compared, of which one kernel is mutated."""
 
-    kernel: str
-    """The kernel whose PTX is mutated."""
-    shipped: str
-    """A case of the compile check (shipped.py), whose counts the kernel must show, too."""
-    run: Callable[[Execution, Try], None]
-    """AssertionError if a result is wrong."""
-    sources: tuple[JITFunction, ...] = ()
-    """Functions whose source is mutated."""
+    kernel: str  # whose PTX is mutated
+    shipped: str  # a case of the compile check (shipped.py), whose counts the kernel must show, too
+    run: Callable[[Execution, Try], None]  # AssertionError if a result is wrong
+    sources: tuple[JITFunction, ...] = ()  # functions whose source is mutated
     communicates: bool = True
 
 
@@ -86,64 +80,47 @@ def gather(run: Execution, way: Try, world: int) -> None:
     """A gather without a GEMM, for each epoch; if ranks are absent, without the copy of what it has gathered."""
     if way.expires:
         shard = torch.ones(17, 24, dtype=BF16)
-        expire(run, lambda channel: await_gathered(channel, shard, True), world, way)
+        expire(run, lambda channel: gathering.await_gathered(channel, shard, True), world, way)
     else:
         run_group(GATHER_ALONE, run, world, BF16, (17, 1, 24), EPOCHS)
 
 
+def on_ranks(gemm: gemms.Gemm, world: int) -> Callable:
+    return partial(communicate, gemm=gemm, world=world, shape=SHAPE)
+
+
 SCATTER, GATHER = "matmul_reduce_scatter_kernel", "all_gather_matmul_kernel"
 REDUCE, AWAIT = "matmul_all_reduce_kernel", "await_gathered_kernel"
-FINISHED = scatters.gemm(1, scatters.gemms.FINISH)
-SEVERAL = gathers.linear(3, "gelu")
 ONE_SHOT, TWO_SHOTS = (all_reduces.gemm(1, False, one_shot) for one_shot in (True, False))
 CASES = {
-    "matmul": Case("matmul_kernel", "matmul_kernel plain", partial(multiply, transposed=False), communicates=False),
+    "matmul": Case("matmul_kernel", "matmul_kernel plain", partial(multiply, transposed=False), (), False),
     "matmul, transposed operands": Case(
-        "matmul_kernel", "matmul_kernel wgrad", partial(multiply, transposed=True), communicates=False
-    ),
-    "all_gather_matmul": Case(
-        GATHER, f"{GATHER} dgrad", partial(communicate, gemm=gathers.linear(1), world=3, shape=SHAPE),
-        (all_gather_matmul.all_gather_matmul_kernel, all_gather_matmul.push_rows),
-    ),
-    "all_gather_matmul, 3 weights": Case(
-        GATHER, f"{GATHER} 3 weights, push", partial(communicate, gemm=SEVERAL, world=2, shape=SHAPE)
-    ),
-    "await_gathered": Case(
-        AWAIT, f"{AWAIT} 8 ranks", partial(gather, world=3),
-        (all_gather_matmul.await_gathered_kernel, all_gather_matmul.push_rows, all_gather_matmul.copy_slot_kernel),
-    ),
-    "matmul_reduce_scatter": Case(
-        SCATTER, f"{SCATTER} finish", partial(communicate, gemm=scatters.gemm(1), world=2, shape=SHAPE),
-        (matmul_reduce_scatter.matmul_reduce_scatter_kernel, matmul_reduce_scatter.push_tiles),
-    ),
+        "matmul_kernel", "matmul_kernel wgrad", partial(multiply, transposed=True), (), False),
+    "all_gather_matmul": Case(GATHER, f"{GATHER} dgrad", on_ranks(gathers.linear(1), 3), (
+        gathering.all_gather_matmul_kernel, gathering.push_rows)),
+    "all_gather_matmul, 3 weights": Case(GATHER, f"{GATHER} 3 weights, push", on_ranks(gathers.linear(3, "gelu"), 2)),
+    "await_gathered": Case(AWAIT, f"{AWAIT} 8 ranks", partial(gather, world=3), (
+        gathering.await_gathered_kernel, gathering.push_rows, gathering.copy_slot_kernel)),
+    "matmul_reduce_scatter": Case(SCATTER, f"{SCATTER} finish", on_ranks(scatters.gemm(1), 2), (
+        scattering.matmul_reduce_scatter_kernel, scattering.push_tiles)),
     "matmul_reduce_scatter, finished": Case(
-        SCATTER, f"{SCATTER} finish", partial(communicate, gemm=FINISHED, world=3, shape=SHAPE)
-    ),
+        SCATTER, f"{SCATTER} finish", on_ranks(scatters.gemm(1, gemms.FINISH), 3)),
     "matmul_all_reduce, one shot": Case(
-        REDUCE, f"{REDUCE} one-shot", partial(communicate, gemm=ONE_SHOT, world=2, shape=SHAPE),
-        (matmul_all_reduce.matmul_all_reduce_kernel,),
-    ),
-    "matmul_all_reduce, two shots": Case(
-        REDUCE, f"{REDUCE} two-shot",
-        partial(communicate, gemm=TWO_SHOTS, world=3, shape=BROAD, tile=BROAD_TILE, capacity=ROOM),
-        (matmul_all_reduce.matmul_all_reduce_kernel,),
-    ),
-    "bump": Case(
-        "bump_kernel", "bump_kernel 1 rank", partial(gather, world=2), (protocol.bump_kernel,), communicates=False
-    ),
+        REDUCE, f"{REDUCE} one-shot", on_ranks(ONE_SHOT, 2), (matmul_all_reduce_kernel,)),
+    "matmul_all_reduce, two shots": Case(REDUCE, f"{REDUCE} two-shot", partial(
+        communicate, gemm=TWO_SHOTS, world=3, shape=BROAD, tile=BROAD_TILE, capacity=ROOM
+    ), (matmul_all_reduce_kernel,)),
+    "bump": Case("bump_kernel", "bump_kernel 1 rank", partial(gather, world=2), (protocol.bump_kernel,), False),
 }  # fmt: skip
 
 
 class Verdict(NamedTuple):
     """How a mutant was found out."""
 
-    executor: str
-    """race, hang, fault or wrong; empty if it survives."""
+    executor: str  # race, hang, fault or wrong; empty if it survives
     message: str
-    compile_check: tuple[str, ...]
-    """The rules of the compile check that it breaks."""
-    number: int
-    """Which of TRIES was the last."""
+    compile_check: tuple[str, ...]  # the rules of the compile check that it breaks
+    number: int  # which of TRIES was the last
 
     @property
     def caught(self) -> bool:
@@ -154,11 +131,9 @@ class Verdict(NamedTuple):
 class Trial(NamedTuple):
     """One execution of a case."""
 
-    found: str
-    """As Verdict.executor."""
+    found: str  # as Verdict.executor
     message: str
-    kernels: dict[str, Any]
-    """What Triton compiled, by the names of the functions."""
+    kernels: dict[str, Any]  # what Triton compiled, by the names of the functions
 
 
 def attempt(case: Case, number: int, mutate: Callable[[str, str], str] | None = None) -> Trial:
@@ -218,7 +193,7 @@ def sample(seed: int, left_out: Callable[[str, Mutant], object]) -> dict[str, li
         for mutant in mutants(name):
             if left_out(name, mutant):
                 continue
-            group = kinds[case.kernel] if not mutant.function else sources
+            group = sources if mutant.function else kinds[case.kernel]
             key = mutant.kind if kinds[case.kernel] or not mutant.function else case.kernel
             group.setdefault(key, []).append((name, mutant))
     found = {kernel: [generator.choice(several) for several in of.values()] for kernel, of in kinds.items()}
@@ -232,10 +207,10 @@ def judge(name: str, mutant: Mutant) -> Verdict | None:
     """Execute a mutant until something is found; None if its code is that of the case as it is."""
     case, kernels = CASES[name], usual(name)
     if mutant.function:
-        trial, number = search_source(case, mutant)
-        if all(
-            code_of(kernel.asm["ptx"]) == code_of(trial.kernels[name].asm["ptx"]) for name, kernel in kernels.items()
-        ):
+        (function,) = (function for function in case.sources if function.__name__ == mutant.function)
+        with mock.patch.dict(function.__globals__, HELPERS), mutated(function, mutant.edit):
+            trial, number = search(case)
+        if all(code_of(each.asm["ptx"]) == code_of(trial.kernels[key].asm["ptx"]) for key, each in kernels.items()):
             return None
         rules_broken = broken_rules(case, trial.kernels[case.kernel])
     else:
@@ -249,42 +224,27 @@ def judge(name: str, mutant: Mutant) -> Verdict | None:
     return Verdict(trial.found, trial.message, rules_broken, number)
 
 
-def search_source(case: Case, mutant: Mutant) -> tuple[Trial, int]:
-    """As `search`, for a mutant of the source."""
-    (function,) = (function for function in case.sources if function.__name__ == mutant.function)
-    with mock.patch.dict(function.__globals__, HELPERS), mutated(function, mutant.edit):
-        return search(case)
-
-
 @cache
 def code_of(ptx: str) -> list[str]:
     """The instructions of a kernel, without the places that they come from."""
-    body = ptx.split("\t.section\t.debug")[0]
-    return [
-        line
-        for line in (line.split("//")[0].strip() for line in body.splitlines())
-        if not line.startswith((".loc", ".file"))
-    ]
+    lines = [line.split("//")[0].strip() for line in ptx.split("\t.section\t.debug")[0].splitlines()]
+    return [line for line in lines if not line.startswith((".loc", ".file"))]
 
 
 def broken_rules(case: Case, kernel: Any, edited: str | None = None) -> tuple[str, ...]:
     """The rules of the compile check that a compiled kernel breaks. edited: PTX in place of the kernel's own."""
-    (expected,) = (each for each in shipped_cases() if f"{each.kernel} {each.name}" == case.shipped)
+    expected = shipped_cases()[case.shipped]
     text = edited or kernel.asm["ptx"]
     compiled = Compiled(case.kernel, text, kernel.asm["ttgir"], 0, kernel.metadata.num_warps, 0, 0, 0, 0, ())
     program, module = ptx.parse(text), ttgir.parse(compiled.ttgir)
     row = {**rules.empty_row(expected), **rules.counts(compiled, program, module)}
     expected = dataclasses.replace(expected, tile=None, waived=WAIVED)
-    return tuple(
-        sorted({text.partition(":")[0] for text in rules.violations(expected, compiled, program, module, row)})
-    )
+    violations = rules.violations(expected, compiled, program, module, row)
+    return tuple(sorted({violation.partition(":")[0] for violation in violations}))
 
 
 @cache
-def shipped_cases() -> list:
+def shipped_cases() -> dict[str, Any]:
     """The compile check's cases of the executed architecture, dtype and one tile."""
-    found = {}
-    for case in shipped.cases():
-        if case.capability == 80 and case.dtype in (BF16, torch.int32):
-            found.setdefault(f"{case.kernel} {case.name}", case)
-    return list(found.values())
+    ours = [case for case in shipped.cases() if case.capability == 80 and case.dtype in (BF16, torch.int32)]
+    return {f"{case.kernel} {case.name}": case for case in reversed(ours)}  # of several tiles the first

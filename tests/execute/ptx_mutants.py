@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from mutations import Edit
+from mutations import KERNELS, Edit
 
-KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 WEAKER = {"acquire": ("relaxed",), "release": ("relaxed",), "acq_rel": ("relaxed", "acquire", "release")}
 SHORT = 60  # letters of a Python line in a mutant's name
 BLOCK = re.compile(r"(\$L__BB\w+):|// (%bb\.\d+):")
@@ -31,17 +30,13 @@ class Mutant(NamedTuple):
     """One edit of one kernel."""
 
     kind: str
-    where: str
-    """The Python line, as file.py:12, and of inlined code the line that calls it."""
+    where: str  # the Python line, as file.py:12, and of inlined code the line that calls it
+    # what it is known by when lines have moved: the Python line's own text, and of PTX the text of the kernel's line
+    # that calls it, and in how many loops it stands
     place: str
-    """What the mutant is known by when lines have moved: the Python line's own text, and of PTX the text of the
-    kernel's line that calls it, and in how many loops it stands."""
-    number: int
-    """Which of the mutants of this kind and place it is, from 1 on."""
-    edit: Edit
-    """Of the kernel's PTX, or of the source of `function`."""
-    function: str = ""
-    """The jitted function whose source is edited; empty if it is the PTX."""
+    number: int  # which of the mutants of this kind and place it is, from 1 on
+    edit: Edit  # of the kernel's PTX, or of the source of `function`
+    function: str = ""  # the jitted function whose source is edited; empty if it is the PTX
 
     @property
     def name(self) -> str:
@@ -52,11 +47,9 @@ class Mutant(NamedTuple):
 class Loop(NamedTuple):
     """The innermost loop that a block of code stands in, as LLVM's comments give it."""
 
-    header: str = ""
-    """The label of its first block; empty if there is no loop."""
+    header: str = ""  # the label of its first block; empty if there is no loop
     depth: int = 0
-    innermost: bool = False
-    """Whether it has no loop within. Only its header says so."""
+    innermost: bool = False  # whether it has no loop within. Only its header says so
 
 
 class Place(NamedTuple):
@@ -66,10 +59,8 @@ class Place(NamedTuple):
     line: str
     where: str
     text: str
-    caller: str
-    """The kernel's own line, where the code is of a function that it calls."""
-    block: str
-    """The label of its block, or what LLVM's comment has in place of one."""
+    caller: str  # the kernel's own line, where the code is of a function that it calls
+    block: str  # the label of its block, or what LLVM's comment has in place of one
 
     def name(self, depth: int) -> str:
         """As Mutant.place."""
@@ -78,10 +69,10 @@ class Place(NamedTuple):
 
 
 def places(ptx: str) -> Iterator[Place]:
-    """The lines of the kernel's body. The file number 1 is the kernel's own."""
+    """The lines of the kernel's body, before its debugging information. The file number 1 is the kernel's own."""
     files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', ptx, re.M))
     where, text, caller, block = "?", "?", "", ""
-    for index, line in enumerate(body_of(ptx)):
+    for index, line in enumerate(ptx.split("\t.section\t.debug")[0].splitlines()):
         if location := re.match(r"\s*\.loc\s+(\d+)\s+([1-9]\d*) \d+\s*(?:.*@\[ (\S+):(\d+):\d+ )?", line):
             path = Path(files[location[1]])
             where, text, caller = f"{path.name}:{location[2]}", python_line(str(path), int(location[2])), ""
@@ -94,23 +85,14 @@ def places(ptx: str) -> Iterator[Place]:
         yield Place(index, line, where, text, caller, block)
 
 
-def body_of(ptx: str) -> list[str]:
-    """The lines of a kernel before its debugging information."""
-    return ptx.split("\t.section\t.debug")[0].splitlines()
-
-
-def loops_of(ptx: str) -> dict[str, Loop]:
+def loops_of(every: list[Place]) -> dict[str, Loop]:
     """The innermost loop of each block, in their order."""
-    found, block = dict[str, Loop](), ""
-    for line in body_of(ptx):
-        if begun := BLOCK.match(line):
-            block = begun[1] or begun[2]
-            found[block] = Loop()
-        elif not line.lstrip().startswith("//"):
-            continue
-        if within := re.search(r"in Loop: Header=(\w+) Depth=(\d+)", line):
+    found = dict[str, Loop]()
+    for block, line in ((place.block, place.line) for place in every):
+        found.setdefault(block, Loop())
+        if within := re.search(r"//.* in Loop: Header=(\w+) Depth=(\d+)", line):
             found[block] = Loop(f"$L__{within[1]}", int(within[2]))
-        elif head := re.search(r"=>\s*This (Inner )?Loop Header: Depth=(\d+)", line):
+        elif head := re.search(r"//.*=>\s*This (Inner )?Loop Header: Depth=(\d+)", line):
             found[block] = Loop(block, int(head[2]), bool(head[1]))
     return found
 
@@ -132,9 +114,8 @@ def change(index: int, new: str, *deleted: int) -> Edit:
 
     def edit(ptx: str) -> str:
         lines = ptx.splitlines()
-        lines[index] = new
-        for other in deleted:
-            lines[other] = ""
+        for at in (index, *deleted):
+            lines[at] = new if at == index else ""
         return "\n".join(lines) + "\n"
 
     return edit
@@ -142,8 +123,8 @@ def change(index: int, new: str, *deleted: int) -> Edit:
 
 def ptx_mutants(ptx: str) -> list[Mutant]:
     """All of a kernel."""
-    found, seen, loops = [], Counter[tuple[str, str]](), loops_of(ptx)
-    every = list(places(ptx))
+    found, seen, every = [], Counter[tuple[str, str]](), list(places(ptx))
+    loops = loops_of(every)
     exits, twins = exits_of_polls(every, loops), repeated_barriers(every)
     for place in every:
         if any(place.index in several for several in twins.values()):
@@ -186,11 +167,10 @@ def repeated_barriers(every: list[Place]) -> dict[int, list[int]]:
         line = place.line.split("//")[0]
         if place.block != block or TELLING & {word.partition(".")[0] for word in line.split()}:
             first, block = -1, place.block
-        if BARRIER.match(line):
-            if first < 0:
-                first = place.index
-            else:
-                found.setdefault(first, []).append(place.index)
+        if BARRIER.match(line) and first >= 0:
+            found.setdefault(first, []).append(place.index)
+        elif BARRIER.match(line):
+            first = place.index
     return found
 
 

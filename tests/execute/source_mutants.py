@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import triton
+from mask_mutants import extent
 from mutations import Edit, replace
 from ptx_mutants import SHORT, Mutant
 from triton.runtime.jit import JITFunction
@@ -24,6 +25,14 @@ OTHERS = {
     "matmul_all_reduce_kernel": {"tile": "(tiles - 1 - tile)", "summed": "(units - 1 - summed)"},
 }
 COUNT = "count shifted by one"
+
+
+def counted(last: str) -> list[tuple[str, str, str]]:
+    """Edits of what the last one to count does."""
+    return [(COUNT, f"== {last} - 1", f"== {last} - 2"), (COUNT, f"== {last} - 1", f"== {last}"),
+            (COUNT, "tl.store(counter, 0)", "tl.store(counter, 1)")]  # fmt: skip
+
+
 # by function: (kind, old, new)
 OF_ONE_FUNCTION = {
     "bump_kernel": [
@@ -31,20 +40,10 @@ OF_ONE_FUNCTION = {
         ("epoch shifted by -1", "+ 1)", "+ 0)"),
         ("flag shifted by one", "tl.store(epoch + rank,", "tl.store(epoch + rank + 1,"),
     ],
-    "push_rows": [
-        (COUNT, "== pushers - 1", "== pushers - 2"),
-        (COUNT, "== pushers - 1", "== pushers"),
-        (COUNT, "tl.store(counter, 0)", "tl.store(counter, 1)"),
-    ],
+    "push_rows": counted("pushers"),
+    "push_tiles": counted("tiles_n"),
     "matmul_all_reduce_kernel": [(COUNT, "copier < copiers", "copier < copiers + 1")],
-    "push_tiles": [
-        (COUNT, "== tiles_n - 1", "== tiles_n - 2"),
-        (COUNT, "== tiles_n - 1", "== tiles_n"),
-        (COUNT, "tl.store(counter, 0)", "tl.store(counter, 1)"),
-    ],
 }
-
-
 # by function that is called: kind -> what stands in place of the call. Its arguments are {0}, {1} and so on; {rest} are
 # those behind the first one, {end} those behind the second.
 OF_CALLS = {
@@ -119,9 +118,7 @@ def edits(function: JITFunction) -> Iterator[tuple[str, int, Edit]]:
             given = [str(ast.get_source_segment(source, argument)) for argument in node.args]
             for kind, new in edits_of_call(name, node.func.id, given):
                 yield kind, node.lineno, substitute(node, new)
-        elif isinstance(node, ast.Compare) and (text := str(ast.get_source_segment(source, node))).endswith(
-            "& 1) == 1"
-        ):
+        elif isinstance(node, ast.Compare) and (text := ast.unparse(node)).endswith("& 1 == 1"):
             yield "parity shifted", node.lineno, substitute(node, text.removesuffix("1") + "0")
     for kind, old, new in OF_ONE_FUNCTION.get(name, []):
         yield kind, source[: source.index(old)].count("\n") + 1, replace(old, new)
@@ -143,10 +140,7 @@ def substitute(node: ast.expr, new: str) -> Edit:
     """Replace an expression. It is known by its place, so the source must be the one that it was found in."""
 
     def edit(source: str) -> str:
-        lines = source.splitlines(keepends=True)
-        ends = [sum(map(len, lines[: line - 1])) + column for line, column in (
-            (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
-        )]  # fmt: skip
-        return source[: ends[0]] + new + source[ends[1] :]
+        first, end = extent(source, node)
+        return source[:first] + new + source[end:]
 
     return edit
