@@ -4,8 +4,6 @@ Belongs here: from changed lines to tests. What a test runs is recorded (tests/r
 taken from the tree: a new file runs the tests of its folder, a changed helper the test files that import it.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import functools

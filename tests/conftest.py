@@ -3,8 +3,6 @@
 Belongs here: fixtures and pytest options of the whole suite. Fixtures of one topic are beside its tests.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec

@@ -8,8 +8,6 @@ The plugin needs only pytest and torch. A test file without a test of the marker
 that needs a package which is not installed is skipped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import hashlib

@@ -5,8 +5,6 @@ If it survives, no test asks the question, or the edit changes nothing. In a clo
 the tests and runs them, by the record of `make coverage`; the table goes to build/mutations.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -4,8 +4,6 @@ Belongs here: what coverage's database says of functions, and the kept record, w
 `make coverage` keeps the record; it knows functions by name, so it stays useful while lines move.
 """
 
-from __future__ import annotations
-
 import ast
 import gzip
 import json

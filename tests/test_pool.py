@@ -1,7 +1,5 @@
 """The worker pool returns results by rank, and recovers from each way in which a rank can fail."""
 
-from __future__ import annotations
-
 import os
 import time
 

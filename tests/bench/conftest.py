@@ -1,14 +1,10 @@
 """What tests of benches need: the repository on the path, as it is not installed as a whole, and time that is given."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from bench.timing import Call, Effort  # noqa: E402
+from bench.timing import Call, Effort
 
 
 @pytest.fixture

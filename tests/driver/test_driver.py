@@ -7,18 +7,15 @@ The driver is checks/driver's, which is built here; driving.py calls the launche
 import json
 import math
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from commands import Commands
 
+from checks.driver.stub import VARIABLE, build, missing
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
-
-from checks.driver.stub import VARIABLE, build, missing  # noqa: E402
-
 # programs that walk tiles or rows: more than are resident at once would do their work in two waves
 PERSISTENT = [f"{name}_kernel" for name in ("matmul", "grouped_matmul", "grouped_weight_gradient", "norm_backward",
                                             "norm_weight_gradient", "finish_backward")]  # fmt: skip

@@ -5,8 +5,6 @@ Belongs here: the shapes, and how tiles are made small. What is right is what te
 no access is outside of the operands (accesses.py). Workers import it with the interpreter on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """Packed activations give the bits of those that are kept as they are, and everything that can be packed is packed."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from collections.abc import Callable

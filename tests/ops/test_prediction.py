@@ -2,7 +2,6 @@
 the closed forms of the kernels' loops that it counts with, by hand and beside a kernel's own plan."""
 
 import json
-import sys
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # the repository is not installed as a whole
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 

@@ -1,16 +1,12 @@
 """Schedules that split the backward have exactly the GEMMs and collectives of 1F1B, with any recomputation."""
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from pool import WorkerPool
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
-
-from bench.step_counts import DATA, GEMMS, LAYERS, SENDS, Call, StepCounts, by_name  # noqa: E402
-from checks.split_backward import BASELINE, MICROBATCHES, SCHEDULES, count_schedule, differences  # noqa: E402
+from bench.step_counts import DATA, GEMMS, LAYERS, SENDS, Call, StepCounts, by_name
+from checks.split_backward import BASELINE, MICROBATCHES, SCHEDULES, count_schedule, differences
 
 
 def counts(ranks: WorkerPool, recompute: str, data_parallel: int, experts: bool = False) -> dict[str, StepCounts]:

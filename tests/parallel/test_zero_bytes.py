@@ -3,21 +3,17 @@ frees its messages."""
 
 import gc
 import itertools
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pool import WorkerPool
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed as a whole
-
-from bench.step_counts import DATA, by_name, run_config  # noqa: E402
-from checks import zero  # noqa: E402
-from tpformer.planner.states import ACCUMULATED, stage_elements  # noqa: E402
-from tpformer.planner.storages import live_storages  # noqa: E402
-from tpformer.training.setup import build_model, run_mesh  # noqa: E402
+from bench.step_counts import DATA, by_name, run_config
+from checks import zero
+from tpformer.planner.states import ACCUMULATED, stage_elements
+from tpformer.planner.storages import live_storages
+from tpformer.training.setup import build_model, run_mesh
 
 SMALL = {**zero.MODEL, "vocab_size": 250, "hidden_size": 64, "n_layers": 4}
 # these lose most easily: a reduction for each microbatch, no needless gather in a part without root, one all-reduce
