@@ -25,7 +25,7 @@ from tpformer.models import GPTConfig
 from tpformer.planner.advice import scaled_learning_rates
 from tpformer.training.data import build_stdlib, read_sidecar
 from tpformer.training.norms import NoiseScale, batch_gradient_norm
-from tpformer.training.optimizer import build_optimizer
+from tpformer.training.optimizer import build_optimizers
 from tpformer.training.schedules import learning_rate
 from tpformer.training.setup import build_model, join_ranks, open_data
 from tpformer.training.step import batch, evaluate, train_step
@@ -79,7 +79,7 @@ def train(case: Case, seed: int, train_data: Path, valid_data: Path, mesh: Devic
         train=TrainSection(steps=steps, global_batch_size=case.samples, seed=seed),
     )
     data, model, noise, scale = open_data(config), build_model(config, mesh), NoiseScale(), math.nan
-    optimizers = [build_optimizer(part, config.optimizer) for part in model.parts]
+    optimizers = build_optimizers(model, config.optimizer)
     for step in range(1, steps + 1):
         first = (step - 1) * case.samples
         rows = batch(data.train, first, case.samples)

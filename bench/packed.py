@@ -28,7 +28,7 @@ from tpformer.planner.devices import load_device
 from tpformer.planner.layer_time import LayerModel
 from tpformer.planner.software import OURS
 from tpformer.training.model import ModelParts
-from tpformer.training.optimizer import build_optimizer
+from tpformer.training.optimizer import build_optimizers
 from tpformer.training.setup import build_model, run_mesh
 from tpformer.training.step import train_step
 
@@ -106,7 +106,7 @@ def train(run: Run, steps: int) -> dict[str, Any]:
     config = run.config(steps)
     mesh = run_mesh(config, "cpu")
     model = build_model(config, mesh)
-    optimizers = [build_optimizer(part, config.optimizer) for part in model.parts]
+    optimizers = build_optimizers(model, config.optimizer)
     length = MODEL["seq_length"] + 1
     text = text_bytes(steps * BATCH * length).view(steps, BATCH, length)
     first, share = model.own_samples(0, BATCH)

@@ -24,7 +24,7 @@ from tpformer.planner.published import spearman
 from tpformer.planner.search import Question, evaluate
 from tpformer.planner.software import ours
 from tpformer.processes.cpu import keep_freed_memory
-from tpformer.training.optimizer import build_optimizer
+from tpformer.training.optimizer import build_optimizers
 from tpformer.training.setup import build_model, run_mesh
 from tpformer.training.step import train_step
 
@@ -74,7 +74,7 @@ def step_call(config: RunConfig) -> Calls:
     """A rank's timed training steps, set up as the trainer does. The first one opens its connections."""
     keep_freed_memory()
     whole = build_model(config, run_mesh(config, "cpu"))
-    optimizers = [build_optimizer(part, config.optimizer) for part in whole.parts]
+    optimizers = build_optimizers(whole, config.optimizer)
     size = (config.train.global_batch_size // config.parallel.data_parallel, config.model.seq_length + 1)
     batch = torch.randint(config.model.vocab_size or 0, size, generator=torch.Generator().manual_seed(0))
     step = partial(train_step, whole, optimizers, batch, first_sample=0, step=1, lr=1e-4, clip_norm=1.0)

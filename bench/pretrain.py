@@ -31,7 +31,7 @@ from tpformer.ops.transport import dtype_name
 from tpformer.planner.storages import Saved
 from tpformer.training.data import build_stdlib, read_sidecar
 from tpformer.training.model import ModelParts
-from tpformer.training.optimizer import build_optimizer
+from tpformer.training.optimizer import build_optimizers
 from tpformer.training.schedules import learning_rate
 from tpformer.training.setup import build_model, default_dtype, join_ranks, open_data
 from tpformer.training.step import batch, train_step
@@ -113,7 +113,7 @@ def losses_and_seconds(
     A step's loss is read when the next step is queued, so that a GPU has no pause between them.
     """
     data, steps = open_data(config).train, config.train.steps
-    optimizers = [build_optimizer(part, config.optimizer) for part in network.parts]
+    optimizers = build_optimizers(network, config.optimizer)
     fetched: list[Fetched] = []
     begun = time.perf_counter()
     for step in range(1, steps + 1):

@@ -26,7 +26,7 @@ from bench.runner import Bench, Report
 from tpformer.config import RunConfig, check_config
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.training.data import build_stdlib
-from tpformer.training.optimizer import build_optimizer
+from tpformer.training.optimizer import build_optimizers
 from tpformer.training.schedules import learning_rate
 from tpformer.training.setup import build_model, open_data, run_mesh
 from tpformer.training.step import batch, train_step
@@ -87,7 +87,7 @@ Results = dict[tuple[str, Case], list[Trained]]  # by purpose (a dtype, or a cur
 def train(config: RunConfig, mesh: DeviceMesh, keep_parameters: bool) -> Trained:
     """This rank's part of a run: the functions of `tpformer pretrain`, without its files."""
     model = build_model(config, mesh)
-    optimizers = [build_optimizer(part, config.optimizer) for part in model.parts]
+    optimizers = build_optimizers(model, config.optimizer)
     data = open_data(config).train
     losses, norms, steps = [], [], config.train.steps
     start = time.perf_counter()

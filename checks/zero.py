@@ -33,7 +33,7 @@ from tpformer.planner.states import (
     stage_elements,
 )
 from tpformer.training.model import ModelParts
-from tpformer.training.optimizer import build_optimizer
+from tpformer.training.optimizer import build_optimizers
 from tpformer.training.setup import build_model, run_mesh
 
 from .held import KINDS, Held, held, live_bytes, watch_layers
@@ -104,7 +104,7 @@ def measure(config: RunConfig) -> Measured:
     gc.collect()
     before = live_bytes()
     model = build_model(config, mesh)
-    optimizers = [build_optimizer(part, config.optimizer) for part in model.parts]
+    optimizers = build_optimizers(model, config.optimizer)
     moments: dict[str, Held] = {}
     memory: dict[str, int] = {}
 

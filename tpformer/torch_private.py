@@ -142,6 +142,11 @@ def foreach_norm(tensors: list[Tensor], norm_type: float = 2.0) -> Sequence[Tens
     return torch._foreach_norm(tensors, norm_type)
 
 
+def foreach_copy_(into: list[Tensor], tensors: list[Tensor]) -> None:
+    """Copy each tensor into its place, rounded to its dtype, in one launch on a GPU."""
+    torch._foreach_copy_(into, tensors)
+
+
 def foreach_multiply_(tensors: list[Tensor], factor: float | Tensor) -> None:
     """Multiply each tensor in place, in one launch on a GPU."""
     torch._foreach_mul_(tensors, factor)

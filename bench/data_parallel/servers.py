@@ -19,7 +19,7 @@ from tpformer.config.arrivals import Arrivals
 from tpformer.distributed import record_collectives
 from tpformer.distributed.algorithms import ALGORITHMS
 from tpformer.parallel import Layout
-from tpformer.training.optimizer import build_optimizer
+from tpformer.training.optimizer import build_optimizers
 from tpformer.training.parameter_server import ParameterServer
 from tpformer.training.setup import build_model, run_mesh
 
@@ -69,7 +69,7 @@ def rank_calls(ranks: int, repeats: int) -> Calls:
         """(bytes of each message, seconds) of the fastest of some steps."""
         config = settings(server, ranks)
         model = build_model(config, run_mesh(config, "cpu"))
-        waiting = Waiting(model, [build_optimizer(part, config.optimizer) for part in model.parts])
+        waiting = Waiting(model, build_optimizers(model, config.optimizer))
         waiting.slower = slower
         found = []
         for step in range(1, steps + 1):

@@ -22,7 +22,7 @@ from tpformer.config import DataSection, ModelSection, OptimizerSection, RunConf
 from tpformer.distributed import record_collectives
 from tpformer.parallel import Layout
 from tpformer.training.data import build_stdlib
-from tpformer.training.optimizer import build_optimizer
+from tpformer.training.optimizer import build_optimizers
 from tpformer.training.parameter_server import take_steps
 from tpformer.training.schedules import learning_rate
 from tpformer.training.setup import build_model, open_data, run_mesh
@@ -80,7 +80,7 @@ def sent_bytes(calls: Sequence[tuple[str, int]], ranks: int) -> float:
 def train(config: RunConfig, mesh: DeviceMesh) -> Row:
     """A rank's part of a run: losses of all steps, its bytes in one, and the validation loss at the end."""
     model = build_model(config, mesh)
-    optimizers = [build_optimizer(part, config.optimizer) for part in model.parts]
+    optimizers = build_optimizers(model, config.optimizer)
     take_step, data, steps, losses, sent = take_steps(model, optimizers), open_data(config), config.train.steps, [], 0.0
     for step in range(1, steps + 1):
         first, share = model.own_samples((step - 1) * BATCH, BATCH)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpformer.config import DataSection, ModelSection, OptimizerSection, RunConfig, TrainSection
 from tpformer.models import GPTConfig
 from tpformer.planner.storages import Saved, local
-from tpformer.training.optimizer import build_optimizer
+from tpformer.training.optimizer import build_optimizers
 from tpformer.training.schedules import learning_rate
 from tpformer.training.setup import build_model, open_data
 from tpformer.training.step import batch, train_step
@@ -130,7 +130,7 @@ def recorded_steps(
         ),
     )
     samples, model, layer = open_data(run).train, build_model(run, mesh), layer_of(name, config, size.samples)
-    optimizers = [build_optimizer(part, run.optimizer) for part in model.parts]
+    optimizers = build_optimizers(model, run.optimizer)
     wanted = {*size.recorded, *size.watched}
     last = model.parts[0].layers[str(config.n_layers - 1)]
 

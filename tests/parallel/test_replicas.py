@@ -15,7 +15,7 @@ from tpformer.distributed.reductions import RUNNABLE
 from tpformer.parallel.replicas import ranks_of_a_node
 from tpformer.training.checkpoint import Checkpointer
 from tpformer.training.model import ModelParts
-from tpformer.training.optimizer import LocalUpdate, build_optimizer
+from tpformer.training.optimizer import LocalUpdate, build_optimizers
 from tpformer.training.setup import build_model, run_mesh
 from tpformer.training.step import train_step
 
@@ -32,7 +32,7 @@ def config_of(n_layers: int = 1, dtype: str = "float32", **parallel: object) -> 
 
 def built(config: RunConfig) -> tuple[ModelParts, list[LocalUpdate]]:
     model = build_model(config, run_mesh(config, "cpu"))
-    return model, [build_optimizer(part, config.optimizer) for part in model.parts]
+    return model, build_optimizers(model, config.optimizer)
 
 
 def take_step(model: ModelParts, optimizers: list[LocalUpdate], step: int) -> float:

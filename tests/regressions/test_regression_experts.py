@@ -13,7 +13,7 @@ from tpformer.layers.moe import routers
 from tpformer.models import GPT
 from tpformer.ops.route import record_routing
 from tpformer.training.model import ModelParts
-from tpformer.training.optimizer import build_optimizer
+from tpformer.training.optimizer import build_optimizers
 from tpformer.training.step import train_step
 
 N_EXPERTS = 8
@@ -48,7 +48,7 @@ def trained(parallel: Mapping[str, Any], microbatch_size: int, n_layers: int, ba
     for part in model.parts:
         if "0" in part.layers:
             part.layers["0"].mlp.gate.bias[-STARVED:] = -9
-    optimizers = [build_optimizer(part, config.optimizer) for part in model.parts]
+    optimizers = build_optimizers(model, config.optimizer)
     rows, first = own_batch(model)
     found: dict[str, Any] = {"numbers": [], "loads": []}
     with record_routing() as decisions:

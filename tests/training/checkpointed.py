@@ -10,7 +10,7 @@ from tpformer.config import RunConfig, build_config
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.parallel import local_part
 from tpformer.training.model import ModelParts
-from tpformer.training.optimizer import build_optimizer
+from tpformer.training.optimizer import build_optimizers
 from tpformer.training.setup import build_model, run_mesh
 
 MODEL = {"vocab_size": 100, "seq_length": 12, "n_layers": 4, "hidden_size": 24, "n_heads": 4, "n_kv_heads": 2}
@@ -35,7 +35,7 @@ def world_size(parallel: dict) -> int:
 def build(config: RunConfig) -> tuple[ModelParts, list[Optimizer]]:
     """This rank's parts of a run's model, and an optimizer for each."""
     model = build_model(config, run_mesh(config, "cpu"))
-    return model, [build_optimizer(part, config.optimizer) for part in model.parts]
+    return model, build_optimizers(model, config.optimizer)
 
 
 def spoil(parts):

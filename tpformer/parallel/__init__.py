@@ -11,6 +11,7 @@ from .gradients import (
     reduce_partial_gradients,
     scale_gradients,
 )
+from .master_weights import MasterWeights, needs_masters
 from .pipeline import Pipeline
 from .recording import Action, gather_actions
 from .sequential import pipeline_sequential
@@ -22,6 +23,7 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Layout",
+    "MasterWeights",
     "Pipeline",
     "TiedParameter",
     "apply_zero",
@@ -31,6 +33,7 @@ __all__ = [
     "gradient_norms",
     "local_norms",
     "local_part",
+    "needs_masters",
     "pipeline_sequential",
     "prepare_backward",
     "reduce_partial_gradients",

@@ -26,9 +26,11 @@ def _fsdp_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
 
 
 def uses_fsdp(layout: Layout, compute_dtype: torch.dtype) -> bool:
-    """Whether a run with this layout and compute dtype needs FSDP2: to share, to offload, or to compute in 16 bits."""
+    """Whether a run with this layout and compute dtype needs FSDP2: to share, to offload, or for 16 bits in a pipeline
+    or on several workers. One data-parallel rank in 16 bits has MasterWeights."""
     shares = layout.data_parallel > 1 and layout.parameter_server == "none"
-    return shares or layout.cpu_offload or compute_dtype.itemsize < 4
+    several = layout.data_parallel > 1 or layout.pipeline_parallel > 1
+    return shares or layout.cpu_offload or (several and compute_dtype.itemsize < 4)
 
 
 def apply_zero(

@@ -231,7 +231,8 @@ class _Rank:
         m, zero, accumulated = self.config.n_microbatches, self.layout.zero, 0
         calls: Counter[Collective] = Counter()
         for number in sorted({1, min(2, m), m}):
-            stages = [self._microbatch(index, last=number == m) for index in range(len(self.model.parts))]
+            with self.model.computing():
+                stages = [self._microbatch(index, last=number == m) for index in range(len(self.model.parts))]
             if number < m or (self.pipelined and zero < 2):
                 accumulated = self._accumulated()
             for call, times in recorder.take().items():

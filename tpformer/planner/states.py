@@ -155,7 +155,7 @@ def model_states(size: Elements, layout: Layout, precision: Precision, *, accumu
         State(OPTIMIZER, f"{precision.moments * w} M / {n}", precision.moments * w * m / n),
     ]
     if not uses_fsdp(layout, precision.compute):
-        return states
+        return states + ([State(COPIES, f"{c} M", c * m)] if c < w else [])
     if layout.zero < 3:
         states.append(State(COPIES, f"{c} M", c * m))
     else:
@@ -229,6 +229,8 @@ class _Stage:
 
     def __init__(self, size: Elements, layout: Layout, precision: Precision, accumulates: bool, backwards: int) -> None:
         self.zero, self.left = layout.zero, backwards
+        copies_last = not uses_fsdp(layout, precision.compute)  # MasterWeights keeps them from step to step
+        self.lasting = (PARAMETERS, OPTIMIZER, COPIES) if copies_last else (PARAMETERS, OPTIMIZER)
         self.of_backward = {
             kind: in_backward(size, layout, precision, accumulates=accumulates, kind=kind) for kind in "BIW"
         }
@@ -237,7 +239,7 @@ class _Stage:
         }
         if COPIES in self.sizes:
             self.sizes[COPIES] -= self.of_backward["B"].gathered
-        self.held = {name: self.sizes[name] for name in (PARAMETERS, OPTIMIZER)}
+        self.held = {name: self.sizes.get(name, 0.0) for name in self.lasting}
 
     def begin(self, kind: str) -> float:
         """Begin a step of this kind. Returns the bytes that are held only while it runs."""
@@ -256,7 +258,7 @@ class _Stage:
 
     def reduced(self) -> None:
         """All gradients are shards, and nothing is gathered."""
-        self.held = {name: self.sizes[name] for name in (PARAMETERS, GRADIENTS, OPTIMIZER)}
+        self.held = {name: self.sizes.get(name, 0.0) for name in (*self.lasting, GRADIENTS)}
 
 
 def step_moments(parts: Mapping[int, Elements], steps: Sequence[Step], layout: Layout, precision: Precision) -> Moments:

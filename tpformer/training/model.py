@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
 import torch
@@ -19,9 +20,11 @@ from tpformer.ops import packing_report, unpacked_activations
 from tpformer.ops.cross_entropy import IGNORE_INDEX
 from tpformer.parallel import (
     Layout,
+    MasterWeights,
     Pipeline,
     TiedParameter,
     gradient_norms,
+    needs_masters,
     prepare_backward,
     reduce_partial_gradients,
     reshard,
@@ -81,6 +84,8 @@ class ModelParts:
         computed twice; int64 (4,), sums over all ranks. None without packed activations."""
         self._scale = torch.ones(())
         self._dtype = dtype
+        self.masters = [MasterWeights(part, dtype) if needs_masters(part, dtype) else None for part in parts]
+        """Of each part, None where it computes with its own parameters or FSDP2's."""
         if mesh is not None and layout.pipeline_parallel > 1:
             self.pipeline = self._pipeline(mesh)
             if self.config.tie_embeddings:
@@ -223,26 +228,35 @@ class ModelParts:
             return run(ids, targets, targets=targets, sample_index=index, step=step)
         (model,), size = self.parts, self.microbatch_size
         total = torch.zeros((), device=ids.device)
-        for first in range(0, len(ids), size):
-            rows = slice(first, first + size)
-            loss = self._scaled(model(ids[rows], targets=targets[rows], sample_index=index[rows], step=step))
-            if train:
-                prepare_backward(model, self.layout.zero, last=first + size >= len(ids))
-                loss.backward()
-            total = total + loss.detach()
+        with self.computing():
+            for first in range(0, len(ids), size):
+                rows = slice(first, first + size)
+                loss = self._scaled(model(ids[rows], targets=targets[rows], sample_index=index[rows], step=step))
+                if train:
+                    prepare_backward(model, self.layout.zero, last=first + size >= len(ids))
+                    loss.backward()
+                total = total + loss.detach()
         if not train:
             reshard(model)
         return total
 
-    def gradient_norm(self, local: Tensor | None = None) -> Tensor:
-        """The 2-norm of all gradients as one process would hold them; a float64 scalar, equal on all ranks.
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Within, parts with MasterWeights hold the copies that they compute with."""
+        with ExitStack() as stack:
+            for masters in filter(None, self.masters):
+                stack.enter_context(masters.computing())
+            yield
 
-        local: local_norms(self.parameters()), if they are known already.
-        """
-        return self.gradient_norms([self.parameters()], None if local is None else [local])[0]
+    def gradient_norm(self) -> Tensor:
+        """The 2-norm of all gradients as one process would hold them; a float64 scalar, equal on all ranks."""
+        return self.gradient_norms([self.parameters()])[0]
 
     def gradient_norms(self, sets: Sequence[Sequence[nn.Parameter]], local: Sequence[Tensor] | None = None) -> Tensor:
-        """gradient_norm of each of several sets of parameters, empty where other ranks hold all of them; float64."""
+        """gradient_norm of each of several sets of parameters, empty where other ranks hold all of them; float64.
+
+        local: local_norms of each set, if they are known already.
+        """
         tied = [] if self.tied is None else self.tied.local
         groups = [group for axis, group in self.groups.items() if axis != "pp"]
         return gradient_norms(sets, groups, pipeline=self.groups.get("pp"), held_twice=tied, local=local)

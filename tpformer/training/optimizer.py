@@ -10,7 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.sgd import sgd
 
 from tpformer.config import OptimizerSection
-from tpformer.parallel import local_part
+from tpformer.parallel import MasterWeights, local_part
+
+from .model import ModelParts
 
 
 class LocalUpdate(torch.optim.Optimizer):
@@ -23,6 +25,8 @@ class LocalUpdate(torch.optim.Optimizer):
     STATE_NAMES: tuple[str, ...] = ()
     """What it may keep for a parameter, by the keys of its state."""
     found_inf: Tensor | None = None  # torch's fused optimizers look for it, as torch.amp.GradScaler sets it
+    masters: MasterWeights | None = None
+    """Whose copies to compute with follow each update."""
 
     def update(self, lr: float, skipped: Tensor) -> None:
         """Take a step with this learning rate, and drop the gradients. The host waits for nothing.
@@ -36,6 +40,8 @@ class LocalUpdate(torch.optim.Optimizer):
         self.step()
         self.found_inf = None
         self.zero_grad()
+        if self.masters is not None:
+            self.masters.refresh(everything=True)
 
 
 class LocalAdamW(LocalUpdate, torch.optim.AdamW):
@@ -88,3 +94,11 @@ def build_optimizer(model: nn.Module, config: OptimizerSection) -> LocalUpdate:
     if config.name == "sgd":
         return LocalSGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
     return LocalAdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+def build_optimizers(model: ModelParts, config: OptimizerSection) -> list[LocalUpdate]:
+    """build_optimizer of each part, which keeps the part's copies to compute with up to date. No communication."""
+    optimizers = [build_optimizer(part, config) for part in model.parts]
+    for optimizer, masters in zip(optimizers, model.masters, strict=True):
+        optimizer.masters = masters
+    return optimizers

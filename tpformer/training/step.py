@@ -101,13 +101,14 @@ def train_step(
     scale = 1.0 if scaler is None else scaler.scale
     with watch or nullcontext():
         loss = model.gradients(batch, first_sample=first_sample, step=step, loss_scale=scale)
-    local = local_norms(model.parameters())
-    norm = model.gradient_norm(local) / scale
+    parameters = model.parameters()
+    local = local_norms(parameters)
+    norm = model.gradient_norms([parameters], [local])[0] / scale
     measured = None if watch is None else watch.measured(scale)
     loss = loss.to(norm.device)
     skipped = (~(loss.isfinite() & norm.isfinite())).float()
     clip = clipping(norm, clip_norm)
-    scale_gradients(model.parameters(), clip / scale)
+    scale_gradients(parameters, clip / scale)
     for optimizer in optimizers:
         optimizer.update(lr, skipped)
     settle_compression(model.parts, skipped)

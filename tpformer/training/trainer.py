@@ -29,7 +29,7 @@ from .data import DataError
 from .metrics import ROWS, MetricsLog, Speed, cut_metrics, is_validated, plot_losses, read_metrics, rounded
 from .norms import NormWatch, batch_gradient_norm
 from .observe import WandbError, WandbLog, check_wandb, profiled
-from .optimizer import build_optimizer
+from .optimizer import build_optimizers
 from .parameter_server import take_steps
 from .resolve import mask_notes, resolve, vocabulary_note
 from .results import Launched, Tally
@@ -83,7 +83,7 @@ class Trainer:
         self.device = indexed(torch.device(device))
         self.model = build_model(config, self.mesh)
         self.linears = self.model.explain(default_dtype(config))  # refuses a transport that cannot run
-        self.optimizers = [build_optimizer(part, config.optimizer) for part in self.model.parts]
+        self.optimizers = build_optimizers(self.model, config.optimizer)
         self.take_step = take_steps(self.model, self.optimizers)
         microbatches = config.n_microbatches * config.parallel.data_parallel
         # 2**16 times the number of microbatches, rounded up to a power of two

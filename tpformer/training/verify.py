@@ -30,7 +30,7 @@ from tpformer.models import GPT
 from tpformer.parallel import Layout
 
 from .model import ModelParts
-from .optimizer import build_optimizer
+from .optimizer import build_optimizers
 from .resolve import resolve
 from .schedules import learning_rate
 from .setup import build_model, device_type, group_timeout, join_ranks, open_data, run_mesh
@@ -158,7 +158,7 @@ class Run:
 
     def __init__(self, config: RunConfig, model: ModelParts, samples: Callable[[int, int], Tensor]) -> None:
         self.config, self.model, self.samples = config, model, samples
-        self.optimizers = [build_optimizer(part, config.optimizer) for part in model.parts]
+        self.optimizers = build_optimizers(model, config.optimizer)
         self.named = [part.state_dict(keep_vars=True) for part in model.parts]
         self.device = torch.device(device_type(config))
 

@@ -1,0 +1,76 @@
+"""Without FSDP2, a rank in 16 bits takes the steps of one with it: the same bits where nothing is added in 16 bits."""
+
+from unittest import mock
+
+import pytest
+import torch
+from checkpointed import MODEL, build, everything, run_config
+from testing import assert_identical, on_every_rank
+from torch.distributed.fsdp import FSDPModule
+
+from tpformer.config import RunConfig
+from tpformer.training import setup
+from tpformer.training.model import summed_loss
+from tpformer.training.step import train_step
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.arange(4)[:, None] * 7 % 50 + torch.arange(13) + step
+
+
+def trained(config: RunConfig, fsdp: bool):
+    """(losses of three steps and of an evaluation, everything that a checkpoint holds)."""
+    with mock.patch.object(setup, "uses_fsdp", lambda *_: True) if fsdp else mock.patch.object(setup, "GPT", setup.GPT):
+        model, optimizers = build(config)
+    assert isinstance(model.parts[0], FSDPModule) == fsdp
+    options = {"lr": 1e-2, "clip_norm": 0.1}
+    losses = [train_step(model, optimizers, batch(n), first_sample=4 * n, step=n + 1, **options) for n in range(3)]
+    numbers = [float(result.loss) for result in losses] + model.summed_loss(batch(3)).tolist()
+    return numbers, everything(model.parts, optimizers)
+
+
+RECOMPUTED = {"recompute": "full", "pack_activations": True}
+
+
+@pytest.mark.parametrize(
+    "parallel, dtype", [({}, "float16"), ({"tensor_parallel": 2}, "bfloat16"), (RECOMPUTED, "bfloat16")]
+)
+def test_steps_are_those_of_fsdp2(ranks, parallel, dtype):
+    config = run_config(parallel, {**MODEL, "tie_embeddings": False}, dtype=dtype, microbatch_size=2)
+    with_it, without = (ranks(config.parallel.world_size).run(trained, config, fsdp) for fsdp in (True, False))
+    for (expected, states), (losses, own) in zip(with_it, without, strict=True):
+        assert losses == expected
+        assert_identical(own, states)
+
+
+@on_every_rank(1)
+def test_a_tied_table_adds_up_its_two_gradients_in_float32():
+    """FSDP2 adds them up in 16 bits."""
+    model, _ = build(run_config({}, {**MODEL, "tie_embeddings": True}, dtype="bfloat16"))
+    model.gradients(batch(0), first_sample=0, step=1)
+    table = model.parts[0].embed_tokens.weight
+    rounded = {p: (p.grad == p.grad.bfloat16()).all() for p in model.parameters()}
+    assert [p for p, each in rounded.items() if not each] == [table]
+
+
+@on_every_rank(1)
+def test_a_part_holds_its_masters_but_in_a_step():
+    model, _ = build(run_config({}, MODEL, dtype="bfloat16"))
+    (part,), (masters,) = model.parts, model.masters
+    before = dict(part.named_parameters())
+    part.norm.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="ids"), masters.computing():
+        assert {p.dtype for p in part.parameters()} == {torch.bfloat16}
+        first = summed_loss(part, batch(0), 0, 1)
+        summed_loss(part, batch(0) + 1000, 0, 1)
+    assert_identical(dict(part.named_parameters()), before)
+    assert all(after is before[name] for name, after in part.named_parameters())
+    with torch.no_grad():
+        part.norm.weight.zero_()  # a user's own write is seen by the next step
+    model.gradients(batch(0), first_sample=0, step=1)
+    assert part.norm.weight.grad is None and part.layers["0"].mlp.fc1.weight.grad.dtype == torch.float32
+    with masters.computing():
+        assert not part.norm.weight.any() and summed_loss(part, batch(0), 0, 1) != first
+    part.norm.weight = torch.nn.Parameter(torch.ones(24))
+    with pytest.raises(RuntimeError, match="parameter weight of a .*Norm has been replaced"):
+        model.summed_loss(batch(0))

@@ -1,0 +1,101 @@
+"""Float32 master weights beside the 16-bit copies that a rank computes with, where it shares no parameters.
+
+Belongs here: which of the two a module holds when. FSDP2 does the same for ranks that share or offload (zero.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from tpformer.torch_private import foreach_copy_, version_of
+
+from .gradients import local_part
+
+
+class MasterWeights:
+    """A part's parameters, and the copies that its modules hold while they compute.
+
+    Between steps the part holds its masters, so that optimizers, checkpoints and norms see them alone. Gradients are
+    made for the copies, add up in the masters' dtype, and are the masters' `.grad` afterwards.
+
+        masters = MasterWeights(part, torch.bfloat16)
+        with masters.computing():
+            part(ids, targets=targets).backward()   # part.parameters() are bfloat16
+        optimizer.step()                            # part.parameters() are float32, and so are their gradients
+
+    part: on its device, with its last parameters; their values may still change. dtype: the copies'.
+    Memory: dtype's bytes for each element. No communication.
+    Source: Micikevicius et al., arXiv:1710.03740, section 3.1.
+    """
+
+    def __init__(self, part: nn.Module, dtype: torch.dtype) -> None:
+        pairs: dict[nn.Parameter, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._places = []
+        for module in part.modules():
+            for name, master in module.named_parameters(recurse=False):
+                if master not in pairs:
+                    copy = nn.Parameter(_like(master, dtype))
+                    copy.grad_dtype = master.dtype
+                    pairs[master] = master, copy
+                self._places.append((module, name, *pairs[master]))
+        self._pairs = list(pairs.values())
+        self._versions = [-1] * len(self._pairs)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Within, the part holds the copies, and they the gradients. RuntimeError if a parameter has been replaced."""
+        for module, name, master, _ in self._places:
+            if getattr(module, name) is not master:
+                raise RuntimeError(
+                    f"parameter {name} of a {type(module).__name__} has been replaced since its copy was made: change "
+                    f"its values in place, or build ModelParts and optimizers after it"
+                )
+        self.refresh()
+        for master, copy in self._pairs:
+            copy.requires_grad_(master.requires_grad)
+            copy.grad = master.grad
+        try:
+            for module, name, _, copy in self._places:
+                module.register_parameter(name, copy)
+            yield
+        finally:
+            for module, name, master, _ in self._places:
+                module.register_parameter(name, master)
+            for master, copy in self._pairs:
+                master.grad, copy.grad = copy.grad, None
+
+    @torch.no_grad()
+    def refresh(self, *, everything: bool = False) -> None:
+        """Round each master that has changed, since it was last rounded, to its copy.
+
+        everything: whether to round all of them: torch's fused optimizers do not count what they write.
+        """
+        versions = [version_of(local_part(master)) for master, _ in self._pairs]
+        changed = [
+            pair
+            for pair, seen, now in zip(self._pairs, self._versions, versions, strict=True)
+            if everything or seen != now
+        ]
+        if changed:
+            foreach_copy_([local_part(copy) for _, copy in changed], [local_part(master) for master, _ in changed])
+        self._versions = versions
+
+
+def _like(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for a copy of a parameter, laid out as it is."""
+    local = torch.empty_like(local_part(master.detach()), dtype=dtype)
+    if isinstance(master, DTensor):
+        layout = master.device_mesh, master.placements
+        return DTensor.from_local(local, *layout, shape=master.shape, stride=master.stride(), run_check=False)
+    return local
+
+
+def needs_masters(part: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a part computes in fewer bits than its parameters have, and FSDP2 does not see to it."""
+    return not isinstance(part, FSDPModule) and dtype.itemsize < next(part.parameters()).dtype.itemsize
