@@ -81,13 +81,15 @@ def run_config(model: Model, steps: int, train: Path) -> RunConfig:
     )
 
 
-def saved_bytes(model: torch.nn.Module, samples: Tensor) -> int:
-    """What autograd keeps of one forward with its loss; parameters are left out."""
-    with Saved().recording(model) as saved:
-        index = torch.arange(len(samples), device=samples.device)
-        loss = model(samples[:, :-1], targets=samples[:, 1:], sample_index=index, step=1)
-    total = saved.total()
-    loss.backward()  # FSDP2 expects one after each forward
+def saved_bytes(network: ModelParts, samples: Tensor) -> int:
+    """What autograd keeps of one forward of a single part with its loss; parameters are left out."""
+    (model,) = network.parts
+    with network.computing():
+        with Saved().recording(model) as saved:
+            index = torch.arange(len(samples), device=samples.device)
+            loss = model(samples[:, :-1], targets=samples[:, 1:], sample_index=index, step=1)
+        total = saved.total()
+        loss.backward()  # FSDP2 expects one after each forward
     model.zero_grad()
     return total
 
@@ -151,7 +153,7 @@ def pretrain(model: Model, steps: int, train: Path, mesh: DeviceMesh) -> Row:
         "mfu": mfu(model.config, speed, device),
         "peak_bytes": peak,
         "peak_is": of,
-        "saved_bytes": saved_bytes(network.parts[0], samples),
+        "saved_bytes": saved_bytes(network, samples),
         "unigram_entropy": read_sidecar(train)["entropy_nats_per_token"],  # type: ignore[index]
         "first_loss": losses[0],
         "final_loss": mean(losses[-LAST:]),

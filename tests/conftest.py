@@ -3,6 +3,7 @@
 Belongs here: fixtures and pytest options of the whole suite. Fixtures of one topic are beside its tests.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -14,6 +15,9 @@ import torch
 from commands import Commands
 from pool import WorkerPool
 from versions import why_too_old
+
+# this process, ranks and commands have as many, so that the order of their sums is one
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 # a property has the same examples on every machine, and however long they take
 if find_spec("hypothesis"):

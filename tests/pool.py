@@ -57,7 +57,9 @@ class WorkerPool:
     """
 
     def __init__(self, environment: dict[str, str] | None = None, preload: tuple[str, ...] = ()) -> None:
-        self.server = Server({"OMP_NUM_THREADS": "1"} | (environment or {}), [*PRELOAD, *preload])
+        self.server = Server(
+            {"OMP_NUM_THREADS": str(torch.get_num_threads())} | (environment or {}), [*PRELOAD, *preload]
+        )
         self.directory = tempfile.mkdtemp(prefix="tpformer-pool-")
         self.worlds: dict[int, World] = {}
 
@@ -200,7 +202,7 @@ class World:
 def serve(rank: int, size: int, port: int, stack_file: str, conn: Any) -> None:
     """The life of a worker: it runs a task, and leaves the world when told to, until the pool closes its pipe."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     gc.freeze()  # imports are never garbage, so collections, and tests that list objects, skip them
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks)

@@ -188,14 +188,13 @@ def test_models_of_pretrain_are_the_named_ones():
 
 
 def saved_with_layers(n_layers: int) -> int:
-    """What a bfloat16 model under FSDP2 keeps of a forward."""
+    """What a bfloat16 model keeps of a forward."""
     config = pretrain.run_config(pretrain.Model("small", replace(SMALL, n_layers=n_layers), 2, 1e-3), 1, Path("unused"))
     options = replace(config, train=replace(config.train, dtype="bfloat16"))
-    (model,) = build_model(options, build_mesh("cpu", tensor_parallel=1)).parts
-    return pretrain.saved_bytes(model, torch.randint(257, (2, 17)))
+    return pretrain.saved_bytes(build_model(options, build_mesh("cpu", tensor_parallel=1)), torch.randint(257, (2, 17)))
 
 
-def test_parameters_that_fsdp_gathers_do_not_count_as_saved(ranks):
+def test_copies_of_parameters_do_not_count_as_saved(ranks):
     (one,), (three,) = (ranks(1).run(saved_with_layers, n_layers) for n_layers in (1, 3))
     assert three - one == 2 * 2 * sum(expected_items(Layer("layer", SMALL, 1)).values())  # of 2 samples each
 

@@ -97,5 +97,6 @@ def _like(master: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def needs_masters(part: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a part computes in fewer bits than its parameters have, and FSDP2 does not see to it."""
-    return not isinstance(part, FSDPModule) and dtype.itemsize < next(part.parameters()).dtype.itemsize
+    """Whether a part computes in 16 bits, its parameters have more, and FSDP2 does not see to it."""
+    wider = next(part.parameters()).dtype.itemsize > dtype.itemsize
+    return dtype.itemsize < 4 and wider and not isinstance(part, FSDPModule)
