@@ -29,7 +29,8 @@ class MasterWeights:
             part(ids, targets=targets).backward()   # part.parameters() are bfloat16
         optimizer.step()                            # part.parameters() are float32, and so are their gradients
 
-    part: on its device, with its last parameters; their values may still change. dtype: the copies'.
+    part: on its device, with its last parameters. Their values may still change, in place: a write that autograd does
+    not count, as to `.data`, needs refresh(everything=True). dtype: the copies'.
     Memory: dtype's bytes for each element. No communication.
     Source: Micikevicius et al., arXiv:1710.03740, section 3.1.
     """

@@ -143,6 +143,7 @@ def model_states(size: Elements, layout: Layout, precision: Precision, *, accumu
     """The model states of a rank: parameters, gradients and the optimizer's as shards, and what FSDP2 holds unsharded.
 
     accumulates: whether the step has backwards before the one that reduces.
+    Without FSDP2, MasterWeights keeps copies to compute with, of all parameters.
     FSDP2 holds copies to compute with: below stage 3 of all parameters, in stage 3 of the tables and of two layers, the
     current and the next one (the two largest, which may not be neighbours). Below stage 2 it also adds up gradients in
     the reduce dtype, unsharded, until the step ends and shards take their place.
