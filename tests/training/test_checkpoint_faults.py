@@ -81,47 +81,41 @@ def first_place(found):
     return next(iter(found.storage_data.values()))
 
 
-DATA = "__0_0.distcp"
+DATA, MANIFEST, METADATA, TRAINER = "__0_0.distcp", "manifest.json", ".metadata", "trainer.json"
 INDEX = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
 SETS_AN_ATTRIBUTE = b"\x80\x02" + INDEX + b"(N}X\x06\x00\x00\x00__eq__K\x01stb."  # of a class that it may name
 flip_a_bit = changed(DATA, lambda content: content[:1000] + bytes([content[1000] ^ 4]) + content[1001:])
+UNUSABLE = [METADATA, "cannot be used"]
 DAMAGES = [
-    (changed(DATA, lambda content: content[:-1]), [DATA, " bytes, and "]),
-    (flip_a_bit, [DATA, "corrupted", "SHA-256"]),
-    (changed(".metadata"), [".metadata", "missing"]),
-    (changed("manifest.json", b"{"), ["manifest.json", "cannot be read"]),
-    # R15, R16
-    (changed("manifest.json", b"[" * 100_000), ["manifest.json", "cannot be read"]),
-    (changed("manifest.json", b"{}"), ["manifest.json", "malformed", ".metadata, trainer.json"]),
-    (changed("manifest.json", b"[]"), ["manifest.json", "no JSON object"]),
-    (entry(DATA, {"bytes": "7", "sha256": ""}), ["manifest.json", "malformed", DATA]),
-    (entry(DATA, 7), ["manifest.json", "malformed", DATA]),
-    (entry("../x", {"bytes": 7, "sha256": ""}), ["manifest.json", "malformed", "../x"]),
-    (changed("trainer.json", b"{", sign=True), ["trainer.json", "cannot be read"]),
-    (changed("trainer.json", b'{"step": "10", "extra": {}}', sign=True), ["trainer.json", "malformed"]),
-    (changed("trainer.json", b'{"step": 10}', sign=True), ["trainer.json", "malformed"]),
-    (changed("trainer.json", b'{"step": 9, "extra": {}}', sign=True), ["is of step 9", "renamed"]),
-    (changed("trainer.json", sign=True), ["manifest.json", "has no trainer.json"]),
-    (changed(DATA, sign=True), ["manifest.json", "has no __0_0.distcp, which .metadata names"]),
-    (changed(".metadata", b"metadata", sign=True), [".metadata", "cannot be used"]),
-    (changed(".metadata", pickle.dumps({"x": 1}), sign=True), [".metadata", "cannot be used"]),
-    (metadata(lambda found: [found]), [".metadata", "cannot be used"]),
+    (changed(DATA, lambda content: content[:-1]), [DATA, " bytes, and "]), (flip_a_bit, [DATA, "corrupted", "SHA-256"]),
+    (changed(METADATA), [METADATA, "missing"]), (changed(TRAINER, b'{"step": 10}', sign=True), [TRAINER, "malformed"]),
+    (changed(MANIFEST, b"{"), [MANIFEST, "cannot be read"]), (changed(MANIFEST, b"[]"), [MANIFEST, "no JSON object"]),
+    (changed(MANIFEST, b"[" * 100_000), [MANIFEST, "cannot be read"]),  # R15, R16
+    (changed(MANIFEST, b"{}"), [MANIFEST, "malformed", ".metadata, trainer.json"]),
+    (entry(DATA, {"bytes": "7", "sha256": ""}), [MANIFEST, "malformed", DATA]),
+    (entry(DATA, 7), [MANIFEST, "malformed", DATA]), (changed(METADATA, pickle.dumps({"x": 1}), sign=True), UNUSABLE),
+    (entry("../x", {"bytes": 7, "sha256": ""}), [MANIFEST, "malformed", "../x"]),
+    (changed(TRAINER, b"{", sign=True), [TRAINER, "cannot be read"]), (metadata(lambda found: [found]), UNUSABLE),
+    (changed(TRAINER, b'{"step": "10", "extra": {}}', sign=True), [TRAINER, "malformed"]),
+    (changed(TRAINER, b'{"step": 9, "extra": {}}', sign=True), ["is of step 9", "renamed"]),
+    (changed(TRAINER, sign=True), [MANIFEST, "has no trainer.json"]),
+    (changed(DATA, sign=True), [MANIFEST, "has no __0_0.distcp, which .metadata names"]),
+    (changed(METADATA, b"metadata", sign=True), UNUSABLE), (changed(METADATA, SETS_AN_ATTRIBUTE, sign=True), UNUSABLE),
     # R12
-    (metadata(lambda found: Calls(os.mkdir, "ran")), [".metadata", "posix.mkdir"]),
-    (with_fields(planner_data=Calls(os.mkdir, "ran")), [".metadata", "posix.mkdir"]),
-    (with_fields(planner_data=Calls(eval, "__import__('os').mkdir('ran')")), [".metadata", "builtins.eval"]),
-    (with_fields(planner_data=Calls(getattr, Metadata, "__init__")), [".metadata", "builtins.getattr"]),
-    (with_fields(planner_data=Calls(torch.load, "ran")), [".metadata", "torch.serialization.load"]),
-    (with_fields(planner_data=print), [".metadata", "builtins.print"]),
+    (metadata(lambda found: Calls(os.mkdir, "ran")), [METADATA, "posix.mkdir"]),
+    (with_fields(planner_data=Calls(os.mkdir, "ran")), [METADATA, "posix.mkdir"]),
+    (with_fields(planner_data=Calls(eval, "__import__('os').mkdir('ran')")), [METADATA, "builtins.eval"]),
+    (with_fields(planner_data=Calls(getattr, Metadata, "__init__")), [METADATA, "builtins.getattr"]),
+    (with_fields(planner_data=Calls(torch.load, "ran")), [METADATA, "torch.serialization.load"]),
+    (with_fields(planner_data=print), [METADATA, "builtins.print"]),
     # DCP reads what is no tensor with weights_only=False
     (metadata(lambda found: found.state_dict_metadata.update({"model.y": BytesStorageMetadata()})),
-     [".metadata", "BytesStorageMetadata"]),
-    (metadata(lambda found: vars(first_place(found)).update(relative_path="../step-9/x")), [".metadata", "../step-9"]),
-    (metadata(lambda found: vars(first_place(found)).update(length=-1)), [".metadata", "bytes 0 to -1"]),
+     [METADATA, "BytesStorageMetadata"]),
+    (metadata(lambda found: vars(first_place(found)).update(relative_path="../step-9/x")), [METADATA, "../step-9"]),
+    (metadata(lambda found: vars(first_place(found)).update(length=-1)), [METADATA, "bytes 0 to -1"]),
     (metadata(lambda found: vars(found.state_dict_metadata["model.x"]).update(size=torch.Size([800]))),
-     [".metadata", "do not add up"]),
-    (with_fields(storage_data={}), [".metadata", "lies"]),
-    (changed(".metadata", SETS_AN_ATTRIBUTE, sign=True), [".metadata", "cannot be used"]),
+     [METADATA, "do not add up"]),
+    (with_fields(storage_data={}), [METADATA, "lies"]),
 ]  # fmt: skip
 
 
@@ -176,8 +170,8 @@ def test_a_flipped_bit_of_the_manifest_names_the_manifest(tmp_path):
             verify(path)
 
 
-def fails_on_one_rank(directory):
-    """At step 2 rank 1 lists other files. Return the message of the next wait, and the steps that are left."""
+def fails_and_is_killed(directory):
+    """At step 2 rank 1 lists other files, which the next wait raises, and at step 3 it is killed."""
     model, optimizers = build(run_config(LAYOUTS["offload"]))
     checkpointer = Checkpointer(directory, keep=1)
     checkpointer.save(1, model.parts, optimizers)
@@ -186,34 +180,25 @@ def fails_on_one_rank(directory):
     entries = on_another_disk if dist.get_rank() == 1 else checkpoint.manifest_entries
     with mock.patch.object(checkpoint, "manifest_entries", entries):
         checkpointer.save(2, model.parts, optimizers)
-        with pytest.raises(RuntimeError) as error:
+        with pytest.raises(RuntimeError, match=rf"{directory}/step-2.*rank 0 does not see __1_0\.elsewhere"):
             checkpointer.wait()
         checkpointer.wait()
+    dist.barrier()  # each rank removes its part
+    assert [path.name for path in directory.iterdir()] == ["step-1"], "what the failed save has written is gone"
     verify(directory / "step-1")
-    return str(error.value), steps(directory)
+    dist.barrier()
+    write = FileSystemWriter.write_data
+    if dist.get_rank() == 1:
+        FileSystemWriter.write_data = lambda *arguments: (write(*arguments), die())
+    checkpointer.save(3, model.parts, optimizers)
+    checkpointer.wait()
 
 
-def test_a_failed_save_is_raised_once_on_all_ranks_and_leaves_the_previous_one(ranks, tmp_path):
-    for message, left in ranks(2).run(fails_on_one_rank, tmp_path):
-        assert str(tmp_path / "step-2") in message and "rank 0 does not see __1_0.elsewhere" in message and left == [1]
-    assert [path.name for path in tmp_path.iterdir()] == ["step-1"], "what the failed save has written is gone"
-
-
-def killed_while_saving(directory):
-    model, optimizers = build(run_config(LAYOUTS["offload"]))
-    checkpointer, write = Checkpointer(directory), FileSystemWriter.write_data
-    for step in (1, 2):
-        checkpointer.save(step, model.parts, optimizers)
-        checkpointer.wait()
-        if dist.get_rank() == 1:
-            FileSystemWriter.write_data = lambda *arguments: (write(*arguments), die())
-
-
-def test_a_rank_killed_while_saving_costs_only_that_save(ranks, tmp_path):
+def test_a_save_that_fails_is_raised_once_on_all_ranks_and_a_killed_rank_costs_only_its_save(ranks, tmp_path):
     with pytest.raises(RankFailure, match="rank 1 of 2 died with exit code -9"):
-        ranks(2).run(killed_while_saving, tmp_path)
+        ranks(2).run(fails_and_is_killed, tmp_path)
     # rank 0 may live long enough to remove what was half written
-    assert {path.name for path in tmp_path.iterdir()} - {".saving-2"} == {"step-1"}
+    assert {path.name for path in tmp_path.iterdir()} - {".saving-3"} == {"step-1"}
     assert newest_good(tmp_path, print) == 1
 
 
@@ -243,9 +228,8 @@ def test_what_is_no_good_checkpoint_is_neither_resumed_from_nor_newer_than_a_sav
     assert steps(tmp_path) == [4, 6] and newest_good(tmp_path, lambda _: None) == 4
     ranks(1).run(save_here_and_there, tmp_path)
     assert steps(tmp_path) == [5, 6] and newest_good(tmp_path, lambda _: None) == 5
-    assert {path.name for path in tmp_path.iterdir()} == {"step-5", "step-6", "file", *others}, (
-        "what was half saved is gone"
-    )
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"step-5", "step-6", "file", *others}, "what was half saved is gone"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])

@@ -15,14 +15,12 @@ MODEL = {
     "norm": "rmsnorm", "activation": "swiglu", "bias": False, "n_experts": 4, "expert_ffn_size": 12,
     "first_dense_layers": 1, "router_bias": True,
 }  # fmt: skip
+WITHOUT = {"n_experts": None, "expert_ffn_size": None, "first_dense_layers": 0, "router_bias": False}
+IN_VAIN = "without experts would do nothing: set n_experts"
 
 
 def config_of(model: dict, **sections: dict) -> RunConfig:
     return build_config({"model": MODEL | model, "data": {"train": ["none"]}, "train": {"device": "cpu"}}, sections)
-
-
-WITHOUT = {"n_experts": None, "expert_ffn_size": None, "first_dense_layers": 0, "router_bias": False}
-IN_VAIN = "without experts would do nothing: set n_experts"
 
 
 def test_settings_that_contradict_each_other_are_refused():

@@ -67,9 +67,8 @@ def test_the_newest_checkpoint_in_one_file_which_one_process_loads(trained, tmp_
     source = open_source(tmp_path / "out")
     assert source.architecture == GPTConfig(**MODEL)
     for other, words in (
-        ({"n_layers": 5}, "n_layers = 5, there 4"),
-        ({"vocab_size": 90}, "vocab_size = 90, there 100"),
-    ):
+        ({"n_layers": 5}, "n_layers = 5, there 4"), ({"vocab_size": 90}, "vocab_size = 90, there 100"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=f"another model: {words}"):
             source.load([GPT(GPTConfig(**MODEL | other))])
 

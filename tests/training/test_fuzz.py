@@ -66,8 +66,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "model/config.json": lambda path: describe(path.parent),
 }
 HUGE, NESTED = struct.pack("<Q", 1 << 62), b"[" * 200_000
-
-
 PICKLE = b"cposix\nmkdir\n(X\x03\0\0\0rantR."  # makes a directory when it is read
 MALICIOUS = {
     "tokenizer.json": [PICKLE, NESTED],

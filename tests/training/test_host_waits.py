@@ -12,6 +12,7 @@ from tpformer.training.metrics import Speed
 from tpformer.training.trainer import Trainer
 
 STEPS = 4
+TP2, PP2, ZERO3 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"data_parallel_shard": 2, "zero_stage": 3}
 READ = "tpformer/training/transfers.py:Fetched.read tolist"
 SKIPPED = "tpformer/training/model.py:ModelParts.first_not_finite tolist"
 VOTE = "tpformer/parallel/pipeline.py:Pipeline._run"  # torch's, before the first step of a schedule
@@ -41,9 +42,6 @@ def waits(values: dict, parallel: dict, dtype: str) -> tuple[Counter[str], int]:
     return found, trainer.tally.skipped
 
 
-TP2, PP2, ZERO3 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"data_parallel_shard": 2, "zero_stage": 3}
-
-
 @pytest.mark.parametrize(("parallel", "dtype"), [(TP2, "float32"), (PP2, "float32"), (ZERO3, "float16")], ids=str)
 def test_steps_read_their_numbers_and_nothing_else(ranks, tiny_values, parallel, dtype):
     for found, skipped in ranks(2).run(waits, tiny_values, parallel, dtype):
@@ -54,14 +52,11 @@ def test_steps_read_their_numbers_and_nothing_else(ranks, tiny_values, parallel,
         assert found == expected | (votes if "pipeline_parallel" in parallel else {})
 
 
-@pytest.mark.parametrize(
-    "wait",
-    [
-        lambda x: x.item(), lambda x: f"{x:.3f}", lambda x: 1 if x > 0 else 0, lambda x: x.tolist(), lambda x: x.cpu(),
-        lambda x: x.to("cpu"), lambda x: x.reshape(1)[x.reshape(1) > 0], lambda x: x.reshape(1).nonzero(),
-        lambda x: torch.tensor([0.0], device=x.device),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("wait", [
+    lambda x: x.item(), lambda x: f"{x:.3f}", lambda x: 1 if x > 0 else 0, lambda x: x.tolist(), lambda x: x.cpu(),
+    lambda x: x.to("cpu"), lambda x: x.reshape(1)[x.reshape(1) > 0], lambda x: x.reshape(1).nonzero(),
+    lambda x: torch.tensor([0.0], device=x.device),
+])  # fmt: skip
 def test_a_wait_is_counted(wait):
     with counted_waits() as found:
         wait(torch.tensor(2.0))

@@ -136,18 +136,6 @@ def test_rows_are_means_of_their_intervals_also_in_a_resumed_run_and_a_step_is_p
         assert found[step][1] == losses[-1]
 
 
-def test_tensorboard_gets_every_number_at_its_step(tmp_path, monkeypatch):
-    """A stand-in takes the place of tensorboard, which need not be installed."""
-    writer = mock.Mock()
-    monkeypatch.setattr("tpformer.training.metrics.find_spec", lambda name: name == "tensorboard")
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
-    with MetricsLog(tmp_path, first_step=6, steps=9, tensorboard=True) as log:
-        log.row(step=7, loss=2.5, lr=0.125)
-    opened, made = mock.call.SummaryWriter(tmp_path / "tensorboard", purge_step=7), mock.call.SummaryWriter()
-    numbers = [made.add_scalar("loss", 2.5, 7), made.add_scalar("lr", 0.125, 7)]
-    assert writer.mock_calls == [opened, *numbers, made.close()]
-
-
 def test_a_row_is_a_line_and_on_a_terminal_a_bar(tmp_path, monkeypatch, capsys):
     with MetricsLog(tmp_path, first_step=0, steps=4, tensorboard=False) as log:
         log.row(step=3, loss=2.5, lr=3e-4, tokens=12345, grad_norm=math.inf)
@@ -164,8 +152,16 @@ def test_a_row_is_a_line_and_on_a_terminal_a_bar(tmp_path, monkeypatch, capsys):
     assert "12 layers, lr 3e-4" in out, "numbers are not coloured, and a table stays one"
 
 
-def test_rows_reach_a_wandb_run_that_is_the_same_after_a_resume(tmp_path, monkeypatch):
-    """A stand-in takes the place of wandb, which need not be installed."""
+def test_rows_reach_tensorboard_and_a_wandb_run_that_is_the_same_after_a_resume(tmp_path, monkeypatch):
+    """Stand-ins take the place of both, which need not be installed."""
+    writer = mock.Mock()
+    monkeypatch.setattr("tpformer.training.metrics.find_spec", lambda name: name == "tensorboard")
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
+    with MetricsLog(tmp_path, first_step=6, steps=9, tensorboard=True) as log:
+        log.row(step=7, loss=2.5, lr=0.125)
+    opened, made = mock.call.SummaryWriter(tmp_path / "tensorboard", purge_step=7), mock.call.SummaryWriter()
+    numbers = [made.add_scalar("loss", 2.5, 7), made.add_scalar("lr", 0.125, 7)]
+    assert writer.mock_calls == [opened, *numbers, made.close()]
     module = mock.Mock()
     monkeypatch.setitem(sys.modules, "wandb", module)
     with pytest.raises(KeyError):

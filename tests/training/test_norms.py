@@ -20,6 +20,7 @@ from tpformer.training.step import batch
 from tpformer.training.trainer import Trainer
 
 LAYERS, STEPS, SIZES = 4, 3, [8, 16, 24]
+FIRST = {"optimizer": {"lr": 0.0}}  # the weights stay those that the run begins with
 
 
 def settings(values: dict, parallel: dict) -> dict:
@@ -68,9 +69,6 @@ def plain(values: dict) -> dict[str, float]:
     return found | {"step": 2, "noise_scale": noise if noise > 0 else math.nan}
 
 
-FIRST = {"optimizer": {"lr": 0.0}}  # the weights stay those that the run begins with
-
-
 @pytest.fixture(scope="module")
 def alone(ranks, tiny_values_in, tmp_path_factory):
     return ranks(1).run(run, values_with(tiny_values_in(tmp_path_factory.mktemp("norms")), **FIRST), {})[0]
@@ -93,16 +91,12 @@ def test_norms_are_those_that_torch_computes_and_samples_follow_those_of_the_ste
     assert_same_numbers(norms, [expected])
 
 
-PROOFS = (
-    LAYOUTS["tp2-pp2"],
-    {"data_parallel_shard": 2, "zero_stage": 3},
-    {"tensor_parallel": 2, "sequence_parallel": False, "recompute": "full", "recompute_interval": 2},
-)
+RECOMPUTED = {"tensor_parallel": 2, "sequence_parallel": False, "recompute": "full", "recompute_interval": 2}
+OTHERS = LAYOUTS["tp2-pp2"], {"data_parallel_shard": 2, "zero_stage": 3}, RECOMPUTED
+PROOFS = [pytest.param(each, marks=pytest.mark.proof) for each in OTHERS]
 
 
-@pytest.mark.parametrize(
-    "parallel", [LAYOUTS["v-schedule"], *(pytest.param(each, marks=pytest.mark.proof) for each in PROOFS)]
-)
+@pytest.mark.parametrize("parallel", [LAYOUTS["v-schedule"], *PROOFS])
 def test_losses_and_norms_are_equal_in_every_layout(ranks, tiny_values, alone, parallel):
     rows, norms, _ = ranks(world_size(parallel)).run(run, values_with(tiny_values, **FIRST), parallel)[0]
     assert_same_numbers(rows, alone[0])

@@ -97,22 +97,16 @@ HYBRID = {"data_parallel_replicate": 2, "data_parallel_shard": 2, "zero_stage": 
 ALONE: dict = {}
 MOE: dict = {"experts": True}
 MATRIX = [
-    (SMALL, {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 1}),
-    (SMALL, ALONE),
-    ({"tensor_parallel": 2, **MOE}, MOE),
-    ({"tensor_parallel": 2, **MOE}, {"pipeline_parallel": 2, **MOE}),
+    (SMALL, {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 1}), (SMALL, ALONE),
+    ({"tensor_parallel": 2, **MOE}, MOE), ({"tensor_parallel": 2, **MOE}, {"pipeline_parallel": 2, **MOE}),
     ({"tensor_parallel": 2, **MOE}, {"data_parallel_shard": 2, "zero_stage": 3, **MOE}),
-]
+]  # fmt: skip
 PROOFS = [
-    (FULL, {"tensor_parallel": 4, "data_parallel_shard": 2, "zero_stage": 1}),
-    (FULL, {"pipeline_parallel": 4}),
-    (FULL, FULL),
-    (FULL, {"pipeline_parallel": 2, "pipeline_schedule": "DualPipeV"}),
-    (FULL, HYBRID),
+    (FULL, {"tensor_parallel": 4, "data_parallel_shard": 2, "zero_stage": 1}), (FULL, {"pipeline_parallel": 4}),
+    (FULL, FULL), (FULL, {"pipeline_parallel": 2, "pipeline_schedule": "DualPipeV"}), (FULL, HYBRID),
     (HYBRID, {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B", "data_parallel_replicate": 2}),
-    ({"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "tensor_parallel": 2}, FULL),
-    (ALONE, FULL),
-]
+    ({"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "tensor_parallel": 2}, FULL), (ALONE, FULL),
+]  # fmt: skip
 
 
 def named(parallel: dict) -> str:
@@ -177,9 +171,8 @@ def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(ranks, save):
     path = save(named(SMALL))[0] / f"step-{SAVED_AT}"
     for change, words in (
         ({"n_layers": 5}, ["has no", "model.layers.4.", "more"]),
-        ({"n_layers": 3}, ["nothing here takes its", "layers.3."]),
-        ({"hidden_size": 48}, ["(128, 32)", "(128, 48)"]),
-    ):
+        ({"n_layers": 3}, ["nothing here takes its", "layers.3."]), ({"hidden_size": 48}, ["(128, 32)", "(128, 48)"]),
+    ):  # fmt: skip
         first, second = ranks(2).run(load_other, path, change)
         assert first == second and all(word in first for word in (str(path), *words))
 

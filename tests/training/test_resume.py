@@ -104,11 +104,9 @@ def test_moved_data_continues_and_changed_data_is_named(run, tmp_path):
     for other, words in (
         (values, rf"{copies[1]}: uint16, 802 bytes, SHA-256 \w{{12}} -> uint16, 802 bytes, SHA"),
         (values_of(run, train=[two, one]), "data.train: the same 2 datasets in another order"),
-        (
-            values_of(run, train=[one], weights=(), valid=[two]),
-            rf"data.train\[1\]: uint16.* -> nothing.* {two}: uint16.* -> uint16",
-        ),
-    ):
+        (values_of(run, train=[one], weights=(), valid=[two]),
+         rf"data.train\[1\]: uint16.* -> nothing.* {two}: uint16.* -> uint16"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             check_run_directory(found(other))
     for valid in ([], [one]):

@@ -5,7 +5,6 @@ import errno
 import math
 import os
 import shutil
-from collections.abc import Sequence
 from concurrent.futures import wait
 from pathlib import Path
 from unittest import mock
@@ -157,9 +156,7 @@ def test_r6_a_run_directory_that_goes_ends_the_run(commands, tmp_path, tiny_valu
     assert code == 2 and f"{directory} is gone at step" in err and "Traceback" not in err, err
 
 
-def train_until(
-    values: dict, stop: int, nan_losses: Sequence[int] = (), overflows: Sequence[int] = ()
-) -> tuple[list[str], str]:
+def train_until(values: dict, stop: int, nan_losses=(), overflows=()) -> tuple[list[str], str]:
     """SIGTERM comes in the step `stop`; the losses of some steps are no numbers, and the gradients of some overflow."""
     original = ModelParts.gradients
 
@@ -185,18 +182,16 @@ def test_r8_a_validation_on_the_step_of_a_stop_is_done_when_the_run_resumes(rank
     assert rows(values["run"]["dir"]) == rows(whole["run"]["dir"]), "a finished run validates no second time"
 
 
-def test_a_stop_while_steps_are_skipped_waits_until_one_is_not(ranks, tiny_values):
-    """R1: no checkpoint is written of a streak, and a stop needs one."""
+def test_a_stop_while_steps_are_skipped_waits_until_one_is_not_and_too_many_end_the_run(ranks, tiny_values):
+    """R1: no checkpoint is written of a streak, and a stop needs one. Rows count the skipped steps."""
     values = values_with(tiny_values, **ON_TWO)
     results = ranks(2).run(train_until, values, 3, (3, 4))
     assert [error for _, error in results] == ["", ""] and max(steps(Path(values["run"]["dir"]) / "checkpoints")) == 5
-
-
-def test_too_many_skipped_steps_end_the_run_and_rows_count_them(ranks, tiny_values):
-    values = values_with(tiny_values, train={"max_skipped_steps": 3}, checkpoint={"interval": 1}, **ON_TWO)
+    run = {"dir": values["run"]["dir"] + "-ended"}
+    values = values_with(values, run=run, train={"max_skipped_steps": 3}, checkpoint={"interval": 1})
     for _, error in ranks(2).run(train_until, values, 0, (2, 3, 4)):
         assert "3 steps in a row were skipped, the last one step 4: loss nan" in error, error
-    found = rows(values["run"]["dir"])
+    found = rows(run["dir"])
     assert [(row["step"], row.get("skipped", 0)) for row in found] == [(1, 0), (2, 1), (3, 2)]
 
 

@@ -35,6 +35,7 @@ LLAMA = {
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4}
 MOE = LLAMA | {"model_type": "qwen3_moe", "head_dim": 6, "mlp_only_layers": [0], "num_experts": 8}
 MOE |= {"num_experts_per_tok": 3, "moe_intermediate_size": 20}
+PRESET = {"preset": "gpt2-124m"}
 TIED = LLAMA | {"model_type": "qwen3", "head_dim": 6, "tie_word_embeddings": True}
 
 
@@ -93,15 +94,10 @@ def experts_read(path) -> set[int]:
 
 ALL = {**LAYOUTS, "tp2": {"tensor_parallel": 2, "data_parallel_replicate": 2}}
 CASES = {
-    "llama": ("tp4", "v-schedule"),
-    "qwen3": ("tp2-pp2",),
-    "gpt2": ("tp2", "v-schedule"),
-    "run": ("tp2-zero3", "tp2-pp2"),
-    "export": ("tp4", "tp2-zero3", "v-schedule"),
-    "mixtral": ("tp4",),
-    "qwen3_moe": ("tp4", "tp2-zero3", "v-schedule"),
-    "moe-run": ("tp2-zero3",),
-}
+    "llama": ("tp4", "v-schedule"), "qwen3": ("tp2-pp2",), "gpt2": ("tp2", "v-schedule"),
+    "run": ("tp2-zero3", "tp2-pp2"), "export": ("tp4", "tp2-zero3", "v-schedule"), "mixtral": ("tp4",),
+    "qwen3_moe": ("tp4", "tp2-zero3", "v-schedule"), "moe-run": ("tp2-zero3",),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -145,7 +141,7 @@ def start(tmp_path, tiny_values, path, **sections) -> str:
     return str(tmp_path / "few.toml")
 
 
-def test_a_run_starts_from_weights_and_resumes_without_them(done, hub, tiny_values, tmp_path):
+def test_a_run_starts_from_weights_and_resumes_without_them_and_verify_compares_them(done, hub, tiny_values, tmp_path):
     """tests/weights/test_round_trip.py has weights of other libraries."""
     source = shutil.copytree(hub["run"], tmp_path / "source")
     file = start(tmp_path, tiny_values, source, parallel={"tensor_parallel": 2})
@@ -159,18 +155,15 @@ def test_a_run_starts_from_weights_and_resumes_without_them(done, hub, tiny_valu
     shutil.rmtree(source)
     out = done("pretrain", file, "--run.resume", "True", "--train.steps", "2")
     assert "from step 1" in out and "weights of" not in out, out
-
-
-def test_verify_compares_the_loaded_weights(done, hub, tiny_values, tmp_path):
-    more = {"parallel": {"tensor_parallel": 2}, "optimizer": {"lr": 0.01}}
-    assert "trains as one process does" in done("verify", start(tmp_path, tiny_values, hub["llama"], **more))
+    file = start(tmp_path, tiny_values, hub["llama"], parallel={"tensor_parallel": 2}, optimizer={"lr": 0.01})
+    assert "trains as one process does" in done("verify", file)
 
 
 def test_contradictions_are_refused(hub):
     for model, words in (
         ({"n_layers": 3}, "contradicts.*n_layers = 3, there 4.*leave these keys out"),
         ({"ffn_hidden_size": 64, "bias": True}, "ffn_hidden_size = 64, there 48.*bias = True, there False"),
-        ({"preset": "gpt2-124m"}, "vocab_size = 50257, there 300"),
+        (PRESET, "vocab_size = 50257, there 300"),
         ({"init_from": "/nowhere"}, "/nowhere is not a run and has no model"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=words):
@@ -184,28 +177,15 @@ def test_a_preset_says_the_length_beside_weights(tmp_path):
     """Of the source's fields those that a preset sets are the preset's, as those that the file sets are the file's."""
     fields = {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 2048, "initializer_range": 0.01}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **fields}))
-    for given, length in (({}, 2048), ({"preset": "gpt2-124m"}, 1024), ({"preset": "gpt2-124m", "seq_length": 64}, 64)):
+    for given, length in (({}, 2048), (PRESET, 1024), ({**PRESET, "seq_length": 64}, 64)):
         model = build_config(*from_source({"model": {"init_from": str(tmp_path), **given}})).model
         assert (model.seq_length, model.init_std, model.norm_eps) == (length, 0.01, 1e-5)
-
-
-def test_data_of_another_tokenizer_are_refused(hub, tiny_data, tmp_path):
-    source = shutil.copytree(hub["llama"], tmp_path / "source")
-    (source / "tokenizer.json").write_text("{}")
-    for use in ("train", "valid"):
-        values = {"model": {"init_from": str(source)}, "data": {use: [str(tiny_data)]}}
-        with pytest.raises(ValueError, match="was built with the tokenizer bytes, but .*tpformer data build --token"):
-            from_source(values)
-    assert build_config(*from_source(values, {"data": {"tokenizer": "bytes"}})).data.tokenizer == "bytes"
 
 
 def test_an_imported_run_generates_and_does_not_resume(refused, hub, tiny_values, tmp_path):
     assert "tokenizer" in refused("generate", str(hub["run"]), "--prompt", "a", "--tensor-parallel", "2")
     file = start(tmp_path, tiny_values, hub["gpt2"], run={"dir": str(hub["run"]), "resume": True})
     assert "is an imported model, whose checkpoint has no optimizer state" in refused("pretrain", file)
-
-
-PRESET = {"preset": "gpt2-124m"}
 
 
 def test_a_presets_vocabulary_stands_back_for_the_datas_alone(tiny_data, tmp_path):
@@ -235,7 +215,14 @@ def json_data(tmp_path) -> Path:
     return folder / "data"
 
 
-def test_datasets_of_different_tokenizers_are_refused(json_data, tiny_data, tmp_path):
+def test_data_of_another_tokenizer_than_the_weights_or_other_data_are_refused(hub, json_data, tiny_data, tmp_path):
+    source = shutil.copytree(hub["llama"], tmp_path / "source")
+    (source / "tokenizer.json").write_text("{}")
+    for use in ("train", "valid"):
+        values = {"model": {"init_from": str(source)}, "data": {use: [str(tiny_data)]}}
+        with pytest.raises(ValueError, match="was built with the tokenizer bytes, but .*tpformer data build --token"):
+            from_source(values)
+    assert build_config(*from_source(values, {"data": {"tokenizer": "bytes"}})).data.tokenizer == "bytes"
     folder = shutil.copytree(json_data.parent, tmp_path / "other")
     path, sidecar = folder / "tokenizer.json", folder / "data.json"
     path.write_text(path.read_text().replace('"Z"', '"\\u0416"'))

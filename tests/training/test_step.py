@@ -22,7 +22,9 @@ from tpformer.training.trainer import Trainer
 
 MODEL = {"vocab_size": 60, "seq_length": 12, "n_layers": 4, "hidden_size": 32, "n_heads": 2}
 BATCH = 4
+POISON = {2: math.nan, 4: math.inf}  # by step
 TP2_PP2, ZBV, ZERO3 = LAYOUTS["tp2-pp2"], LAYOUTS["v-schedule"], {"data_parallel_shard": 2, "zero_stage": 3}
+INTERLEAVED = {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B", "data_parallel_replicate": 2}
 
 
 def config_of(parallel: dict, dtype: str, dropout: float = 0.0) -> RunConfig:
@@ -40,9 +42,6 @@ def run(model: ModelParts, optimizers, step: int, scaler: LossScaler | None = No
     result = train_step(model, optimizers, rows, **options)
     why = why_skipped(model, rows, result) if result.skipped else None
     return float(result.loss), float(result.norm), bool(result.skipped), why
-
-
-POISON = {2: math.nan, 4: math.inf}  # by step
 
 
 def poisoned_steps(parallel: dict):
@@ -127,9 +126,8 @@ def oracle(ranks):
 def test_low_precision_trains_as_float64_does(ranks, oracle, parallel, dtype):
     scale = 2.0**8 if dtype == "float16" else None
     baseline = torch.tensor(plain(dtype, 8), dtype=getattr(torch, dtype))
-    for losses, skipped, last_scale, computed, kept in ranks(world_size(parallel)).run(
-        train, parallel, dtype, 8, scale
-    ):
+    found = ranks(world_size(parallel)).run(train, parallel, dtype, 8, scale)
+    for losses, skipped, last_scale, computed, kept in found:
         assert computed == {getattr(torch, dtype)} and kept == {torch.float32}
         assert not any(skipped) and last_scale == (2.0**10 if scale else None), "doubled after 3 and 6 good steps"
         assert_kernel_close(torch.tensor(losses, dtype=baseline.dtype), oracle, baseline, "losses")
@@ -167,9 +165,6 @@ def test_the_scaler_survives_a_checkpoint_and_has_a_floor():
     for _ in range(20):
         other.update(bad)
     assert other.scale == 1.0
-
-
-INTERLEAVED = {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B", "data_parallel_replicate": 2}
 
 
 class Windows:

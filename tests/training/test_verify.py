@@ -19,6 +19,7 @@ from tpformer.training.verify import RANDOM, Difference, Report, check_memory, v
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = {"vocab_size": 250, "seq_length": 16, "n_layers": 4, "hidden_size": 32, "n_heads": 4, "dropout": 0.1}
 VALUES = {"model": MODEL, "train": {"global_batch_size": 8}, "data": {"train": ["missing/data"]}}
+TP_DP = LAYOUTS["tp2-zero3"] | {"cpu_offload": True, "recompute": "full", "recompute_interval": 3}
 
 
 def config_of(**sections: dict) -> RunConfig:
@@ -47,9 +48,6 @@ def test_the_command_fails_where_tied_gradients_are_not_added_up(commands, tmp_p
     (gradients,) = [line for line in out.splitlines() if line.startswith("gradients, step 1")]
     assert gradients.split()[-1] == "embed_tokens.weight"
     assert "rank 0 of 2 failed with exit code 1" in err and "rank 1" not in err
-
-
-TP_DP = LAYOUTS["tp2-zero3"] | {"cpu_offload": True, "recompute": "full", "recompute_interval": 3}
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS["v-schedule"], TP_DP], ids=["v-shaped", "tp-dp"])
@@ -93,9 +91,7 @@ def test_the_verdict_needs_every_difference_to_be_small():
     good = Report([(2.0, 2.0)], [(1.0, 1.0 + 5e-10)], Difference(9e-10, "a"), Difference(0.0, ""))
     assert good.ok
     for bad in (
-        good._replace(losses=[(2.0, 2.0), (2.0 * (1 + 2e-9), 2.0)]),
-        good._replace(norms=[(math.nan, 1.0)]),
-        good._replace(gradients=Difference(2e-9, "a")),
-        good._replace(parameters=Difference(math.inf, "a")),
-    ):
+        good._replace(losses=[(2.0, 2.0), (2.0 * (1 + 2e-9), 2.0)]), good._replace(norms=[(math.nan, 1.0)]),
+        good._replace(gradients=Difference(2e-9, "a")), good._replace(parameters=Difference(math.inf, "a")),
+    ):  # fmt: skip
         assert not bad.ok

@@ -69,11 +69,9 @@ def test_parquet_gives_one_document_per_row(tmp_path: Path) -> None:
     build_dataset([path], tmp_path / "out", "bytes", fields=["body"], quiet=True)
     assert documents(tmp_path / "out") == [b"x", "é".encode(), b"", b""]
     for field, words in (
-        ("text", "no column 'text' but body, id"),
-        ("id", "row 1 has 1 under 'id'"),
-        ("gap", "row 2 has None"),
+        ("text", "no column 'text' but body, id"), ("id", "row 1 has 1 under 'id'"), ("gap", "row 2 has None"),
         ("body", "is not a .parquet file"),
-    ):
+    ):  # fmt: skip
         if "is not" in words:
             path.write_bytes(path.read_bytes()[:-5])
         with pytest.raises(ValueError, match=f"a.parquet.* {words}"):
@@ -162,10 +160,9 @@ def test_a_split_depends_on_the_documents_alone(tmp_path: Path) -> None:
     assert (read_sidecar(tmp_path / "a_valid") or {})["n_documents"] == valid.n_documents
     before = sorted(tmp_path.iterdir())
     for out, fraction, words in (
-        ("c", 1.0, "strictly between"),
-        ("c", 1e-9, "200 documents are too few for .*c_valid"),
+        ("c", 1.0, "strictly between"), ("c", 1e-9, "200 documents are too few for .*c_valid"),
         ("a", 0.2, "a_train.bin, .* already exists"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             build_split([tmp_path / "a.jsonl"], tmp_path / out, "bytes", fraction, quiet=True)
     assert sorted(tmp_path.iterdir()) == before

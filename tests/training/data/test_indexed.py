@@ -63,29 +63,35 @@ def test_round_trip_at_the_largest_id(tmp_path: Path, vocab_size: int, dtype: ty
             dataset.tokens(start, stop)
 
 
-def test_malformed_files_are_named(tmp_path: Path) -> None:
+def test_malformed_files_are_named_and_of_absent_ones_it_is_said_what_to_do(tmp_path: Path) -> None:
+    """N2, N13."""
     for idx, message in (
         (idx_bytes([6], magic=b"MMIDIDX\x00\x01"), r"a\.idx starts with .* not a Megatron \.idx"),
-        (b"", "not a Megatron"),
-        (idx_bytes([6])[:20], r"truncated: 20 bytes of a 34-byte header"),
+        (b"", "not a Megatron"), (idx_bytes([6])[:20], r"truncated: 20 bytes of a 34-byte header"),
         (idx_bytes([6], version=2), r"a\.idx has format version 2"),
-        (idx_bytes([6], code=7), r"dtype code 7 \(float32\)"),
-        (idx_bytes([6], code=99), r"dtype code 99 \(unknown\)"),
+        (idx_bytes([6], code=7), r"dtype code 7 \(float32\)"), (idx_bytes([6], code=99), r"dtype code 99 \(unknown\)"),
         (idx_bytes([6])[:-1], r"has 61 bytes, but its header announces 1 sequences .* 62 bytes"),
         (idx_bytes([6]) + b"\x00", r"63 bytes.* multimodal"),
         (idx_bytes([4, 2], pointers=[0, 10]), r"sequence 1 starts at byte 10 .* end at byte 8"),
         (idx_bytes([4, 2], pointers=[2, 10]), r"sequence 0 starts at byte 2"),
         (idx_bytes([7, -4, 3]), r"a\.idx has a sequence of -4 tokens; rebuild or recopy it"),
-        (idx_bytes([6], documents=[1, 1]), r"must start with 0"),
-        (idx_bytes([6], documents=[]), r"must start with 0"),
+        (idx_bytes([6], documents=[1, 1]), r"must start with 0"), (idx_bytes([6], documents=[]), r"must start with 0"),
         (idx_bytes([7]), r"a\.bin is truncated: 12 bytes, but .*a\.idx describes 7 uint16 tokens, 14 bytes"),
-        (idx_bytes([5]), r"a\.bin is too long: 12 bytes"),
-        (idx_bytes([]), r"a\.bin holds no tokens"),
-    ):
+        (idx_bytes([5]), r"a\.bin is too long: 12 bytes"), (idx_bytes([]), r"a\.bin holds no tokens"),
+    ):  # fmt: skip
         (tmp_path / "a.idx").write_bytes(idx)
         (tmp_path / "a.bin").write_bytes(bytes(0 if "no tokens" in message else 12))
         with pytest.raises(ValueError, match=message):
             IndexedDataset(tmp_path / "a")
+    (tmp_path / "half.bin").touch()
+    for prefix, words in (
+        ("a.bin", r"a\.bin\.bin does not exist; .*named by its prefix, so write .*/a without .bin"),
+        ("a.idx", r"a\.idx\.bin does not exist; .*write .*/a without .idx"),
+        ("data/stdlib_valid", "stdlib_valid.bin does not exist; .*`tpformer data stdlib --out .*/data`"),
+        ("b.v2", r"b\.v2\.bin does not exist; .*PREFIX.bin and PREFIX.idx, give the PREFIX"), ("half", "half.idx"),
+    ):  # fmt: skip
+        with pytest.raises(FileNotFoundError, match=words):
+            IndexedDataset(tmp_path / prefix)
 
 
 def test_a_write_that_is_interrupted_or_refused_leaves_nothing_and_harms_nothing(tmp_path: Path) -> None:
@@ -107,13 +113,12 @@ def test_a_write_that_is_interrupted_or_refused_leaves_nothing_and_harms_nothing
         assert [*path.parent.iterdir()] == [path] and path.read_bytes() == b"precious"
 
 
-def test_ids_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_ids_that_do_not_fit_are_refused_where_they_are_written_and_where_they_are_read(tmp_path: Path) -> None:
+    """R3: with a sidecar they became token 0, or were dropped. The position is that in the stream."""
     for ids, message in (
-        ([65536], r"document 0 of .*a\.bin has ids from 65536"),
-        ([-1], "from -1"),
-        ([[1]], r"got shape \(1, 1\)"),
+        ([65536], r"document 0 of .*a\.bin has ids from 65536"), ([-1], "from -1"), ([[1]], r"got shape \(1, 1\)"),
         ([], "no tokens were added"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             write(tmp_path / "a", [ids])
     with pytest.raises(ValueError, match="got int64"):
@@ -121,26 +126,6 @@ def test_ids_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="got 0"):
         token_dtype(0)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_sidecar_is_optional_but_must_be_an_object_with_its_keys(tmp_path: Path) -> None:
-    """R18: one without keys was a KeyError."""
-    assert read_sidecar(tmp_path / "a") is None
-    (tmp_path / "a.json").write_text('{"tokenizer": "bytes", "vocab_size": 257}')
-    assert read_sidecar(tmp_path / "a") == {"tokenizer": "bytes", "vocab_size": 257}
-    for content, message in (
-        ("{", r"a\.json is not valid JSON"),
-        ("[]", r"a\.json holds a JSON list"),
-        ("{}", r"a\.json is no sidecar.* tokenizer is None"),
-        ('{"tokenizer": "bytes", "vocab_size": "257"}', r"vocab_size '257', where .* expected"),
-    ):
-        (tmp_path / "a.json").write_text(content)
-        with pytest.raises(ValueError, match=message):
-            read_sidecar(tmp_path / "a")
-
-
-def test_ids_outside_of_the_models_vocabulary_are_refused_where_they_are_read(tmp_path: Path) -> None:
-    """R3: with a sidecar they became token 0, or were dropped. The position is that in the stream."""
     write(tmp_path / "a", DOCUMENTS)
     assert IndexedDataset(tmp_path / "a").tokens(0, 6).max() == 65535
     assert IndexedDataset(tmp_path / "a", 9).tokens(0, 4).tolist() == [5, 6, 7, 8]
@@ -152,18 +137,19 @@ def test_ids_outside_of_the_models_vocabulary_are_refused_where_they_are_read(tm
         IndexedDataset(tmp_path / "b", 9).tokens(1, 3)
 
 
-def test_a_dataset_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
-    """N2, N13."""
-    (tmp_path / "half.bin").touch()
-    for prefix, words in (
-        ("a.bin", r"a\.bin\.bin does not exist; .*named by its prefix, so write .*/a without .bin"),
-        ("a.idx", r"a\.idx\.bin does not exist; .*write .*/a without .idx"),
-        ("data/stdlib_valid", "stdlib_valid.bin does not exist; .*`tpformer data stdlib --out .*/data`"),
-        ("b.v2", r"b\.v2\.bin does not exist; .*PREFIX.bin and PREFIX.idx, give the PREFIX"),
-        ("half", "half.idx"),
-    ):
-        with pytest.raises(FileNotFoundError, match=words):
-            IndexedDataset(tmp_path / prefix)
+def test_sidecar_is_optional_but_must_be_an_object_with_its_keys(tmp_path: Path) -> None:
+    """R18: one without keys was a KeyError."""
+    assert read_sidecar(tmp_path / "a") is None
+    (tmp_path / "a.json").write_text('{"tokenizer": "bytes", "vocab_size": 257}')
+    assert read_sidecar(tmp_path / "a") == {"tokenizer": "bytes", "vocab_size": 257}
+    for content, message in (
+        ("{", r"a\.json is not valid JSON"), ("[]", r"a\.json holds a JSON list"),
+        ("{}", r"a\.json is no sidecar.* tokenizer is None"),
+        ('{"tokenizer": "bytes", "vocab_size": "257"}', r"vocab_size '257', where .* expected"),
+    ):  # fmt: skip
+        (tmp_path / "a.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            read_sidecar(tmp_path / "a")
 
 
 PAIRS = [("2+2=", "4"), ("é", ""), ("", "ü"), ("", "")]
@@ -182,7 +168,7 @@ def prefix(tmp_path: Path) -> Path:
     return source
 
 
-def test_the_completion_and_the_end_are_targets(prefix: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_completion_and_the_end_are_targets(prefix: Path) -> None:
     ids = [*b"2+2=4", END := 256, *"é".encode(), END, *"ü".encode(), END, END]
     mask = [0, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 1, 1]
     dataset = IndexedDataset(prefix, masked=True)
@@ -229,12 +215,10 @@ def test_a_mask_that_is_not_the_datasets_is_refused_where_it_counts(prefix: Path
     path = Path(f"{prefix}.mask")
     before, mask = data.read_contents([str(prefix)], {}, print), path.read_bytes()
     for harmed, words in (
-        (mask[:-1], "has 12 bytes, but .* has 13 tokens"),
-        (mask[:5] + b"\2" + mask[6:], "has the byte 2 at token 5"),
-        (bytes(13), "marks 0 targets"),
-        (b"\1" + mask[1:], "marks 8 targets, where the dataset was built with 7"),
+        (mask[:-1], "has 12 bytes, but .* has 13 tokens"), (mask[:5] + b"\2" + mask[6:], "has the byte 2 at token 5"),
+        (bytes(13), "marks 0 targets"), (b"\1" + mask[1:], "marks 8 targets, where the dataset was built with 7"),
         (None, r"mask does not exist, but the dataset was built with a mask of 7 targets"),
-    ):
+    ):  # fmt: skip
         path.unlink() if harmed is None else path.write_bytes(harmed)
         with pytest.raises(ValueError, match=words):
             open_dataset(str(prefix), 257, masked=True)

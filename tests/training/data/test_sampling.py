@@ -96,11 +96,10 @@ def test_blend_is_exact_in_every_block_and_uses_each_dataset_without_gaps_or_rep
     assert sorted(starts) == list(range(0, 100, 2))
 
 
-@pytest.mark.parametrize(
-    ("weights", "quotas"),
-    [([1, 1, 1], [334, 333, 333]), ([0.7, 0.2, 0.1], [700, 200, 100]), ([1e-3, 0.999], [1, 999]), ([9], [1000])]
-    + [([1.5e308, 1.5e308], [500, 500]), ([5e-324, 5e-324], [500, 500])],  # R18: their sum overflowed
-)
+@pytest.mark.parametrize(("weights", "quotas"), [
+    ([1, 1, 1], [334, 333, 333]), ([0.7, 0.2, 0.1], [700, 200, 100]), ([1e-3, 0.999], [1, 999]), ([9], [1000]),
+    ([1.5e308, 1.5e308], [500, 500]), ([5e-324, 5e-324], [500, 500]),  # R18: their sum overflowed
+])  # fmt: skip
 def test_quotas_are_the_largest_remainder(tmp_path: Path, weights: list[float], quotas: list[int]) -> None:
     part = TokenSamples(dataset_of(tmp_path / "a", 21), seq_length=10)
     assert BlendedSamples([part] * len(weights), weights, seed=0).quotas == quotas
@@ -109,17 +108,12 @@ def test_quotas_are_the_largest_remainder(tmp_path: Path, weights: list[float], 
 def test_samples_and_blends_that_cannot_be_are_refused(tmp_path: Path) -> None:
     dataset = dataset_of(tmp_path / "a", 21)
     for lengths, weights, message in (
-        ([10, 10], [1.0, 0.0], "positive"),
-        ([10, 10], [1.0, -1.0], "positive"),
-        ([10, 10], [1.0, float("nan")], "positive"),
-        ([10, 10], [1.0, float("inf")], "positive"),
-        ([10, 10], [1.0, 1e-4], r"weight 0\.0001 of dataset 1"),
-        ([10, 10], [1.0], "2 datasets, 1 weights"),
-        ([], [], "0 datasets"),
-        ([10, 5], [1, 1], r"\[5, 10\]"),
-        ([21], [1], r"a\.bin has 21 tokens, fewer than the 22 of one sample at seq_length 21"),
-        ([0], [1], "got 0"),
-    ):
+        ([10, 10], [1.0, 0.0], "positive"), ([10, 10], [1.0, -1.0], "positive"),
+        ([10, 10], [1.0, float("nan")], "positive"), ([10, 10], [1.0, float("inf")], "positive"),
+        ([10, 10], [1.0, 1e-4], r"weight 0\.0001 of dataset 1"), ([10, 10], [1.0], "2 datasets, 1 weights"),
+        ([], [], "0 datasets"), ([10, 5], [1, 1], r"\[5, 10\]"),
+        ([21], [1], r"a\.bin has 21 tokens, fewer than the 22 of one sample at seq_length 21"), ([0], [1], "got 0"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             BlendedSamples([TokenSamples(dataset, length) for length in lengths], weights, seed=0)
     samples = TokenSamples(dataset, seq_length=3)

@@ -136,18 +136,15 @@ def test_a_conversation_and_a_prompt_have_the_tokens_that_transformers_gives_the
     assert ours.encode(text).tolist() == expected[1:], "a document has no beginning-of-text token"
 
 
-@pytest.mark.parametrize(
-    ("files", "end", "stops"),
-    [
-        ({"tokenizer_config": {"eos_token": "<|eot_id|>"}}, "<|eot_id|>", ["<|eot_id|>"]),
-        ({"generation_config": {"eos_token_id": 3}}, "</s>", ["<|im_end|>"]),
-        ({"tokenizer_config": CONFIG, "generation_config": {"eos_token_id": [3, 4]}}, "</s>", SPECIAL[3:5]),
-        ({"tokenizer_config": CONFIG, "special_tokens_map": {"eos_token": "<|im_end|>"}}, "<|im_end|>", ["<|im_end|>"]),
-        ({"tokenizer_config": CONFIG | {"added_tokens_decoder": {}}, "special_tokens_map": {"eos_token": "<s>"}},
-         "</s>", ["</s>"]),
-        ({"tokenizer_config": {"eos_token": None}}, "</s>", ["</s>"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("files", "end", "stops"), [
+    ({"tokenizer_config": {"eos_token": "<|eot_id|>"}}, "<|eot_id|>", ["<|eot_id|>"]),
+    ({"generation_config": {"eos_token_id": 3}}, "</s>", ["<|im_end|>"]),
+    ({"tokenizer_config": CONFIG, "generation_config": {"eos_token_id": [3, 4]}}, "</s>", SPECIAL[3:5]),
+    ({"tokenizer_config": CONFIG, "special_tokens_map": {"eos_token": "<|im_end|>"}}, "<|im_end|>", ["<|im_end|>"]),
+    ({"tokenizer_config": CONFIG | {"added_tokens_decoder": {}}, "special_tokens_map": {"eos_token": "<s>"}},
+     "</s>", ["</s>"]),
+    ({"tokenizer_config": {"eos_token": None}}, "</s>", ["</s>"]),
+])  # fmt: skip
 def test_where_documents_and_answers_end(folder, tmp_path, files, end, stops):
     path = write(tmp_path / "model", folder, **files)
     tokenizer = load_tokenizer(path)
@@ -160,18 +157,15 @@ def test_where_documents_and_answers_end(folder, tmp_path, files, end, stops):
     assert load_tokenizer(path.rename(path.with_name("mine.json"))).end_of_document == SPECIAL.index("</s>")
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("tokenizer_config", {"eos_token": "<nobody>"}, r"lacks <nobody>, the eos_token .* of another tokenizer\?"),
-        ("tokenizer_config", {"eos_token": 3}, r"eos_token is 3, where a token's text is expected"),
-        ("tokenizer_config", {"chat_template": [{"name": "rag", "template": ""}]}, r"are rag, and none .* default"),
-        ("tokenizer_config", {"chat_template": {"default": ""}}, r"chat_template is \{'default': ''\}, where"),
-        ("tokenizer_config", [], r"tokenizer_config\.json holds a JSON list"),
-        ("generation_config", {"eos_token_id": ["3"]}, r"eos_token_id is \['3'\]"),
-        ("generation_config", {"eos_token_id": 10**6}, r"stops at \(1000000,\): the tokenizer's ids are below \d+"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("tokenizer_config", {"eos_token": "<nobody>"}, r"lacks <nobody>, the eos_token .* of another tokenizer\?"),
+    ("tokenizer_config", {"eos_token": 3}, r"eos_token is 3, where a token's text is expected"),
+    ("tokenizer_config", {"chat_template": [{"name": "rag", "template": ""}]}, r"are rag, and none .* default"),
+    ("tokenizer_config", {"chat_template": {"default": ""}}, r"chat_template is \{'default': ''\}, where"),
+    ("tokenizer_config", [], r"tokenizer_config\.json holds a JSON list"),
+    ("generation_config", {"eos_token_id": ["3"]}, r"eos_token_id is \['3'\]"),
+    ("generation_config", {"eos_token_id": 10**6}, r"stops at \(1000000,\): the tokenizer's ids are below \d+"),
+])  # fmt: skip
 def test_files_that_cannot_be_understood(folder, tmp_path, name, content, message):
     with pytest.raises(ValueError, match=message):
         load_tokenizer(write(tmp_path / "model", folder, **{name: content}))
