@@ -36,10 +36,7 @@ LLAMA = replace(CONFIG, position="rope", **theirs.LLAMA)
 
 class Layer(NamedTuple):
     """A layer of ours (made with the options tp and dtype) and its like of torch.nn.
-
-    width: of x; None if x is token ids. x_sharded, y_sharded: whether a tensor-parallel rank has a slice of the
-    features.
-    """
+    width: of x; None if x is token ids. x_sharded, y_sharded: whether a rank has a slice of the features."""
 
     ours: Callable[..., nn.Module]
     theirs: Callable[[], nn.Module]
@@ -54,11 +51,9 @@ class Layer(NamedTuple):
         return torch.randn(BATCH, SEQ, self.width, generator=generator, dtype=torch.float64)
 
     def pair(self, tp=None) -> tuple[nn.Module, nn.Module]:
-        """Ours and theirs with the same values. Each is in a Sequential, so that a habit may put another in its
-        place."""
+        """Ours and theirs with the same values, each in a Sequential, where a habit may put another in its place."""
         torch.manual_seed(0)
-        other = self.theirs().double()
-        ours = self.ours(tp=tp, dtype=torch.float64)
+        other, ours = self.theirs().double(), self.ours(tp=tp, dtype=torch.float64)
         fill(ours, other.state_dict())
         return nn.Sequential(ours), nn.Sequential(other)
 
@@ -124,8 +119,7 @@ def block(heads: int, like: dict, tp: TensorParallel | None = None, **options) -
 
 
 def adapter(base: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The two halves of a linear's LoRA. Where the linear is sharded, the half that meets its shards is a layer of
-    ours."""
+    """The two halves of a linear's LoRA. Of a sharded linear, the half that meets its shards is a layer of ours."""
     sizes = (base.hidden_size, base.vocab_size) if isinstance(base, LMHead) else (base.in_features, base.out_features)
     a, b = theirs.linear(sizes[0], 4, 1), theirs.linear(4, sizes[1], 2)
     if isinstance(base, nn.Linear) or base.tp.size == 1:
@@ -183,9 +177,9 @@ def from_meta(model: nn.Module) -> nn.Module:
 
 EDITS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "forward hooks": everywhere(theirs.scaling_hook),
-    "forward pre-hooks": everywhere(theirs.pre_hook),
-    "backward hooks": everywhere(theirs.backward_hook),
-    "backward pre-hooks": everywhere(theirs.backward_pre_hook),
+    "forward pre-hooks": everywhere(theirs.ANYWHERE["forward pre-hook"]),
+    "backward hooks": everywhere(theirs.ANYWHERE["backward hook"]),
+    "backward pre-hooks": everywhere(theirs.ANYWHERE["backward pre-hook"]),
     "subclassed forward": everywhere(theirs.subclass),
     "replaced forward": everywhere(theirs.replace_forward),
     "LoRA by wrapper": everywhere(lora, linears),
@@ -227,9 +221,7 @@ def incoming(y: Tensor, rank: int, sample: int = 0) -> Tensor:
     return torch.cos(7.0 * rows + columns).to(y.dtype)
 
 
-def step(
-    module: nn.Module, x: Tensor, rank: int = 0, *, sample: int = 0, used: slice = slice(None), call=None
-) -> Results:
+def step(module: nn.Module, x: Tensor, rank: int = 0, *, sample: int = 0, used=slice(None), call=None) -> Results:
     """Return y, dx and the whole gradients of the parameters. used: the samples of y that the loss depends on."""
     x = x.detach().clone(memory_format=torch.preserve_format)
     x.requires_grad_(x.is_floating_point())
@@ -272,20 +264,17 @@ def second_derivative(module: nn.Module, x: Tensor, rank: int) -> Results:
 AUTOCAST = {"autocast, bfloat16": torch.bfloat16, "autocast, float16": torch.float16}
 
 
-def autocast(dtype: torch.dtype) -> Callable[[nn.Module, Tensor, int], Results]:
-    def call(module: nn.Module, x: Tensor, rank: int) -> Results:
-        module.float()
-        with torch.autocast("cpu", dtype):
-            return step(module, x.float() if x.is_floating_point() else x, rank)
-
-    return call
+def autocast(module: nn.Module, x: Tensor, rank: int, *, dtype: torch.dtype) -> Results:
+    module.float()
+    with torch.autocast("cpu", dtype):
+        return step(module, x.float() if x.is_floating_point() else x, rank)
 
 
 WAYS: dict[str, Callable[[nn.Module, Tensor, int], Results]] = {
     "inference_mode, then training": after_inference,
     "functional_call": functional_call,
     "functional_call, whole tensors": partial(functional_call, of_wholes=True),
-    **{habit: autocast(dtype) for habit, dtype in AUTOCAST.items()},
+    **{habit: partial(autocast, dtype=dtype) for habit, dtype in AUTOCAST.items()},
     "no samples": lambda module, x, rank: step(module, x[:0], rank),
     "one token": lambda module, x, rank: step(module, x[:1, :1], rank),
     "two batch dims": lambda module, x, rank: step(module, x[None], rank),

@@ -70,8 +70,7 @@ def on_rank(mesh, *case) -> Results:
 
 
 def assert_no_worse(found: Results, oracle: Results, baseline: Results, what: str) -> None:
-    """An error is at most twice the baseline's. Of a loss that would be chance: it is at most its rounding in 16
-    bits."""
+    """An error is at most twice the baseline's. A loss's, which would be chance, is at most its rounding in 16 bits."""
     assert found.keys() == oracle.keys()
     for name, x in found.items():
         assert x.dtype == torch.float32, f"{what}: {name} is {x.dtype}"

@@ -121,7 +121,6 @@ def expected(case: Case) -> Results:
 
 
 def on_rank(mesh, *fields) -> tuple[Results, list, list]:
-    """Results, and the collectives of the forward and of the backward."""
     case = Case(*fields)
     options = {"dropout": case.dropout, "recompute": case.recompute} | ATTENTION[case.attention][0]
     block = make_block(case.kind, mesh, case.dim is not None, **options)
@@ -140,16 +139,9 @@ def on_rank(mesh, *fields) -> tuple[Results, list, list]:
 TWO = ("gelu-erf", "qk-norm-head-dim-scaling")
 EVERY = [Case(kind, dim) for kind in KINDS for dim in (1, None)]
 SEEN = [
-    Case(TWO[(i + j) % 2], 1, attention, samples)
-    for i, attention in enumerate(ATTENTION)
-    for j, samples in enumerate(SAMPLES)
+    Case(TWO[(i + j) % 2], 1, how, told) for (i, how), (j, told) in product(enumerate(ATTENTION), enumerate(SAMPLES))
 ]
-DROPPED = [
-    Case(kind, 1, "causal", samples, recompute, 0.5)
-    for kind in TWO
-    for samples in ("not told", "whole", "documents")
-    for recompute in RECOMPUTE
-]
+DROPPED = [Case(each, 1, "causal", *case, 0.5) for each, *case in product(TWO, list(SAMPLES)[:3], RECOMPUTE)]
 SLICES_OF_TOKENS = [Case(TWO[1], 0, samples=samples) for samples in ("whole", "documents")]
 CASES = {1: [*EVERY, *SEEN], 2: [*EVERY, *SEEN, *DROPPED, *SLICES_OF_TOKENS], 3: [*EVERY, *DROPPED]}
 
@@ -189,10 +181,9 @@ def foreign(mesh, parallel: bool, recompute: str) -> Results:
     module = make_block("gelu-layernorm", mesh, recompute=recompute)
     torch.manual_seed(1)
     module.self_attn = attention = theirs.Attention(HIDDEN, 4).double()
-    for name in ("q_proj", "k_proj", "v_proj") if parallel else ():
-        setattr(attention, name, layers.ColumnParallelLinear.from_linear(getattr(attention, name), tp=module.tp))
-    if parallel:
-        attention.o_proj = layers.RowParallelLinear.from_linear(attention.o_proj, tp=module.tp)
+    for name, linear in [*attention.named_children()] if parallel else ():
+        kind = layers.RowParallelLinear if name == "o_proj" else layers.ColumnParallelLinear
+        setattr(attention, name, kind.from_linear(linear, tp=module.tp))
     return step(module, *(own(z, 1) for z in inputs()), positions=Positions(BATCH, SEQ))
 
 

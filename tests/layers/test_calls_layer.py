@@ -21,8 +21,6 @@ from tpformer.ops import TRANSPORTS
 
 SMALL = {"vocab_size": 30, "seq_length": 4, "n_layers": 1, "hidden_size": 8, "n_heads": 2}
 K, N = 8, 6
-
-
 NORM = ops.Norm("rmsnorm", torch.ones(K, dtype=torch.float64), None, 1e-5)
 LINEARS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[str, ...]]] = {
     "column": (ops.column_linear, F.linear, ("x", "weight", "bias")),
@@ -74,12 +72,10 @@ def test_a_model_without_samples_has_loss_zero(tied, options, recompute):
 
 
 def wanted_alone(mesh, transport: str, sequence_parallel: bool, queued: bool) -> None:
-    """A row linear whose input needs no gradient gathers once and makes no dx; nor does a linear after a frozen
-    norm."""
+    """A row linear whose input needs no gradient gathers once and makes no dx, as does a linear after a frozen norm."""
     tp = TensorParallel(mesh, sequence_parallel, transport)
-    x, weight = torch.randn(4, K), torch.randn(N, K, requires_grad=True)
+    x, weight, results = torch.randn(4, K), torch.randn(N, K, requires_grad=True), []
     gemm, queue = 2 * 4 * K * N, ops.WeightGradientQueue()
-    results = []
     for needed in (True, False):
         deferred = ops.Deferred(queue, [lambda g: results.append(g)]) if queued else None
         y = ops.row_linear(
@@ -112,9 +108,8 @@ def test_no_gradient_that_nobody_wants(ranks):
 
 def trained(mesh, transport: str, sequence_parallel: bool) -> None:
     """What inference_mode leaves behind, such as views of shared memory, can be used in training."""
-    ids, results = torch.arange(12).view(3, 4), []
+    ids, results, config = torch.arange(12).view(3, 4), [], GPTConfig(**SMALL, vocab_multiple=4)
     for infer_first in (False, True):
-        config = GPTConfig(**SMALL, vocab_multiple=4)
         model = GPT(config, tp=TensorParallel(mesh, sequence_parallel, transport), seed=1)
         with torch.inference_mode():
             for targets in (None, ids) if infer_first else ():

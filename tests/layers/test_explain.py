@@ -26,6 +26,8 @@ CONFIG = {
     "vocab_size": 50, "vocab_multiple": 16, "seq_length": 8, "n_layers": 2, "hidden_size": 24, "n_heads": 6,
     "n_kv_heads": 3, "activation": "swiglu", "dropout": 0.1,
 }  # fmt: skip
+EXPERTS = {**CONFIG, "bias": False, "n_experts": 4, "expert_ffn_size": 12, "shared_expert_size": 8}
+EXPERTS["first_dense_layers"] = 1
 IDS = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
@@ -43,10 +45,8 @@ def ran_of(model: GPT) -> list:
 
 
 def run_and_explain(name: str, sequence_parallel: bool) -> tuple[Results, str]:
-    """Return loss and gradients, and explain()'s table, which is compared with what ran.
-
-    With "mixed", neighbouring layers have different transports: a table that is right by chance fails.
-    """
+    """Loss and gradients, and explain()'s table, which is compared with what ran.
+    With "mixed", neighbouring layers have different transports: a table that is right by chance fails."""
     mixed, name = name == "mixed", "sequential" if name == "mixed" else name
     model = GPT(GPTConfig(**CONFIG), seed=3, tp=TensorParallel(tp_mesh(), sequence_parallel, name))
     for index, layer in model.layers.items() if mixed else ():
@@ -89,10 +89,6 @@ def test_explain_names_what_ran_and_the_results_agree(ranks, interpreted, sequen
     assert sum(line.startswith("layers.") for line in tables["mixed"].splitlines()) == 6
 
 
-EXPERTS = {**CONFIG, "bias": False, "n_experts": 4, "expert_ffn_size": 12, "shared_expert_size": 8}
-EXPERTS["first_dense_layers"] = 1
-
-
 def explain_experts(name: str, sequence_parallel: bool) -> list[list[str]]:
     """The cells of the lines of experts in explain()'s table, which is compared with what ran."""
     model = GPT(GPTConfig(**EXPERTS), seed=3, tp=TensorParallel(tp_mesh(), sequence_parallel, name))
@@ -123,7 +119,7 @@ def test_what_is_called_as_a_module_is_named_with_the_reason():
     theirs.put(model, "layers.0.self_attn.q_proj", nn.Sequential(model.layers["0"].self_attn.q_proj, nn.Tanh()))
     theirs.replace_forward(model, "layers.0.input_layernorm")
     theirs.subclass(model, "layers.0.mlp")
-    theirs.forward_hook(model, "layers.1.mlp.gate")
+    theirs.ANYWHERE["forward hook"](model, "layers.1.mlp.gate")
     text = model.explain()
     called = [line.split(" is called as a module, not fused: ") for line in text.splitlines() if " is called " in line]
     assert {path.strip(): reason.split(": ")[0] for path, reason in called} == {

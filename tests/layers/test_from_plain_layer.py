@@ -10,16 +10,11 @@ from tpformer.layers import ColumnParallelLinear, LayerNorm, RMSNorm, RowParalle
 
 
 def plain() -> nn.Sequential:
-    """Modules of every kind, one after the other."""
     torch.manual_seed(0)
     modules = nn.Sequential(
-        nn.Embedding(11, 6, padding_idx=-1),
-        nn.LayerNorm(6, bias=False),
-        nn.Linear(6, 10),
-        nn.Linear(10, 6, bias=False),
-        nn.RMSNorm(6),
-        nn.LayerNorm(6, elementwise_affine=False),
-    )
+        nn.Embedding(11, 6, padding_idx=-1), nn.LayerNorm(6, bias=False), nn.Linear(6, 10),
+        nn.Linear(10, 6, bias=False), nn.RMSNorm(6), nn.LayerNorm(6, elementwise_affine=False),
+    )  # fmt: skip
     for parameter in modules.double().eval().parameters():
         nn.init.normal_(parameter)
     modules[2].bias.requires_grad_(False)
@@ -36,13 +31,11 @@ def on_rank(tp) -> Results:
     kept = {name: p.clone() for name, p in own.named_parameters()}
     tp = None if tp.size() == 1 else tp
     layers = nn.Sequential(
-        VocabParallelEmbedding.from_embedding(table, tp=tp),
-        LayerNorm.from_norm(norm, tp=tp),
+        VocabParallelEmbedding.from_embedding(table, tp=tp), LayerNorm.from_norm(norm, tp=tp),
         ColumnParallelLinear.from_linear(column, tp=tp, gather_output=True),
         RowParallelLinear.from_linear(row, tp=tp, input_is_parallel=False),
-        RMSNorm.from_norm(rms, tp=tp),
-        LayerNorm.from_norm(unscaled, tp=tp),
-    )
+        RMSNorm.from_norm(rms, tp=tp), LayerNorm.from_norm(unscaled, tp=tp),
+    )  # fmt: skip
     with torch.no_grad():
         for parameter in layers.parameters():
             parameter.add_(1).sub_(1)  # copies: what is written to a layer does not reach the plain module

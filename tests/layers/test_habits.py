@@ -81,8 +81,7 @@ def joined(name: str, tp: int, found: list[Results]) -> Results:
 @cache
 def expected(name: str, habit: str) -> Results:
     """What modules of torch.nn give under the habit."""
-    layer = LAYERS[name]
-    _, other = layer.pair()
+    layer, (_, other) = LAYERS[name], LAYERS[name].pair()
     return run(habit, other, layer.x()) if habit in EDITS or habit in WAYS else step(other, layer.x())
 
 
@@ -120,9 +119,7 @@ def assert_as_expected(name: str, habit: str, tp: int, found: list[Results | str
         parts = [part for part in oracle if oracle[part] is not None]
         assert all(actual[part].dtype == baseline[part].dtype for part in parts), what
         # All values are compared as one, because some gradients are zero but for noise, as those of key biases.
-        x, exact, by_torch = (
-            torch.cat([each[part].flatten() for part in parts]) for each in (actual, oracle, baseline)
-        )
+        x, exact, by_torch = (torch.cat([of[part].flatten() for part in parts]) for of in (actual, oracle, baseline))
         assert_kernel_close(x.to(low), exact, by_torch.to(low), what)
         return
     assert_same(actual, oracle, what)
@@ -149,7 +146,6 @@ def test_every_layer_works_without_a_process_group():
 
 
 def page() -> str:
-    """The text of docs/habits.md."""
     notes = {habit: f"[{index}]" for index, habit in enumerate(REFUSED, 1)}
     lines = [INTRODUCTION, "| | " + " | ".join(LAYERS) + " |", "|---" * (len(LAYERS) + 1) + "|"]
     for habit in HABITS:

@@ -119,15 +119,12 @@ def test_adapters_of_whole_features_are_refused() -> None:
             model(IDS[:, :-1])
 
 
-@pytest.mark.parametrize(
-    "tied, path, child, words",
-    [
-        (False, "lm_head", nn.Linear(24, 32), "Linear computes 32 features of 30: a module that is not built"),
-        (True, "lm_head", None, r"no table of its own \(weight=False\): give each call one, .* tie_embeddings=False"),
-        (True, "embed_tokens", nn.Embedding(VOCAB, 24),
-         r"but embed_tokens \(Embedding\) contains no VocabParallelEmbedding: wrap the original one"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("tied, path, child, words", [
+    (False, "lm_head", nn.Linear(24, 32), "Linear computes 32 features of 30: a module that is not built"),
+    (True, "lm_head", None, r"no table of its own \(weight=False\): give each call one, .* tie_embeddings=False"),
+    (True, "embed_tokens", nn.Embedding(VOCAB, 24),
+     r"but embed_tokens \(Embedding\) contains no VocabParallelEmbedding: wrap the original one"),
+])  # fmt: skip
 def test_heads_and_tables_that_cannot_be(tied, path, child, words):
     model = build(tied=tied)
     theirs.put(model, path, nn.Sequential(model.lm_head) if child is None else child.double())
@@ -145,11 +142,8 @@ ORDERS = {
 
 
 def two_steps(order: str | None, tp: int, tied: bool, wrapped: bool = False) -> Results:
-    """Return the loss of the second step, a sum over samples, and its gradients; each step is followed by an
-    evaluation.
-
-    order: None for torch.nn's model. wrapped: the embedding is inside a module of somebody else.
-    """
+    """The loss of the second step, a sum over samples, and its gradients; an evaluation follows each step.
+    order: None for torch.nn's model. wrapped: the embedding is inside a module of somebody else."""
     ids, terms = IDS, {}
     if order is None:
         model, terms = theirs.GPT(VOCAB, SEQ, 1), {"reduction": "sum", "label_smoothing": 0.1}

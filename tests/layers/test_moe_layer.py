@@ -62,9 +62,7 @@ def chosen(scores: torch.Tensor, policy: ops.Policy) -> torch.Tensor:
 
 def by_loop(moe: MoE, x: torch.Tensor, dy: torch.Tensor, half: torch.dtype | None = None) -> Results:
     """Result and gradients of a loop over experts with the values of ours; the balance loss is DeepSeek-V3's.
-
-    half: what autocast makes the experts' products in; the router's stay as they are.
-    """
+    half: what autocast makes the experts' products in; the router's stay as they are."""
     p = {name: value.detach().clone().requires_grad_() for name, value in moe.named_parameters()}
     x = x.detach().clone().requires_grad_()
     rows, policy = x.flatten(0, 1), moe.gate.policy
@@ -123,7 +121,6 @@ class Case(NamedTuple):
 
 
 def on_rank(mesh, *fields) -> tuple[Results, list, list[int]]:
-    """Results, collectives and loads of a case."""
     case = Case(*fields)
     moe = make_moe(case.kind, mesh, *case[1:3], transport=case.transport, hooked=case.hooked)
     x, dy = (own(z.flatten(0, 1), 0 if case.sequence_parallel else None) for z in inputs())

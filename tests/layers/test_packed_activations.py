@@ -92,22 +92,17 @@ def test_a_step_has_the_same_bits(options, units, names) -> None:
 
 def test_what_a_block_keeps_is_packed() -> None:
     """Nothing of bfloat16 is kept but parameters; nothing of an original is alive after the forward."""
-    block, kept = packing_block(), {}
+    block, kept = packing_block(), []
     parameters = {x.untyped_storage().data_ptr() for x in block.parameters()}
-
-    def keep(x: Tensor) -> Tensor:
-        kept.setdefault(x.untyped_storage().data_ptr(), x.detach())
-        return x
-
-    with saved_tensors_hooks(keep, lambda x: x):
+    with saved_tensors_hooks(lambda x: kept.append(x.detach()) or x, lambda x: x):
         y = block(torch.randn(2, 128, 128).bfloat16().requires_grad_().clone())
-    others = [each for place, each in kept.items() if place not in parameters]
+    by_place = {x.untyped_storage().data_ptr(): x for x in kept}
+    others = [each for place, each in by_place.items() if place not in parameters]
     assert all(each.dtype in (torch.uint8, torch.float32) for each in others)
     assert sum(each.nbytes for each in others if each.dtype == torch.uint8) == 10 * packed_bytes(UNIT)
     gc.collect()
-    alive = [
-        x for x in gc.get_objects() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 and x.shape == (256, 512)
-    ]
+    tensors = (x for x in gc.get_objects() if isinstance(x, Tensor))
+    alive = [x for x in tensors if x.dtype == torch.bfloat16 and x.shape == (256, 512)]
     assert all(isinstance(each, nn.Parameter) or each.untyped_storage().data_ptr() in parameters for each in alive)
     y.sum().backward()
 
@@ -154,33 +149,28 @@ def test_a_tensor_that_overflows_stays_as_it_is_or_gradients_are_nan_and_the_rep
         assert report().values == 0
 
 
-@pytest.mark.parametrize("thread", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("inside, reentrant, thread", [*itertools.product([False, True], repeat=3)])
 def test_checkpoints_around_and_inside_a_block(inside, reentrant, thread) -> None:
     """They keep their inputs alone, and pack nothing in either run, whatever is allowed when the second one comes.
     thread: as on a GPU, where the backward's thread has no context variables."""
+
+    def checkpointed(forward, x: Tensor, **options: Any) -> Tensor:
+        return checkpoint(lambda x: forward(x, **options), x, use_reentrant=reentrant)
+
     results = []
     for packs in (False, True):
         net = model("gpt", pack_activations=packs)
         for layer in net.layers.values():
             part = layer.mlp if inside else layer
-            part.forward = partial(checkpointed, part.forward, reentrant)
-        report()
+            part.forward = partial(checkpointed, part.forward)
         with ops.unpacked_activations() if not inside else nullcontext(), ThreadPoolExecutor(1) as pool:
             results.append(step(net, pool=pool if thread else None))
         assert (report().values > 0) == (inside and packs)
     assert_identical(*results)
 
 
-def checkpointed(forward, reentrant: bool, x: Tensor, **options: Any) -> Tensor:
-    return checkpoint(lambda x: forward(x, **options), x, use_reentrant=reentrant)
-
-
 def test_offload_moves_packed_bytes(monkeypatch) -> None:
-    net = model("llama", pack_activations=True, offload_activations=True)
-    expected = unpacked("llama")
-    moved: list[int] = []
+    net, moved = model("llama", pack_activations=True, offload_activations=True), []
     storage, smallest = ops.offload._Storage, packed_bytes(UNIT // 2)
 
     def counted(x: Tensor) -> ops.offload._Storage:
@@ -190,7 +180,7 @@ def test_offload_moves_packed_bytes(monkeypatch) -> None:
 
     monkeypatch.setattr(ops.offload, "_Storage", counted)
     monkeypatch.setattr(net, "offload", lambda: ops.Offload(smallest=smallest))
-    assert_identical(step(net), expected)
+    assert_identical(step(net), unpacked("llama"))
     assert set(moved) == {packed_bytes(size) for size in (UNIT, UNIT // 2)} | {max(moved)}
     assert max(moved) < 2 * 3 * UNIT
 
@@ -231,18 +221,16 @@ def test_what_is_left_as_it_is() -> None:
     with packing.packed_activations(holder):
         assert_identical(gradients(), expected)
     assert report().values == 0
-    block = packing_block(device="meta")
-    block(torch.empty(2, 128, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)).sum().backward()
-    block = packing_block()
-    assert block(torch.empty(0, 128, 128).bfloat16()).shape == (0, 128, 128)
+    on_meta = torch.empty(2, 128, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    packing_block(device="meta")(on_meta).sum().backward()
+    assert packing_block()(torch.empty(0, 128, 128).bfloat16()).shape == (0, 128, 128)
     with torch.no_grad():  # nothing is kept, so that any dtype will do
         packing_block(dtype=torch.float32)(torch.ones(1, 8, 128))
 
 
 def test_a_graph_without_a_backward_is_freed() -> None:
-    x = torch.randn(1000, requires_grad=True)
     with packing.packed_activations():
-        y = x.exp()
+        y = torch.randn(1000, requires_grad=True).exp()
     storage = StorageWeakRef(y.untyped_storage())
     del y
     assert storage.expired()
@@ -257,8 +245,8 @@ def test_compiled_blocks_and_two_backwards() -> None:
 
 
 def test_layers_that_pack_are_named() -> None:
-    named = "layers.0-1 keep activations packed until the backward: 12."
-    assert named in model("gpt", pack_activations=True, pack_layers="0:2").explain()
+    text = model("gpt", pack_activations=True, pack_layers="0:2").explain()
+    assert "layers.0-1 keep activations packed until the backward: 12." in text
     assert "packed" not in model("gpt").explain()
 
 

@@ -9,11 +9,11 @@ import torch
 from steps import Results, each_case, own, step, with_keys_in_one
 from test_block_layer import BATCH, HEADS, HIDDEN, KINDS, SEQ, inputs, key, make_block, masks
 from testing import assert_identical, assert_kernel_close
-from torch import Tensor, nn
+from torch import nn
 
 from tpformer import ops
 from tpformer.config import RECOMPUTE
-from tpformer.layers import Positions, TransformerBlock
+from tpformer.layers import Positions
 from tpformer.planner.storages import Saved
 
 P = 0.1
@@ -22,8 +22,7 @@ DROPPED = ["gelu-layernorm", "qk-norm-head-dim-scaling"]
 
 
 def of_seeds(block: nn.Module, dtype: torch.dtype, dim: int | None = None, **options) -> Results:
-    """Results of several inputs, which float32 holds: the largest error in one block is luck, that in eight far less
-    so."""
+    """Results of several inputs, which float32 holds: the largest error in one block is luck, in eight far less so."""
     found = []
     for seed in range(8):
         block.zero_grad()
@@ -78,19 +77,12 @@ def test_without_gradients_nothing_is_kept_and_a_kept_graph_has_several_backward
 
 
 def test_regions_inside_regions():
-    """A recomputed block computes its result where something reads it: the next block, or a caller without
-    gradients."""
-    x, dy = inputs()
-    found = []
-    frozen = make_block(DROPPED[1], recompute="mlp")
-
-    def teach(teacher: TransformerBlock, z: Tensor) -> Tensor:
-        with torch.no_grad():
-            return teacher(z)
-
+    """A recomputed block computes its result where it is read: by the next block, or by a caller without gradients."""
+    (x, dy), found, teacher = inputs(), [], make_block(DROPPED[1], recompute="mlp")
+    teach = torch.no_grad()(lambda z: teacher(z))
     for outer in (lambda region, x: region(x), ops.recompute):
         first, second = (make_block(DROPPED[0], recompute="full") for _ in range(2))
         rows = x.clone().requires_grad_()
-        outer(lambda z, a=first, b=second, c=frozen: b(a(z)) * teach(c, z), rows).backward(dy)
+        outer(lambda z, a=first, b=second: b(a(z)) * teach(z), rows).backward(dy)
         found.append([rows.grad, *(p.grad for block in (first, second) for p in block.parameters())])
     assert_identical(*found)

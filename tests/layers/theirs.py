@@ -33,8 +33,7 @@ def slowed(frequency: float, factor: float, low: float, high: float, length: int
 
 
 def rotate(x: Tensor, base: float, interleaved: bool = False, offset: int = 0, scaling: tuple | None = None) -> Tensor:
-    """Rotate x (batch, heads, seq, d), whose first token is at `offset`. The pairs (i, i + d/2), or if interleaved (2i,
-    2i + 1), are turned as complex numbers."""
+    """Turn the pairs (i, i + d/2) of x (batch, heads, seq, d), or if interleaved (2i, 2i + 1), as complex numbers."""
     half = x.shape[-1] // 2
     frequency = base ** -(torch.arange(half, dtype=torch.float64) / half)
     if scaling is not None:
@@ -47,8 +46,6 @@ def rotate(x: Tensor, base: float, interleaved: bool = False, offset: int = 0, s
 
 
 class Attention(nn.Module):
-    """Attention of modules; the options are those of our SelfAttention."""
-
     def __init__(
         self, hidden: int = HIDDEN, heads: int = HEADS, *, n_kv_heads: int | None = None, head_dim: int | None = None,
         bias: bool = True, qkv_bias: bool | None = None, qk_norm: bool = False, rope_base: float | None = None,
@@ -96,8 +93,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """The options are those of our MLP."""
-
     def __init__(
         self, hidden: int = HIDDEN, ffn_hidden_size: int | None = None, activation: str = "gelu_tanh", bias: bool = True
     ) -> None:
@@ -117,7 +112,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A float64 block whose norms and biases are off 1 and 0. The options are those of our TransformerBlock."""
+    """A float64 block whose norms and biases are off 1 and 0."""
 
     def __init__(
         self, hidden: int = HIDDEN, heads: int = HEADS, *, norm: str = "layernorm", activation: str = "gelu_tanh",
@@ -141,8 +136,6 @@ class Block(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Learned positions, which are added to x as ours are."""
-
     def __init__(self, seq: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(seq, HIDDEN))
@@ -156,9 +149,8 @@ class GPT(nn.Module):
 
     def __init__(self, vocab: int, seq: int, layers: int, llama: bool = False) -> None:
         super().__init__()
-        options = LLAMA if llama else {}
-        blocks = {str(index): Block(ffn_hidden_size=FFN, seed=index, **options) for index in range(layers)}
-        self.layers = nn.ModuleDict(blocks)
+        options: dict[str, Any] = {"ffn_hidden_size": FFN} | (LLAMA if llama else {})
+        self.layers = nn.ModuleDict({str(index): Block(seed=index, **options) for index in range(layers)})
         self.embed_tokens = nn.Embedding(vocab, HIDDEN)
         self.embed_positions = None if llama else PositionEmbedding(seq)
         self.norm = nn.RMSNorm(HIDDEN, eps=1e-5) if llama else nn.LayerNorm(HIDDEN)
@@ -167,8 +159,7 @@ class GPT(nn.Module):
 
     def forward(self, ids: Tensor, *, targets: Tensor | None = None, **terms: Any) -> Tensor:
         x = self.embed_tokens(ids)
-        if self.embed_positions is not None:
-            x = self.embed_positions(x)
+        x = x if self.embed_positions is None else self.embed_positions(x)
         for block in self.layers.values():
             x = block(x)
         logits = self.lm_head(self.norm(x))
@@ -176,8 +167,6 @@ class GPT(nn.Module):
 
 
 class LoRA(nn.Module):
-    """Computes base(x) + B(A(dropout(x)))."""
-
     def __init__(self, base: nn.Module, a: nn.Module, b: nn.Module, p: float = 0.0) -> None:
         super().__init__()
         self.base, self.a, self.b, self.drop = base, a, b, nn.Dropout(p)
@@ -192,7 +181,6 @@ def put(block: nn.Module, path: str, child: nn.Module) -> None:
 
 
 def linear(k: int, n: int, seed: int) -> nn.Linear:
-    """A plain linear whose values depend on the seed alone."""
     made = nn.Linear(k, n, bias=False, dtype=torch.float64)
     nn.init.normal_(made.weight, std=0.1, generator=torch.Generator().manual_seed(seed))
     return made
@@ -225,20 +213,15 @@ def _scaled(x: Tensor | None, factor: float) -> Tensor | None:
 
 
 def registered(kind: str, hook: Callable[..., Any]) -> Callable[[nn.Module, str], None]:
-    """An edit that adds a hook of this kind."""
     return lambda block, path: getattr(block.get_submodule(path), f"register_{kind}_hook")(hook) and None
 
 
 scaling_hook = registered("forward", lambda _, inputs, y: 1.5 * y)
-forward_hook = registered("forward", lambda _, inputs, y: 1.5 * y + inputs[0].mean(-1, keepdim=True))
-pre_hook = registered("forward_pre", lambda _, inputs: (_scaled(inputs[0], 1.25),))
-backward_hook = registered("full_backward", lambda _, dx, dy: tuple(_scaled(g, 2) for g in dx))
-backward_pre_hook = registered("full_backward_pre", lambda _, dy: tuple(3 * g for g in dy))
 ANYWHERE: dict[str, Callable[[nn.Module, str], None]] = {
-    "forward hook": forward_hook,
-    "forward pre-hook": pre_hook,
-    "backward hook": backward_hook,
-    "backward pre-hook": backward_pre_hook,
+    "forward hook": registered("forward", lambda _, inputs, y: 1.5 * y + inputs[0].mean(-1, keepdim=True)),
+    "forward pre-hook": registered("forward_pre", lambda _, inputs: (_scaled(inputs[0], 1.25),)),
+    "backward hook": registered("full_backward", lambda _, dx, dy: tuple(_scaled(g, 2) for g in dx)),
+    "backward pre-hook": registered("full_backward_pre", lambda _, dy: tuple(3 * g for g in dy)),
     "subclass": subclass,
     "forward replaced": replace_forward,
 }
