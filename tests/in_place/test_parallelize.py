@@ -13,6 +13,7 @@ from torch import nn
 from bench.families.training import in_float64
 from tpformer import auto_plan, parallelize
 from tpformer.distributed.dtensor import full_tensor
+from tpformer.parallel import local_part
 
 IDS = torch.arange(16).view(2, 8) * 7 % VOCAB
 
@@ -110,8 +111,14 @@ def few_heads():
 
 def counted_on_rank():
     many, few = parallelize(tiny("llama"), gpus=4), parallelize(few_heads(), gpus=4)
-    return many._tpformer.mesh.shape, few._tpformer.mesh.shape, run(few, IDS)
+    weights = (model.model.layers[0].mlp.up_proj.weight for model in (many, few))
+    return (
+        many._tpformer.mesh.shape,
+        few._tpformer.mesh.shape,
+        *(w.numel() // local_part(w).numel() for w in weights),
+        run(few, IDS),
+    )
 
 
 def test_from_counts(ranks):
-    assert_same(ranks(4).run(counted_on_rank), [((1, 1, 1, 4), (1, 1, 2, 2), run(few_heads(), IDS))] * 4)
+    assert_same(ranks(4).run(counted_on_rank), [((1, 1, 1, 4), (1, 1, 2, 2), 4, 4, run(few_heads(), IDS))] * 4)

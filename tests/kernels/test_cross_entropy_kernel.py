@@ -215,8 +215,7 @@ def in_one(kernels, x: Tensor, targets: Tensor, scale: Tensor | None, terms: Los
 @everywhere("cross_entropy", OF_KERNEL)
 @poisoned_memory()
 def test_memory_and_repeats(kernels: Any, device: str) -> None:
-    """Strides and repeats change no bit; an ignored row is not read; in place, the gradient takes the logits'
-    memory."""
+    """Strides and repeats change no bit; an ignored row is not read; a gradient in place is where the logits were."""
     logits, targets, scale = draw(3, 3, 600, 0, torch.float32, device, TERMS[3].ignore_index)
     given = targets, scale.float(), TERMS[3]
     results = in_one(kernels, logits, *given)

@@ -38,8 +38,7 @@ def draw_index(rows: int, device: str = "cpu") -> Tensor:
 
 
 def products(module, counts, n: int, k: int, dtype, device: str, tile: Tile | None, turn: int | None = None) -> None:
-    """Both orientations of the matrices, with rows side by side, and with rows that an index names. With `turn`, one of
-    these four."""
+    """Both orientations of the matrices, with rows side by side and with rows that an index names; or one of these."""
     offsets, rows = offsets_of(counts, device), sum(counts)
     a, tokens, w, wt = draw(n, dtype, device, (rows, k), (TOKENS, k), (len(counts), n, k), (len(counts), k, n))
     index = draw_index(rows, device)

@@ -55,10 +55,8 @@ def routed_by_own_rows() -> None:
 
 
 # shapes of x without its features, and (batch, seq_length) of its positions
-OF_OTHERS = [
-    ((2, 8), (4, 4)), ((4, 2), (2, 4)), ((1, 8), (2, 4)), ((7,), (2, 4)), ((4, 4), (1, 8)), ((2, 2, 3), (2, 4)),
-    ((), (2, 4)),
-]  # fmt: skip
+OF_OTHERS = [((2, 8), (4, 4)), ((4, 2), (2, 4)), ((1, 8), (2, 4)), ((7,), (2, 4)), ((4, 4), (1, 8)),
+             ((2, 2, 3), (2, 4)), ((), (2, 4))]  # fmt: skip
 Refusal = tuple[Callable[[], object], str]
 REFUSED: list[Refusal] = [
     (lambda: check_heads(12, 6, 4, 1, rope=True), "n_heads=6 is not a multiple of n_kv_heads=4: change either"),

@@ -14,7 +14,7 @@ from tpformer.layers import Positions, TensorParallel, TransformerBlock
 from tpformer.layers.cache import LayerCache
 from tpformer.models import GPT, GPTConfig, KVCache
 
-BASE = {"vocab_size": 50, "vocab_multiple": 16, "seq_length": 24, "n_layers": 2, "hidden_size": 48, "n_heads": 12}
+BASE = {"vocab_size": 50, "vocab_multiple": 16, "seq_length": 20, "n_layers": 2, "hidden_size": 48, "n_heads": 12}
 ROPE = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tie_embeddings": False}
 LEARNED = "learned positions"
 CONFIGS = {
@@ -155,16 +155,14 @@ REFUSED = [
     (lambda: cached(build("GQA"), lengths=[20]), r"lengths=\[20\] of a batch"),
     (lambda: cached(build("GQA"), targets=IDS), "a cache takes token ids and lengths only"),
     (lambda: cached(build("GQA"), position_ids=0 * IDS), "a cache takes token ids and lengths only"),
-    (lambda: cached(build(LEARNED), IDS[:, :5], filled()), "25 tokens per sample, but the model has 24 learned"),
-    (lambda: cached(build(LEARNED), IDS[:1, :1], filled()), "1 samples, but the cache has 3: make one for each batch"),
+    (lambda: cached(build(LEARNED), IDS[:, :5], filled()), "25 tokens per sample, but the model has 20 learned"),
+    (lambda: cached(build("GQA"), IDS[:1, :1], filled()), "1 samples, but the cache has 3: make one for each batch"),
     (lambda: filled().truncate([21, 1, 1]), r"a cache of \[20, 20, 20\] tokens cannot be cut to \[21, 1, 1\]"),
     (lambda: cached(STAGE), "a pipeline stage takes no cache"),
     (lambda: cached(build(LEARNED).train()), r"a cache in training mode: call model.eval\(\) first"),
-    (torch.enable_grad()(lambda: cached(build(LEARNED))),
-     "a cache keeps no gradients: call the model under torch.no_grad"),
+    (torch.enable_grad()(lambda: cached(build(LEARNED))), "a cache keeps no gradients: call .* under torch.no_grad"),
     (lambda: Positions(2, 1, offset=[1, 2, 3]), r"offset has 3 numbers for batch=2"),
-    (lambda: by_block(block(), positions=Positions(2, 8, offset=9)),
-     "from position 9 on, but the cache has 0: give positions whose offset"),
+    (lambda: by_block(block(), positions=Positions(2, 8, offset=9)), "from position 9 on, but the cache has 0: give"),
     (lambda: by_block(block(), key_padding_mask=torch.zeros(2, 8).bool()), "pad on the right"),
     (lambda: by_block(block(is_causal=False)), "needs causal attention without sequence_parallel, but is_causal=F"),
 ]  # fmt: skip

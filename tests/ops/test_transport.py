@@ -1,5 +1,4 @@
-"""A transport is chosen by device, topology, dtype and shape, by measured times, or by hand; with reasons and
-errors."""
+"""A transport is chosen by device, topology, dtype and shape, by measured times, or by hand, and says why."""
 
 import json
 import re

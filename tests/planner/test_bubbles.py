@@ -60,7 +60,7 @@ def test_no_closed_form_is_given_where_none_holds():
         assert bubble_time(schedule, 4, 8, {"F": 1, "I": 1, "W": 2}) is None
     assert bubble_time("DualPipeV", 4, 7, EQUAL) is None and bubble_time("ZBVZeroBubble", 4, 7, EQUAL) == 3
     # with fewer than 2p - 1 microbatches torch takes the order for 2p - 1, and is idle in the place of those missing
-    assert bubble_time("ZBVZeroBubble", 4, 4, EQUAL) is None and bubble_ratio("ZBVZeroBubble", 4, 4, 2) is None
+    assert bubble_time("ZBVZeroBubble", 4, 6, EQUAL) is None and bubble_ratio("ZBVZeroBubble", 4, 4, 2) is None
     assert idle(simulated("ZBVZeroBubble", 4, 4, 2, EQUAL), 4) == 6
     # its paper measures a rank from its own first start to its own last end, and there it is never idle
     actions = simulated("ZBVZeroBubble", 4, 8, 2, EQUAL)

@@ -1,5 +1,4 @@
-"""A run's configuration is merged, typed and written back; each refusal, before anything starts, gives the numbers and
-the remedy."""
+"""A run's configuration is merged, typed and written back; each refusal gives the numbers and the remedy."""
 
 import dataclasses
 import math

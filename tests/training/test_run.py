@@ -23,7 +23,8 @@ def test_what_a_run_says_when_it_is_started_again(done, refused, tmp_path, tiny_
     """Nothing is overwritten. A damaged newest checkpoint is named, and the one before goes on. Without a usable one,
     or without any (R5), it does not begin anew. R19, N7: steps that are done are not taken back."""
     toml, directory = write_run(tmp_path, tiny_values), Path(tiny_values["run"]["dir"])
-    assert "M x N x K" not in done("pretrain", toml), "N9: one rank has no use for the table of its linears"
+    assert "M x N x K" not in (out := done("pretrain", toml)), "N9: one rank has no use for the table of its linears"
+    assert ", cpu, 4 samples of" in out, out
     files, resume = (directory / "config.toml", directory / "metrics.jsonl"), ("pretrain", toml, "--run.resume", "True")
     before, contents = losses(directory), [file.read_bytes() for file in files]
     for arguments, words in (

@@ -46,7 +46,6 @@ class _Run:
     def __init__(self, kept: list[Any], again: bool) -> None:
         self.kept, self.again = kept, again
         self.outer: _Run | None = None
-        self.taken = 0
         self.tokens: list[Token[_Run | None]] = []
 
     def __enter__(self) -> None:

@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import sysconfig
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile, takewhile
@@ -104,7 +103,6 @@ def position_of_thread(thread: int) -> Position:
         return Position(None, "its thread has ended", ())
     found = position(own)
     if found.collective is None and own.f_code.co_filename.startswith(WAITING):
-        frames.pop(threading.get_ident(), None)
         others = [other for frame in frames.values() if (other := position(frame)).collective is not None]
         if others:
             return dataclasses.replace(others[0], at=found.at)

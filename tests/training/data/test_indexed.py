@@ -1,5 +1,4 @@
-"""The .bin/.idx format is that of bytes laid out here by struct.pack; the reader refuses what is malformed. A dataset
-of prompts and completions has a mask of its targets, too."""
+"""The .bin/.idx format is that of bytes laid out here by struct.pack, masks too; what is malformed is refused."""
 
 import json
 import struct
