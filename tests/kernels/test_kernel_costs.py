@@ -43,6 +43,10 @@ CASES: list[tuple[str, tuple, dict, tuple[int, int]]] = [
     # and dlogits), 8 bytes for each expert of a token
     ("route", (3, 8, 2), {}, (168, 240)),
     ("route", (3, 8, 2, True), {}, (120, 240)),
+    # master and moments in and out, 4 bytes each; the gradient, and the copy
+    ("update", (10, 2, 2), {}, (160, 10 * (2 + 24 + 2))),
+    ("update", (10, 4), {"optimizer": "sgd"}, (70, 10 * (4 + 16))),
+    ("update", (10, 2, 2), {"optimizer": "plain sgd"}, (50, 10 * (2 + 8 + 2))),
     ("matmul", (3, 5, 7, 2), {}, (210, 2 * (21 + 35 + 15))),
     ("grouped_matmul", (12, 5, 7, 3, 2), {}, (2 * 12 * 5 * 7, 2 * (12 * (5 + 7) + 3 * 5 * 7))),
     # the shards that arrive, and the tokens of 4 ranks
