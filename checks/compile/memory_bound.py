@@ -1,5 +1,6 @@
 """The compile check's cases of the kernels that multiply no matrices: norm, dropout, activation, rope, cross entropy,
-and those of experts.
+those of experts, and
+the optimizers' updates.
 
 Belongs here: one function per folder of kernels, listed in MEMORY_BOUND. shipped.py has the other kernels.
 """
@@ -21,6 +22,7 @@ from tpformer.kernels.pack.kernel import pack, unpack
 from tpformer.kernels.rope.kernel import rope_rotate
 from tpformer.kernels.route.kernel import route_backward, route_forward
 from tpformer.kernels.route.reference import Policy
+from tpformer.kernels.update.kernel import adamw_, sgd_
 from tpformer.kernels.weighted_activation.kernel import weighted_activation_backward, weighted_activation_forward
 
 from .cases import CAPABILITIES, DTYPES, Case, meta, meta_packed
@@ -201,6 +203,32 @@ def pack_cases() -> Iterator[Case]:
                 yield Case(name=name, kernel=kernel, launch=backward, **same)
 
 
+def update_cases() -> Iterator[Case]:
+    """Gradients of each dtype. With copies, without them, and where memory begins anywhere, which is not vectorised."""
+    scalar, elements = NUMBERS(), 1 << 20
+    for capability in CAPABILITIES:
+        for dtype in DTYPES:
+            half = torch.float16 if dtype == torch.float16 else torch.bfloat16
+            for where, skew, decay in (("", 0, 0.1), (" without copies", 0, 0.0), (" anywhere", 1, 0.1)):
+                masters, gradients, copies = (
+                    [meta(elements + skew, dtype=kind)[skew:]] * 2 for kind in (torch.float32, dtype, half)
+                )
+                given = None if where == " without copies" else copies
+                adamw = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+                shared = {"lr": 1e-3, "scale": scalar, "skipped": scalar, "weight_decay": decay}
+                launches = {
+                    "adamw": partial(adamw_, masters, gradients, masters, masters, [scalar] * 2, given, **adamw),
+                    "sgd": partial(sgd_, masters, gradients, [], given, momentum=0.0, nesterov=False),
+                    "momentum": partial(sgd_, masters, gradients, masters, given, momentum=0.9, nesterov=skew == 0),
+                }
+                for name, launch in launches.items():
+                    kernel = "adamw_kernel" if name == "adamw" else "sgd_kernel"
+                    yield Case(
+                        name=f"{name}{where}", kernel=kernel, dtype=dtype, capability=capability,
+                        launch=partial(launch, **shared),
+                    )  # fmt: skip
+
+
 POLICIES = {
     8: Policy(2),
     128: Policy(8),
@@ -244,4 +272,5 @@ MEMORY_BOUND: tuple[Callable[[], Iterator[Case]], ...] = (
     combine_cases,
     route_cases,
     pack_cases,
+    update_cases,
 )

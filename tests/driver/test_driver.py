@@ -98,7 +98,7 @@ def test_every_launcher(commands, library, capability) -> None:
     assert [case["case"] for case in cases if not case["same"]] == []
     again = {(case["kernel"], case["name"]) for case in cases if not case["replayed"]}
     # polls are timed once; rows that do not begin at multiples of 16 bytes are copied in every call
-    # and the gather of experts, which have other numbers of rows in every call, keeps no plan
+    # and the gather of experts, which have other numbers of rows in every call, keeps no plan; nor do updates
     expected = {
         "poll_in_vain": ["1 rank"], "await_gathered": ["8 ranks, odd rows"],
         "matmul": ["gated derivative, odd columns"], "all_gather_matmul": ["gated derivative, odd columns"],
@@ -106,6 +106,7 @@ def test_every_launcher(commands, library, capability) -> None:
         "grouped_weight_gradient": ["indexed dy, odd columns"],
         "all_gather_grouped_matmul": ["copies", "push", "dgrad", "push, odd columns", "push, odd inner dim",
                                       "dgrad, odd inner dim"],
+        "adamw": ["adamw without copies", "adamw anywhere"], "sgd": ["sgd anywhere", "momentum anywhere"],
     }  # fmt: skip
     assert again == {(f"{kernel}_kernel", name) for kernel, names in expected.items() for name in names}
     assert any(case["waits"] for case in cases) and any(case["tma"] for case in cases) == (capability >= 90)
