@@ -26,6 +26,7 @@ import test_norm_kernel as norms
 import test_pack_kernel as packing
 import test_rope_kernel as ropes
 import test_route_kernel as routes
+import test_update_kernel as updates
 import test_weighted_activation_kernel as weighted
 
 from tpformer.kernels.configurations import TILES, narrow_tile_names, select_local_tile, tile_names
@@ -126,6 +127,14 @@ def test_compiled_code_equals_its_reference(name: str) -> None:
     for schedule in ORDERS.get(name, (PLAIN,)):
         with executing(schedule):
             CASES[name]()
+
+
+@pytest.mark.parametrize("name", updates.VARIANTS)
+def test_compiled_updates_have_the_bits_of_separate_operations(name: str) -> None:
+    """A launch has the addresses of tensors in a table, so the executor is told of them."""
+    with executing() as run:
+        for dtypes in ((BF16, FP32), *([DTYPES[1:2]] if name == "adamw" else [])):
+            updates.check(updates.VARIANTS[name], dtypes, BF16, reach=lambda tensors: run.memory.add(*tensors))
 
 
 # name of a tile -> (dtype, rows of each group, N, K)

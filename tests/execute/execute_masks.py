@@ -29,7 +29,7 @@ REACH = {
     "norm/kernel.py": ["norm"], "pack/kernel.py": ["pack"], "philox/kernel.py": ["dropout"],
     "rope/kernel.py": ["rope"], "route/kernel.py": ["route"], "rows.py": ["dropout", "norm"],
     "tile.py": ["matmul", "reduce-scatter", "all-gather matmul", "all-reduce"],
-    "weighted_activation/kernel.py": ["weighted activation"],
+    "update/kernel.py": ["update"], "weighted_activation/kernel.py": ["weighted activation"],
 }  # fmt: skip
 
 WHOLE = "a whole block may take the path with a mask, too: it is slower, and the same"
@@ -47,6 +47,8 @@ EQUIVALENT = {
     },
     "activation/kernel.py activation_forward_kernel: first + BLOCK <= n -> first + BLOCK <= n - 1": WHOLE,
     "activation/kernel.py activation_backward_kernel: first + BLOCK <= n -> first + BLOCK <= n - 1": WHOLE,
+    "update/kernel.py adamw_kernel: rest >= BLOCK -> rest >= BLOCK + 1": WHOLE,
+    "update/kernel.py sgd_kernel: rest >= BLOCK -> rest >= BLOCK + 1": WHOLE,
     "pack/kernel.py pack_kernel: rest >= GROUP -> rest >= GROUP + 1": WHOLE,
     "pack/kernel.py unpack_kernel: rest >= PART -> rest >= PART + 1": WHOLE,
     "matmul_all_reduce/kernel.py matmul_all_reduce_kernel: tl.minimum(rows, m - owner * rows)"

@@ -33,6 +33,7 @@ import test_norm_kernel as norms
 import test_pack_kernel as packs
 import test_rope_kernel as ropes
 import test_route_kernel as routes
+import test_update_kernel as updates
 import test_weighted_activation_kernel as weighted
 import torch
 import triton
@@ -149,6 +150,16 @@ def route(shape: Shape, watch: Watch) -> None:
     routes.check(kernel("route"), tokens, 3 * experts, groups, FLOAT)
 
 
+def update(shape: Shape, watch: Watch) -> None:
+    """Several tensors, of which the last one ends where its memory does."""
+    for name in ("adamw", "nesterov"):
+        sizes = (shape, (3,), shape)
+        updates.check(
+            updates.VARIANTS[name], (FLOAT, torch.float16), torch.float16, sizes=sizes,
+            reach=lambda tensors: watch.shared.__setitem__(slice(None), [*tensors]),
+        )  # fmt: skip
+
+
 def matmul(shape: Shape, watch: Watch, tile: Tile = TILE) -> None:
     with mock.patch.object(matmuls, "ACTIVATIONS", ["silu"]):
         matmuls.layouts(*shape, FLOAT, "cpu", tile)
@@ -242,6 +253,7 @@ CASES: dict[str, tuple[Callable[[Shape, Watch], object], list[Shape]]] = {
         [(3, 7), (5, 3), *every_remainder(2, 4)]),
     "pack": (pack, [(GROUP - 1,), (GROUP + 3,), (2 * GROUP,), (5,), (50,), (4097,)]),
     "route": (route, [(3, 5), (5, 3), (3, 1), *every_remainder(2, 4)]),
+    "update": (update, [(13,), (15,), *[(n,) for n in range(1, 18)]]),
     "targets outside": (strange_targets, [()]),
     "matmul": (matmul, [(10, 7, 5), (10, 9, 5), *every_remainder(4, 4, 4)]),
     "matmul by descriptors": (partial(matmul, tile=WIDE_TILE), [(6, 12, 4), *every_remainder(4, 8, 4)]),
@@ -287,6 +299,7 @@ def small_tiles() -> Iterator[None]:
         },
         "activation.kernel": {"FORWARD_BYTES": 32, "BACKWARD_BYTES": 32},
         "rope.kernel": {"BLOCK_BYTES": 64},
+        "update.kernel": {"BLOCK": 8},
         "weighted_activation.kernel": {"row_tile": small_row_tile, "FORWARD_COLUMNS": 4, "BACKWARD_COLUMNS": 4},
         "combine.kernel": {"row_tile": small_row_tile, "COLUMNS": 4},
         "route.kernel": {"form_of": lambda experts, groups, k: kernel("route").Form(
