@@ -9,6 +9,7 @@ tests/test_repo.py refuses private names everywhere else.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -138,8 +139,17 @@ def own_part(
 
 
 def foreach_norm(tensors: list[Tensor], norm_type: float = 2.0) -> Sequence[Tensor]:
-    """The norm of each tensor, in one launch on a GPU. torch's clip_grad_norm_ uses it."""
-    return torch._foreach_norm(tensors, norm_type)
+    """The norm of each tensor, in float32 or wider, by one launch a dtype on a GPU. torch's clip_grad_norm_ uses it."""
+    places: dict[torch.dtype, list[int]] = defaultdict(list)
+    for place, tensor in enumerate(tensors):
+        places[tensor.dtype].append(place)
+    norms: list[Tensor] = [torch.empty(0)] * len(tensors)
+    for dtype, own in places.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        found = torch._foreach_norm([tensors[place] for place in own], norm_type, dtype=wide)
+        for place, norm in zip(own, found, strict=True):
+            norms[place] = norm
+    return norms
 
 
 def foreach_copy_(into: list[Tensor], tensors: list[Tensor]) -> None:

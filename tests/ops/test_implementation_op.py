@@ -19,7 +19,7 @@ from tpformer.ops.experts import ExpertWeights, experts
 from tpformer.ops.implementation import implementation
 from tpformer.ops.route import Balance, Router
 
-OPS = ("activation", "combine", "cross_entropy", "dropout", "norm", "rope", "route", "weighted_activation")
+OPS = ("activation", "combine", "cross_entropy", "dropout", "norm", "rope", "route", "update", "weighted_activation")
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ("route", "weighted_activation", "combine")
 CALLERS = ("tpformer.ops.experts", "tpformer.ops.route", "tpformer.ops.transports.experts")
@@ -33,7 +33,7 @@ def called(op: str) -> set[str]:
         text = path.read_text()
         if f'implementation("{op}"' in text:
             names |= set(re.findall(rf'implementation\("{op}", [^)]*\)\.(\w+)', text))
-            if op == "cross_entropy":
+            if op in ("cross_entropy", "update"):
                 names |= set(re.findall(r"kernels\.(\w+)\(", text))
     return names
 

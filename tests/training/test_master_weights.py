@@ -10,6 +10,7 @@ from testing import assert_identical, on_every_rank
 from torch.distributed.fsdp import FSDPModule
 
 from tpformer.config import RunConfig
+from tpformer.planner.states import GRADIENTS, rank_moments
 from tpformer.training import setup
 from tpformer.training.model import summed_loss
 from tpformer.training.step import train_step
@@ -34,10 +35,12 @@ RECOMPUTED = {"recompute": "full", "pack_activations": True}
 
 
 @pytest.mark.parametrize(
-    "parallel, dtype", [({}, "float16"), ({"tensor_parallel": 2}, "bfloat16"), (RECOMPUTED, "bfloat16")]
+    "parallel, dtype, size",
+    [({}, "float16", 2), ({}, "float16", 4), ({"tensor_parallel": 2}, "bfloat16", 2), (RECOMPUTED, "bfloat16", 4)],
 )
-def test_steps_are_those_of_fsdp2(ranks, parallel, dtype):
-    config = run_config(parallel, {**MODEL, "tie_embeddings": False}, dtype=dtype, microbatch_size=2)
+def test_steps_are_those_of_fsdp2(ranks, parallel, dtype, size):
+    """With two microbatches of 2, whose gradients add up, and with one of 4, whose gradients stay in 16 bits."""
+    config = run_config(parallel, {**MODEL, "tie_embeddings": False}, dtype=dtype, microbatch_size=size)
     with_it, without = (ranks(config.parallel.world_size).run(trained, config, fsdp) for fsdp in (True, False))
     for (expected, states), (losses, own) in zip(with_it, without, strict=True):
         assert losses == expected
@@ -55,6 +58,35 @@ def test_a_tied_table_adds_up_its_two_gradients_in_float32():
 
 
 @on_every_rank(1)
+def test_gradients_of_one_backward_stay_in_16_bits():
+    """As the planner says, without tensor parallelism, and only for an optimizer that reads them so."""
+    for parallel, size, tied in (({}, 4, False), ({}, 4, True), ({}, 2, True)):
+        config = run_config(parallel, {**MODEL, "tie_embeddings": tied}, dtype="bfloat16", microbatch_size=size)
+        model, optimizers = build(config)
+        model.gradients(batch(0), first_sample=0, step=1)
+        held = sum(parameter.grad.nbytes for parameter in model.parameters())
+        assert held == rank_moments(config, 0).backward[GRADIENTS]
+        optimizers[0].zero_grad()
+        model.masters[0].narrow = False
+        model.gradients(batch(0), first_sample=0, step=1)
+        assert all(parameter.grad.dtype == parameter.dtype for parameter in model.parameters())
+
+
+@on_every_rank(1)
+def test_steps_of_another_optimizer_are_seen():
+    """torch's fused optimizers do not count what they write."""
+    config, found = run_config({}, MODEL, dtype="bfloat16", microbatch_size=4), []
+    for fused in (False, True):
+        model = setup.build_model(config, setup.run_mesh(config, "cpu"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        for step in range(3):
+            found.append(model.gradients(batch(0), first_sample=0, step=step))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert found[:3] == found[3:] and len(set(map(float, found))) == 3
+
+
+@on_every_rank(1)
 def test_a_part_holds_its_masters_but_in_a_step():
     model, _ = build(run_config({}, MODEL, dtype="bfloat16"))
     (part,), (masters,) = model.parts, model.masters
@@ -69,7 +101,7 @@ def test_a_part_holds_its_masters_but_in_a_step():
     with torch.no_grad():
         part.norm.weight.zero_()  # a user's own write is seen by the next step
     model.gradients(batch(0), first_sample=0, step=1)
-    assert part.norm.weight.grad is None and part.layers["0"].mlp.fc1.weight.grad.dtype == torch.float32
+    assert part.norm.weight.grad is None and part.layers["0"].mlp.fc1.weight.grad.dtype == torch.bfloat16
     with masters.computing():
         assert not part.norm.weight.any() and summed_loss(part, batch(0), 0, 1) != first
     part.norm.weight = torch.nn.Parameter(torch.ones(24))

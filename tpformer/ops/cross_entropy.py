@@ -174,7 +174,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         x_wants, weight_wants, *norm_wants = (head.gradients and wants for wants in ctx.needs_input_grad[:4])
         x_wants |= any(norm_wants)
         dgathered = torch.empty_like(gathered) if x_wants else None
-        dweight = torch.zeros(weight.shape, dtype=wide, device=x.device) if weight_wants else None
+        dweight = torch.empty(weight.shape, dtype=wide, device=x.device) if weight_wants else None
+        if dweight is not None:
+            dweight[len(entries) if len(targets) else 0 :].zero_()
         for start in range(0, len(targets), head.chunk_tokens):
             rows = slice(start, start + head.chunk_tokens)
             wanted = targets[rows]
@@ -189,7 +191,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 if dgathered is not None:
                     torch.mm(dlogits, entries, out=dgathered[rows])
                 if dweight is not None:
-                    _accumulate(dweight[: len(entries)], dlogits.t(), gathered[rows])
+                    _add_product(dweight[: len(entries)], dlogits.t(), gathered[rows], first=start == 0)
         if x_wants or weight_wants:
             reduce = reduce_scatter if head.sequence_parallel else all_reduce
             dnormed = None if dgathered is None else reduce(dgathered, head.group)
@@ -213,14 +215,16 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         return dx, dweight, dnorm_weight, dnorm_bias, None, None, None, None
 
 
-def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += A B. The GEMM adds, so that 16-bit products are not rounded first."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """total += A B, or the first time total = A B. The GEMM adds, so that 16-bit products are not rounded first."""
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda:
+        torch.mm(a, b, out=total) if first else total.addmm_(a, b)
+    elif not a.is_cuda:  # a CPU has no such GEMM: the product is rounded to 16 bits
+        total.copy_(a @ b) if first else total.add_(a @ b)
+    elif first:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    else:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:  # a CPU has no such GEMM: the product is rounded to 16 bits
-        total += a @ b
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Belongs here: which of the two a module holds when. FSDP2 does the same for rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -24,33 +24,55 @@ class MasterWeights:
     Between steps the part holds its masters, so that optimizers, checkpoints and norms see them alone. Gradients are
     made for the copies, add up in the masters' dtype, and are the masters' `.grad` afterwards.
 
+    An optimizer that reads gradients of the copies' dtype sets `narrow`, and they stay as they are made where nothing
+    is added to them: half the memory, and a pass less.
+
         masters = MasterWeights(part, torch.bfloat16)
         with masters.computing():
             part(ids, targets=targets).backward()   # part.parameters() are bfloat16
         optimizer.step()                            # part.parameters() are float32, and so are their gradients
 
     part: on its device, with its last parameters. Their values may still change, in place: a write that autograd does
-    not count, as to `.data`, needs refresh(everything=True). dtype: the copies'.
+    not count, as to `.data`, needs refresh(everything=True). dtype: the copies'. used_twice: parameters of which a
+    forward makes two gradients; their sum is made in the masters' dtype.
     Memory: dtype's bytes for each element. No communication.
     Source: Micikevicius et al., arXiv:1710.03740, section 3.1.
     """
 
-    def __init__(self, part: nn.Module, dtype: torch.dtype) -> None:
+    narrow = False
+    """Whether a gradient that is not added to, of a parameter that is whole here, stays in the copies' dtype."""
+
+    def __init__(self, part: nn.Module, dtype: torch.dtype, used_twice: Iterable[nn.Parameter] = ()) -> None:
         pairs: dict[nn.Parameter, tuple[nn.Parameter, nn.Parameter]] = {}
         self._places = []
         for module in part.modules():
             for name, master in module.named_parameters(recurse=False):
                 if master not in pairs:
                     copy = nn.Parameter(_like(master, dtype))
-                    copy.grad_dtype = master.dtype
+                    copy.grad_dtype, master.grad_dtype = master.dtype, None
                     pairs[master] = master, copy
                 self._places.append((module, name, *pairs[master]))
-        self._pairs = list(pairs.values())
+        self._pairs, self._copies = list(pairs.values()), {master: copy for master, copy in pairs.values()}
         self._versions = [-1] * len(self._pairs)
+        twice = set(used_twice)
+        # ranks add up their parts of other gradients
+        self._may_be_narrow = [not isinstance(master, DTensor) and master not in twice for master in pairs]
+        self._are_equal = False
+
+    def copies_of(self, masters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """This rank's parts of the copies of these masters. Who writes both, and nothing else, calls `follow`."""
+        return [local_part(self._copies[master].detach()) for master in masters]
+
+    def follow(self) -> None:
+        """All masters have been rounded to their copies, by whoever has changed them."""
+        self._are_equal = True
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Within, the part holds the copies, and they the gradients. RuntimeError if a parameter has been replaced."""
+    def computing(self, *, adds_up: bool = True) -> Iterator[None]:
+        """Within, the part holds the copies, and they the gradients. RuntimeError if a parameter has been replaced.
+
+        adds_up: whether several backwards run within.
+        """
         for module, name, master, _ in self._places:
             if getattr(module, name) is not master:
                 raise RuntimeError(
@@ -58,9 +80,11 @@ class MasterWeights:
                     f"its values in place, or build ModelParts and optimizers after it"
                 )
         self.refresh()
-        for master, copy in self._pairs:
+        for (master, copy), may_be in zip(self._pairs, self._may_be_narrow, strict=True):
+            narrow = self.narrow and may_be and not adds_up and master.grad is None
+            copy.grad_dtype = copy.dtype if narrow else master.dtype
             copy.requires_grad_(master.requires_grad)
-            copy.grad = master.grad
+            copy.grad = None if master.grad is None else master.grad.to(copy.grad_dtype)
         try:
             for module, name, _, copy in self._places:
                 module.register_parameter(name, copy)
@@ -70,22 +94,24 @@ class MasterWeights:
                 module.register_parameter(name, master)
             for master, copy in self._pairs:
                 master.grad, copy.grad = copy.grad, None
+                # an optimizer may follow, and torch's fused ones do not count what they write
+                self._are_equal &= master.grad is None
 
     @torch.no_grad()
     def refresh(self, *, everything: bool = False) -> None:
         """Round each master that has changed, since it was last rounded, to its copy.
 
-        everything: whether to round all of them: torch's fused optimizers do not count what they write.
+        everything: whether to round all of them. So it does by itself after gradients, unless `follow` was called.
         """
         versions = [version_of(local_part(master)) for master, _ in self._pairs]
         changed = [
             pair
             for pair, seen, now in zip(self._pairs, self._versions, versions, strict=True)
-            if everything or seen != now
+            if everything or not self._are_equal or seen != now
         ]
         if changed:
             foreach_copy_([local_part(copy) for _, copy in changed], [local_part(master) for master, _ in changed])
-        self._versions = versions
+        self._versions, self._are_equal = versions, True
 
 
 def _like(master: Tensor, dtype: torch.dtype) -> Tensor:

@@ -43,6 +43,8 @@ class Elements(NamedTuple):
     head: float
     """Elements of the last stage's norm and head, or 0 if that stage is also the first or not among these stages.
     Their gradient waits for the end of the backward."""
+    tied: float = 0.0
+    """Elements of a table that the first and the last of these stages, then one, use both: it has two gradients."""
 
     @property
     def n_layers(self) -> int:
@@ -87,7 +89,7 @@ def _elements(config: GPTConfig, stages: tuple[range, ...], tp: int) -> Elements
     router = h * (config.n_experts or 0)
     table = padded_vocab(config.vocab_size or 0, config.vocab_multiple) * h / t
     sizes: list[float] = []
-    matrices = rest = head = 0.0
+    matrices = rest = head = tied = 0.0
     for stage in stages:
         for has_experts in map(config.has_experts, stage):
             matrices += attention + mlp[has_experts]
@@ -99,7 +101,8 @@ def _elements(config: GPTConfig, stages: tuple[range, ...], tp: int) -> Elements
         if last:
             rest += norm + (0 if first and config.tie_embeddings else table)
             head += 0 if first else norm + table
-    return Elements(tuple(sizes), matrices, rest, head)
+            tied += table if first and config.tie_embeddings else 0
+    return Elements(tuple(sizes), matrices, rest, head, tied)
 
 
 class Precision(NamedTuple):
@@ -131,6 +134,12 @@ def accumulates(config: RunConfig) -> bool:
     return config.n_microbatches > 1 or config.parallel.pipeline_parallel > 1
 
 
+def narrow_gradients(layout: Layout, precision: Precision, *, accumulates: bool) -> bool:
+    """Whether gradients stay in the compute dtype up to the update, as MasterWeights keeps them on one rank."""
+    one_rank = layout.tensor_parallel == 1 and not uses_fsdp(layout, precision.compute)
+    return one_rank and not accumulates and precision.compute.itemsize < precision.master.itemsize
+
+
 class State(NamedTuple):
     """One kind of model state, its bytes and their formula."""
 
@@ -143,7 +152,7 @@ def model_states(size: Elements, layout: Layout, precision: Precision, *, accumu
     """The model states of a rank: parameters, gradients and the optimizer's as shards, and what FSDP2 holds unsharded.
 
     accumulates: whether the step has backwards before the one that reduces.
-    Without FSDP2, MasterWeights keeps copies to compute with, of all parameters.
+    Without FSDP2, MasterWeights keeps copies to compute with, of all parameters, and gradients of one backward as made.
     FSDP2 holds copies to compute with: below stage 3 of all parameters, in stage 3 of the tables and of two layers, the
     current and the next one (the two largest, which may not be neighbours). Below stage 2 it also adds up gradients in
     the reduce dtype, unsharded, until the step ends and shards take their place.
@@ -155,6 +164,9 @@ def model_states(size: Elements, layout: Layout, precision: Precision, *, accumu
         State(GRADIENTS, f"{w} M / {n}", w * m / n),
         State(OPTIMIZER, f"{precision.moments * w} M / {n}", precision.moments * w * m / n),
     ]
+    if narrow_gradients(layout, precision, accumulates=accumulates):
+        wide = f" + {w - c} (tied table)" if size.tied else ""
+        states[1] = State(GRADIENTS, f"{c} M{wide}", c * m + (w - c) * size.tied)
     if not uses_fsdp(layout, precision.compute):
         return states + ([State(COPIES, f"{c} M", c * m)] if c < w else [])
     if layout.zero < 3:
@@ -198,7 +210,8 @@ def in_backward(
     w, c, r = precision.sizes
     layer, n = size.layer, size.n_layers
     if not uses_fsdp(layout, precision.compute):
-        return InBackward(0.0, c * layer, 0.0, 0.0)
+        narrow = narrow_gradients(layout, precision, accumulates=accumulates)
+        return InBackward(0.0, 0.0 if narrow else c * layer, 0.0, 0.0)
     if layout.zero < 2 and accumulates:
         cast = c if c != r else 0
         made = {"B": layer, "I": 0.0, "W": size.matrices}[kind]

@@ -51,6 +51,11 @@ def token_ids(batch: Tensor) -> Tensor:
     return torch.where(batch < 0, ~batch, batch)
 
 
+def _masters(part: GPT, dtype: torch.dtype) -> MasterWeights:
+    tied = part.config.tie_embeddings and part.embed_tokens is not None
+    return MasterWeights(part, dtype, [part.embed_tokens.weight] if tied else [])
+
+
 class ModelParts:
     """What a rank holds of a model: one GPT, or the parts that are its pipeline stages.
 
@@ -84,7 +89,7 @@ class ModelParts:
         computed twice; int64 (4,), sums over all ranks. None without packed activations."""
         self._scale = torch.ones(())
         self._dtype = dtype
-        self.masters = [MasterWeights(part, dtype) if needs_masters(part, dtype) else None for part in parts]
+        self.masters = [_masters(part, dtype) if needs_masters(part, dtype) else None for part in parts]
         """Of each part, None where it computes with its own parameters or FSDP2's."""
         if mesh is not None and layout.pipeline_parallel > 1:
             self.pipeline = self._pipeline(mesh)
@@ -228,7 +233,7 @@ class ModelParts:
             return run(ids, targets, targets=targets, sample_index=index, step=step)
         (model,), size = self.parts, self.microbatch_size
         total = torch.zeros((), device=ids.device)
-        with self.computing():
+        with self.computing(adds_up=len(ids) > size):
             for first in range(0, len(ids), size):
                 rows = slice(first, first + size)
                 loss = self._scaled(model(ids[rows], targets=targets[rows], sample_index=index[rows], step=step))
@@ -241,11 +246,11 @@ class ModelParts:
         return total
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Within, parts with MasterWeights hold the copies that they compute with."""
+    def computing(self, *, adds_up: bool = True) -> Iterator[None]:
+        """Within, parts with MasterWeights hold the copies that they compute with. adds_up: over several backwards."""
         with ExitStack() as stack:
             for masters in filter(None, self.masters):
-                stack.enter_context(masters.computing())
+                stack.enter_context(masters.computing(adds_up=adds_up))
             yield
 
     def gradient_norm(self) -> Tensor:

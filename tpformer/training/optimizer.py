@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim.sgd import sgd
 
 from tpformer.config import OptimizerSection
+from tpformer.ops.implementation import implementation
 from tpformer.parallel import MasterWeights, local_part
 
 from .model import ModelParts
 
 
 class LocalUpdate(torch.optim.Optimizer):
-    """An optimizer that updates each rank's part of DTensor parameters directly.
+    """An optimizer that updates each rank's part of DTensor parameters directly, by kernels/update.
 
     The update is elementwise, so its result is that of torch's optimizer. It saves the several milliseconds in which
     DTensor dispatches every operand of a step. For checkpoints, parameters and state stay DTensors. No communication.
@@ -24,24 +24,43 @@ class LocalUpdate(torch.optim.Optimizer):
 
     STATE_NAMES: tuple[str, ...] = ()
     """What it may keep for a parameter, by the keys of its state."""
-    found_inf: Tensor | None = None  # torch's fused optimizers look for it, as torch.amp.GradScaler sets it
     masters: MasterWeights | None = None
-    """Whose copies to compute with follow each update."""
+    """Whose copies to compute with it writes, too."""
+    _scale: float | Tensor = 1.0
+    _skipped: Tensor | None = None
 
-    def update(self, lr: float, skipped: Tensor) -> None:
+    def update(self, lr: float, skipped: Tensor, scale: float | Tensor = 1.0) -> None:
         """Take a step with this learning rate, and drop the gradients. The host waits for nothing.
 
         skipped: a float32 scalar on the device of the parameters. Where it is 1, and not 0, nothing changes: no
-        parameter, no moment, no count of steps, whatever the gradients are.
+        parameter, no moment, no count of steps, whatever the gradients are. scale: what gradients are multiplied by.
         """
         for group in self.param_groups:
             group["lr"] = lr
-        self.found_inf = skipped
-        self.step()
-        self.found_inf = None
+        self._skipped, self._scale = skipped, scale
+        try:
+            self.step()
+        finally:
+            self._skipped, self._scale = None, 1.0
         self.zero_grad()
+
+    def _groups(self) -> Iterator[tuple[Any, dict[str, Any], list[nn.Parameter], dict[str, Any]]]:
+        """For each group (the module of its update, the group, its parameters with gradients, arguments of the update).
+        All groups have to be updated."""
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters:
+                first = local_part(parameters[0])
+                options = {
+                    "copies": None if self.masters is None else self.masters.copies_of(parameters),
+                    "skipped": torch.zeros((), device=first.device) if self._skipped is None else self._skipped,
+                    "scale": self._scale,
+                    "lr": group["lr"],
+                    "weight_decay": group["weight_decay"],
+                }
+                yield implementation("update", first), group, parameters, options
         if self.masters is not None:
-            self.masters.refresh(everything=True)
+            self.masters.follow()
 
 
 class LocalAdamW(LocalUpdate, torch.optim.AdamW):
@@ -49,11 +68,16 @@ class LocalAdamW(LocalUpdate, torch.optim.AdamW):
 
     STATE_NAMES = ("step", "exp_avg", "exp_avg_sq")
 
-    def _init_group(self, group, *lists):
-        result = super()._init_group(group, *lists)
-        for tensors in lists:
-            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        return result
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update every parameter that has a gradient. closure: not used."""
+        for kernels, group, _, options in self._groups():
+            lists: list[list[Tensor]] = [[] for _ in range(6)]
+            self._init_group(group, *lists)  # torch's, which makes the state
+            masters, gradients, firsts, seconds, _, steps = ([local_part(x) for x in tensors] for tensors in lists)
+            beta1, beta2 = group["betas"]
+            options |= {"beta1": beta1, "beta2": beta2, "eps": group["eps"]}
+            kernels.adamw_(masters, gradients, firsts, seconds, steps, **options)
 
 
 class LocalSGD(LocalUpdate, torch.optim.SGD):
@@ -64,22 +88,16 @@ class LocalSGD(LocalUpdate, torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """Update every parameter that has a gradient. closure: not used."""
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            buffers: list[Tensor | None] = []
+        for kernels, group, parameters, options in self._groups():
+            buffers = []
             for parameter in parameters if group["momentum"] else ():
                 state = self.state[parameter]
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 buffers.append(local_part(state["momentum_buffer"]))
-            options = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "fused")
-            sgd(
-                [local_part(parameter) for parameter in parameters],
-                [local_part(parameter.grad) for parameter in parameters],
-                buffers,
-                found_inf=self.found_inf,
-                **{name: group[name] for name in options},
-            )
+            masters, gradients = zip(*((local_part(each), local_part(each.grad)) for each in parameters), strict=True)
+            options |= {"momentum": group["momentum"], "nesterov": group["nesterov"]}
+            kernels.sgd_(masters, gradients, buffers, **options)
 
 
 def build_optimizer(model: nn.Module, config: OptimizerSection) -> LocalUpdate:
@@ -101,4 +119,6 @@ def build_optimizers(model: ModelParts, config: OptimizerSection) -> list[LocalU
     optimizers = [build_optimizer(part, config) for part in model.parts]
     for optimizer, masters in zip(optimizers, model.masters, strict=True):
         optimizer.masters = masters
+        if masters is not None:
+            masters.narrow = True
     return optimizers

@@ -130,8 +130,7 @@ class ParameterServer:
         local = local_norms(self.model.parameters())
         norm = all_reduce(local.square().sum().reshape(1), self.group)[0].sqrt()
         skipped = (~(loss.isfinite() & norm.isfinite())).float()
-        scale_gradients(self.model.parameters(), clipping(norm, clip_norm))
-        self.optimizer.update(lr, skipped)
+        self.optimizer.update(lr, skipped, clipping(norm, clip_norm))
         self._pull_all()
         return StepResult(loss, norm, skipped, local, None, None, None, None)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tpformer.ops.embedding import check_ids
-from tpformer.parallel import local_norms, scale_gradients, settle_compression
+from tpformer.parallel import local_norms, settle_compression
 
 from .data import Samples, TokenSamples
 from .experts import settle_experts
@@ -108,9 +108,8 @@ def train_step(
     loss = loss.to(norm.device)
     skipped = (~(loss.isfinite() & norm.isfinite())).float()
     clip = clipping(norm, clip_norm)
-    scale_gradients(parameters, clip / scale)
     for optimizer in optimizers:
-        optimizer.update(lr, skipped)
+        optimizer.update(lr, skipped, clip / scale)
     settle_compression(model.parts, skipped)
     loads = settle_experts(model, skipped)
     packing = None if model.packing is None else model.packing.to(norm.device)
