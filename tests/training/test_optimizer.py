@@ -64,6 +64,26 @@ def test_local_updates_are_those_of_torch(ranks, kind, theirs, moments):
         (assert_identical if moments == 2 else assert_same)(mine, torchs)
 
 
+@pytest.mark.parametrize(("kind", "theirs", "moments"), LOCAL, ids=["adamw", "nesterov", "sgd"])
+def test_gradient_scalers_and_closures_are_torchs(kind, theirs, moments):
+    found = []
+    for each in (kind, theirs):
+        torch.manual_seed(0)
+        model, scaler = torch.nn.Linear(5, 3).double(), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        optimizer = each(model.parameters(), lr=0.1)
+        for factor in (1.0, math.inf, 2.0):
+            scaler.scale(factor * model(torch.ones(2, 5).double()).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scaler.get_scale() == 2.0**9
+        loss = optimizer.step(lambda model=model: model(torch.ones(2, 5).double()).sum().backward() or 3.0)
+        found.append([*model.parameters(), torch.tensor(loss).double()])
+    assert_same(*found)
+    with pytest.raises(ValueError, match="has no maximize: leave it out"):
+        kind(model.parameters(), maximize=True).step()
+
+
 @pytest.mark.parametrize("options", [{"name": "adamw"}, {"name": "sgd", **NESTEROV}, {"name": "sgd"}])
 def test_a_skipped_first_step_leaves_nothing(options):
     """torch's fused SGD would keep memory that nobody has written as momentum."""

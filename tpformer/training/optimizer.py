@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,8 +26,11 @@ class LocalUpdate(torch.optim.Optimizer):
     """What it may keep for a parameter, by the keys of its state."""
     masters: MasterWeights | None = None
     """Whose copies to compute with it writes, too."""
+    found_inf: Tensor | None = None
+    """What `update` calls skipped; torch.amp.GradScaler sets it, too."""
     _scale: float | Tensor = 1.0
-    _skipped: Tensor | None = None
+    _step_group: Callable[..., None]
+    """Update the parameters of a group by a module of kernels/update. The arguments are what `_groups` gives."""
 
     def update(self, lr: float, skipped: Tensor, scale: float | Tensor = 1.0) -> None:
         """Take a step with this learning rate, and drop the gradients. The host waits for nothing.
@@ -37,24 +40,36 @@ class LocalUpdate(torch.optim.Optimizer):
         """
         for group in self.param_groups:
             group["lr"] = lr
-        self._skipped, self._scale = skipped, scale
+        self.found_inf, self._scale = skipped, scale
         try:
             self.step()
         finally:
-            self._skipped, self._scale = None, 1.0
+            self.found_inf, self._scale = None, 1.0
         self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient. closure: called before; its result is returned."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for kernels, group, parameters, options in self._groups():
+            self._step_group(kernels, group, parameters, options)
+        return loss
 
     def _groups(self) -> Iterator[tuple[Any, dict[str, Any], list[nn.Parameter], dict[str, Any]]]:
         """For each group (the module of its update, the group, its parameters with gradients, arguments of the update).
         All groups have to be updated."""
         for group in self.param_groups:
+            if others := [name for name in ("amsgrad", "maximize", "dampening", "differentiable") if group.get(name)]:
+                raise ValueError(f"{type(self).__name__} has no {others[0]}: leave it out, or take torch's optimizer")
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if parameters:
                 first = local_part(parameters[0])
+                scale = getattr(self, "grad_scale", None)  # that of GradScaler, which wants no attribute before
                 options = {
                     "copies": None if self.masters is None else self.masters.copies_of(parameters),
-                    "skipped": torch.zeros((), device=first.device) if self._skipped is None else self._skipped,
-                    "scale": self._scale,
+                    "skipped": torch.zeros((), device=first.device) if self.found_inf is None else self.found_inf,
+                    "scale": self._scale if scale is None else self._scale / scale,
                     "lr": group["lr"],
                     "weight_decay": group["weight_decay"],
                 }
@@ -68,16 +83,13 @@ class LocalAdamW(LocalUpdate, torch.optim.AdamW):
 
     STATE_NAMES = ("step", "exp_avg", "exp_avg_sq")
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Update every parameter that has a gradient. closure: not used."""
-        for kernels, group, _, options in self._groups():
-            lists: list[list[Tensor]] = [[] for _ in range(6)]
-            self._init_group(group, *lists)  # torch's, which makes the state
-            masters, gradients, firsts, seconds, _, steps = ([local_part(x) for x in tensors] for tensors in lists)
-            beta1, beta2 = group["betas"]
-            options |= {"beta1": beta1, "beta2": beta2, "eps": group["eps"]}
-            kernels.adamw_(masters, gradients, firsts, seconds, steps, **options)
+    def _step_group(self, kernels, group, parameters, options) -> None:
+        lists: list[list[Tensor]] = [[] for _ in range(6)]
+        self._init_group(group, *lists)  # torch's, which makes the state
+        masters, gradients, firsts, seconds, _, steps = ([local_part(x) for x in tensors] for tensors in lists)
+        beta1, beta2 = group["betas"]
+        options |= {"beta1": beta1, "beta2": beta2, "eps": group["eps"]}
+        kernels.adamw_(masters, gradients, firsts, seconds, steps, **options)
 
 
 class LocalSGD(LocalUpdate, torch.optim.SGD):
@@ -85,19 +97,16 @@ class LocalSGD(LocalUpdate, torch.optim.SGD):
 
     STATE_NAMES = ("momentum_buffer",)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Update every parameter that has a gradient. closure: not used."""
-        for kernels, group, parameters, options in self._groups():
-            buffers = []
-            for parameter in parameters if group["momentum"] else ():
-                state = self.state[parameter]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
-                buffers.append(local_part(state["momentum_buffer"]))
-            masters, gradients = zip(*((local_part(each), local_part(each.grad)) for each in parameters), strict=True)
-            options |= {"momentum": group["momentum"], "nesterov": group["nesterov"]}
-            kernels.sgd_(masters, gradients, buffers, **options)
+    def _step_group(self, kernels, group, parameters, options) -> None:
+        buffers = []
+        for parameter in parameters if group["momentum"] else ():
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            buffers.append(local_part(state["momentum_buffer"]))
+        masters, gradients = zip(*((local_part(each), local_part(each.grad)) for each in parameters), strict=True)
+        options |= {"momentum": group["momentum"], "nesterov": group["nesterov"]}
+        kernels.sgd_(masters, gradients, buffers, **options)
 
 
 def build_optimizer(model: nn.Module, config: OptimizerSection) -> LocalUpdate:
