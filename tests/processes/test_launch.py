@@ -175,7 +175,6 @@ sys.exit(5)
 
 
 def test_a_sighup_that_nohup_ignores_stays_ignored(commands, tmp_path):
-    """R19."""
     waiting = 'while not os.path.exists(f"{folder}/end"): time.sleep(0.05)'
     script = f"{READY}os.kill(os.getpid(), signal.SIGHUP)\n{waiting}"
     launcher = launched(commands, tmp_path, script, signal.SIGHUP)

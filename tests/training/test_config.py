@@ -143,7 +143,6 @@ def outside(key: str) -> list:
 
 
 def test_every_number_has_a_range_and_a_value_outside_of_it_or_that_is_no_choice_is_refused(tiny_values):
-    """R7."""
     assert set(NUMBERS) == set(RANGES)
     for key, value in ((each, value) for each in NUMBERS for value in outside(each)):
         section, name = key.split(".")

@@ -52,7 +52,8 @@ class MasterWeights:
                     copy.grad_dtype, master.grad_dtype = master.dtype, None
                     pairs[master] = master, copy
                 self._places.append((module, name, *pairs[master]))
-        self._pairs, self._copies = list(pairs.values()), {master: copy for master, copy in pairs.values()}
+        self._pairs = list(pairs.values())
+        self._copies = {master: local_part(copy.detach()) for master, copy in self._pairs}
         self._versions = [-1] * len(self._pairs)
         twice = set(used_twice)
         # ranks add up their parts of other gradients
@@ -61,7 +62,7 @@ class MasterWeights:
 
     def copies_of(self, masters: Iterable[nn.Parameter]) -> list[Tensor]:
         """This rank's parts of the copies of these masters. Who writes both, and nothing else, calls `follow`."""
-        return [local_part(self._copies[master].detach()) for master in masters]
+        return [self._copies[master] for master in masters]
 
     def follow(self) -> None:
         """All masters have been rounded to their copies, by whoever has changed them."""

@@ -190,7 +190,7 @@ class ModelParts:
         self._scale = loss_scale / targets.clamp(min=1)
         self._prepare_experts(targets / (batch[:, 1:].numel() * self.layout.data_parallel))
         total = self._run(batch, first_sample, step, train=True)
-        for part in self.parts:
+        for part in self.parts if "tp" in self.groups else ():
             reduce_partial_gradients(part)
         if self.tied is not None:
             self.tied.reduce()
@@ -204,7 +204,7 @@ class ModelParts:
         for part in self.parts:
             part.balance.scale, part.balance.total = torch.as_tensor(self._scale), None
             part.balance.share = share
-            for router in routers(part).values():
+            for router in routers(part).values() if self.config.n_experts is not None else ():
                 router.load = None
 
     @torch.no_grad()

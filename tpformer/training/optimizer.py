@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tpformer.config import OptimizerSection
 from tpformer.ops.implementation import implementation
 from tpformer.parallel import MasterWeights, local_part
 
 from .model import ModelParts
+
+
+def local_parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """local_part of each tensor."""
+    return [local_part(each) for each in tensors] if DTensor in set(map(type, tensors)) else tensors
 
 
 class LocalUpdate(torch.optim.Optimizer):
@@ -86,7 +92,7 @@ class LocalAdamW(LocalUpdate, torch.optim.AdamW):
     def _step_group(self, kernels, group, parameters, options) -> None:
         lists: list[list[Tensor]] = [[] for _ in range(6)]
         self._init_group(group, *lists)  # torch's, which makes the state
-        masters, gradients, firsts, seconds, _, steps = ([local_part(x) for x in tensors] for tensors in lists)
+        masters, gradients, firsts, seconds, _, steps = map(local_parts, lists)
         beta1, beta2 = group["betas"]
         options |= {"beta1": beta1, "beta2": beta2, "eps": group["eps"]}
         kernels.adamw_(masters, gradients, firsts, seconds, steps, **options)
@@ -103,10 +109,10 @@ class LocalSGD(LocalUpdate, torch.optim.SGD):
             state = self.state[parameter]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-            buffers.append(local_part(state["momentum_buffer"]))
-        masters, gradients = zip(*((local_part(each), local_part(each.grad)) for each in parameters), strict=True)
+            buffers.append(state["momentum_buffer"])
         options |= {"momentum": group["momentum"], "nesterov": group["nesterov"]}
-        kernels.sgd_(masters, gradients, buffers, **options)
+        gradients = [parameter.grad for parameter in parameters]
+        kernels.sgd_(*map(local_parts, (parameters, gradients, buffers)), **options)
 
 
 def build_optimizer(model: nn.Module, config: OptimizerSection) -> LocalUpdate:

@@ -62,7 +62,6 @@ def test_files_lines_and_rows_are_documents_in_their_order(tmp_path: Path) -> No
 
 
 def test_parquet_gives_one_document_per_row(tmp_path: Path) -> None:
-    """N11."""
     pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"body": ["x", "é", ""], "id": [1, 2, 3], "gap": ["x", None, ""]}), path)

@@ -63,7 +63,6 @@ def test_round_trip_at_the_largest_id(tmp_path: Path, vocab_size: int, dtype: ty
 
 
 def test_malformed_files_are_named_and_of_absent_ones_it_is_said_what_to_do(tmp_path: Path) -> None:
-    """N2, N13."""
     for idx, message in (
         (idx_bytes([6], magic=b"MMIDIDX\x00\x01"), r"a\.idx starts with .* not a Megatron \.idx"),
         (b"", "not a Megatron"), (idx_bytes([6])[:20], r"truncated: 20 bytes of a 34-byte header"),
