@@ -179,6 +179,13 @@ def test_default_chunks_agree_on_uneven_slices() -> None:
     assert [name for name, _ in calls] == ["all_gather"] * 5  # of x, and of four chunks
 
 
+def test_a_chunk_has_as_many_tokens_as_the_device_has_room_for():
+    gpt2, small = ops.VocabSlice(0, 50304, 50257), ops.VocabSlice(0, 250, 250)
+    tokens = [ops.default_chunk_tokens(gpt2, "cuda", int(1e9 * memory)) for memory in (16, 40, 80, 141)]
+    assert tokens == [2048, 4096, 8192, 8192] and ops.default_chunk_tokens(gpt2, "cuda") == 8192
+    assert [ops.default_chunk_tokens(vocab, "cpu") for vocab in (gpt2, small)] == [83, 16777]
+
+
 def test_logits_exist_a_chunk_at_a_time():
     """And nothing is kept but the gradients of x and of the table. From logits these are, and two numbers a token."""
     x, weight = leaves(make(0, torch.float32, x=(12, 3), weight=(200, 3))).values()

@@ -24,9 +24,11 @@ from .transports.interface import record_transport
 from .uncompiled import uncompiled
 
 # How many logits linear_cross_entropy holds at once, and the fewest tokens of a chunk. Each chunk reads and writes the
-# float32 gradient of W. On an H200, by its data sheet, that takes a tenth of the time of 2048 tokens' GEMMs.
+# float32 gradient of W. On an H200, by its data sheet, that takes a tenth of the time of 2048 tokens' GEMMs. So a GPU
+# takes more at once where it has room: GPU_SHARE of its memory, of which GPU_MEMORY bytes count at most.
 CPU_LOGITS, CPU_TOKENS = 2**22, 64
-GPU_LOGITS, GPU_TOKENS = 2**26, 2048
+GPU_MEMORY, GPU_SHARE, GPU_TOKENS = 80 * 10**9, 1 / 96, 2048
+TOKEN_MULTIPLE = 1024  # so many tokens' GEMMs have no tile that is empty in part
 REDUCTIONS = ("sum", "mean", "none")  # those of torch.nn.functional.cross_entropy
 ROW_MULTIPLE = 16  # the columns of a chunk's logits are a multiple of this, with padding, so that rows stay aligned
 
@@ -234,14 +236,16 @@ def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     return x * factor
 
 
-def default_chunk_tokens(vocab: VocabSlice, device_type: str) -> int:
-    """Tokens whose logits linear_cross_entropy holds at once.
+def default_chunk_tokens(vocab: VocabSlice, device_type: str, memory: int = GPU_MEMORY) -> int:
+    """Tokens whose logits linear_cross_entropy holds at once. memory: a GPU's bytes, of which GPU_MEMORY count at most.
 
     Ranks exchange numbers once per chunk, so all need the same answer: it follows from vocab.width, which is equal on
-    all ranks, though the last rank's shard may be smaller.
+    all ranks, though the last rank's shard may be smaller, and from the memory of their GPUs, which are alike.
     """
-    logits, tokens = (GPU_LOGITS, GPU_TOKENS) if device_type == "cuda" else (CPU_LOGITS, CPU_TOKENS)
-    return max(tokens, logits // vocab.width)
+    if device_type != "cuda":
+        return max(CPU_TOKENS, CPU_LOGITS // vocab.width)
+    room = int(min(memory, GPU_MEMORY) * GPU_SHARE) // (2 * vocab.width)  # in 16 bits
+    return max(GPU_TOKENS, room // TOKEN_MULTIPLE * TOKEN_MULTIPLE)
 
 
 @uncompiled
@@ -267,7 +271,8 @@ def linear_cross_entropy(
              targets (tokens,) int64, equal on all ranks, `ignore_index` where no loss is wanted; result a scalar in
              promote_types(x.dtype, float32), equal on all ranks.
              chunk_tokens, equal on all ranks: how many tokens' logits are held at once, in x's dtype. Default: about
-             4 million logits and at least 64 tokens; on a GPU 67 million and 2048.
+             4 million logits and at least 64 tokens; on a GPU a 96th of its memory, as if it had at most 80 GB, and at
+             least 2048 (8192 of GPT-2's vocabulary). Ranks of one group need GPUs of one size, or this argument.
     Numerics: the gradients of logits are rounded to x's dtype. The gradient of W is summed over chunks in at least
              float32; on a CPU each chunk's part is rounded to x's dtype first. With float16, scale the loss, not x.
              Under torch.autocast the norm runs in float32, and logits have autocast's dtype.
@@ -294,7 +299,8 @@ def linear_cross_entropy(
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: at least 1 token's logits are held at once; leave it unset")
     if chunk_tokens is None:
-        chunk_tokens = default_chunk_tokens(vocab, x.device.type)
+        memory = torch.cuda.get_device_properties(x.device).total_memory if x.is_cuda else GPU_MEMORY
+        chunk_tokens = default_chunk_tokens(vocab, x.device.type, memory)
     head = _Head(vocab, terms, group, sequence_parallel, norm, chunk_tokens, torch.is_grad_enabled())
     traces = trace(x), trace(weight)  # neither is saved, and a second derivative has to be refused
     total = LinearCrossEntropyFunction.apply(x, weight, *parameters(norm), targets, head, *traces)
