@@ -1,4 +1,4 @@
-"""Optimizers that compute wrong steps on shards are refused when they step, whoever made them."""
+"""What every optimizer is told or refused when it steps parameters that lie on ranks, whoever made it."""
 
 from functools import cache
 from typing import Any
@@ -11,13 +11,28 @@ from tpformer.distributed.dtensor import is_dtensor
 
 @cache
 def watch_optimizers() -> None:
-    """From now on, refuse every step of an Adafactor on sharded parameters. Later calls do nothing.
+    """From now on, every optimizer's step is right for parameters on ranks, or is refused. Later calls do nothing.
 
+    Where a group has plain parameters and DTensors, torch's multi-tensor operations refuse both together. On a GPU they
+    are the default, so such a group goes parameter by parameter, unless it asks for them.
     Adafactor's step sizes and factored statistics are those of whole tensors. For a sharded vector torch's Adafactor
     silently takes those of the shard; for a sharded matrix it raises from within. Optimizers that work element by
     element, such as AdamW, are exact.
     """
+    register_optimizer_step_pre_hook(_part_by_part)
     register_optimizer_step_pre_hook(_refuse)
+
+
+def _part_by_part(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for group in optimizer.param_groups:
+        if "foreach" not in group or len(set(map(is_dtensor, group["params"]))) < 2:
+            continue
+        if asked := next((name for name in ("foreach", "fused") if group.get(name)), None):
+            raise ValueError(
+                f"{asked}=True for plain parameters and DTensors in one group, which torch refuses together: leave "
+                f"{asked} out, or make a group of each kind"
+            )
+        group["foreach"] = False
 
 
 def _refuse(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
