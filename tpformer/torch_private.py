@@ -158,8 +158,14 @@ def foreach_copy_(into: list[Tensor], tensors: list[Tensor]) -> None:
 
 
 def foreach_multiply_(tensors: list[Tensor], factor: float | Tensor) -> None:
-    """Multiply each tensor in place, in one launch on a GPU."""
-    torch._foreach_mul_(tensors, factor)
+    """Multiply each tensor in place, by one launch a dtype on a GPU. A 0-dim factor stays on its device."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_dtype[tensor.dtype].append(tensor)
+    for dtype, own in by_dtype.items():
+        # of the tensors' dtype, torch multiplies all of them in one launch
+        same = factor.to(dtype) if isinstance(factor, Tensor) and dtype.itemsize >= 4 else factor
+        torch._foreach_mul_(own, same)
 
 
 def is_fake(x: Tensor) -> bool:

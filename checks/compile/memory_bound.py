@@ -1,6 +1,5 @@
 """The compile check's cases of the kernels that multiply no matrices: norm, dropout, activation, rope, cross entropy,
-those of experts, and
-the optimizers' updates.
+those of experts, and the optimizers' updates.
 
 Belongs here: one function per folder of kernels, listed in MEMORY_BOUND. shipped.py has the other kernels.
 """

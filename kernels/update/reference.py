@@ -1,6 +1,5 @@
 """The optimizers' updates of many tensors: the specification, which is torch's fused AdamW and SGD, and the cost."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -85,18 +84,14 @@ def sgd_(
 def scaled(gradients: Sequence[Tensor], masters: Sequence[Tensor], scale: float | Tensor) -> list[Tensor]:
     """Gradients in their masters' dtypes, laid out as those are, times the scale. Of those that are so already, in
     place."""
-    wide, by_dtype = [], defaultdict(list)
+    wide = []
     for gradient, master in zip(gradients, masters, strict=True):
         alike = cast(gradient, master.dtype)
         if alike.stride() != master.stride():  # torch's fused optimizers take elements in the order of memory
             alike = torch.empty_like(master).copy_(alike)
         wide.append(alike)
-        by_dtype[alike.dtype].append(alike)
     if isinstance(scale, Tensor) or scale != 1.0:
-        for dtype, tensors in by_dtype.items():
-            # as tpformer.parallel.scale_gradients does, so that it gives the same bits
-            rounded = isinstance(scale, Tensor) and dtype.itemsize >= 4
-            foreach_multiply_(tensors, cast(scale, dtype) if rounded else scale)
+        foreach_multiply_(wide, scale)
     return wide
 
 

@@ -226,12 +226,5 @@ def local_norms(parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply all gradients by one number, in place; a 0-dim Tensor stays on its device. No communication."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     if isinstance(factor, Tensor) or factor != 1.0:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                by_dtype[parameter.grad.dtype].append(local_part(parameter.grad))
-    for dtype, grads in by_dtype.items():
-        # of the gradients' dtype, torch multiplies all of them in one launch
-        same = factor.to(dtype) if isinstance(factor, Tensor) and dtype.itemsize >= 4 else factor
-        foreach_multiply_(grads, same)
+        foreach_multiply_([local_part(each.grad) for each in parameters if each.grad is not None], factor)
