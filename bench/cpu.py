@@ -146,8 +146,8 @@ def collective_calls(sizes: dict[int, int]) -> Calls:
     return calls
 
 
-def check() -> None:
-    for shape in (*QUICK_SHAPES, *SHAPES):
+def check(quick: bool) -> None:
+    for shape in QUICK_SHAPES if quick else (*QUICK_SHAPES, *SHAPES):
         model = GPT(shape.config, dtype=torch.float64)
         expected = check_against_plain(model, shape.batch(), OPTIONS.clip_norm, TOLERANCE)
         for tp in (1, 2):
@@ -155,7 +155,7 @@ def check() -> None:
                 for result in ranks.call("gate"):
                     found = torch.tensor(result, dtype=torch.float64)
                     require_close(f"loss and norm of {shape}, tp {tp}", found, expected, TOLERANCE)
-    sizes = QUICK_SIZES | SIZES
+    sizes = QUICK_SIZES if quick else QUICK_SIZES | SIZES
     with Ranks(2, 1, collective_calls, sizes) as ranks:
         for name, size in product(COLLECTIVES, sizes):
             if not all(ranks.call(f"{name} {size} gate")):

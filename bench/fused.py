@@ -53,12 +53,12 @@ def carved_shapes(op: str, quick: bool) -> list[Shape]:
     return [shape for shape in shapes(op, (OTHER_ROWS,)) if selected(shape, quick)]
 
 
-def check(op: str) -> None:
+def check(op: str, quick: bool) -> None:
     from . import fused_gemm
 
-    for shape in taxed_shapes(op, quick=False):
+    for shape in taxed_shapes(op, quick):
         fused_gemm.check_shape(shape, virtual=False)
-    for shape in virtual_shapes(op, quick=False):
+    for shape in virtual_shapes(op, quick):
         fused_gemm.check_shape(shape, virtual=True)
 
 

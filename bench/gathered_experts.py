@@ -96,8 +96,8 @@ def check_gathered(found: Gathered) -> None:
         assert not found.channel.error.any(), f"{what}: a wait expired: {found.channel.error.tolist()}"
 
 
-def check() -> None:
-    for product in products(quick=False):
+def check(quick: bool) -> None:
+    for product in products(quick):
         check_gathered(build(product))
 
 

@@ -66,7 +66,7 @@ def uncached(model: GPT, context: int) -> Callable[[], Tensor]:
     return step
 
 
-def check() -> None:
+def check(quick: bool) -> None:
     model = build(torch.float64)
     for context in CONTEXTS:
         for batch in BATCHES:

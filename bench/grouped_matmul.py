@@ -169,8 +169,8 @@ def calls_of(grouped: Grouped) -> tuple[Operands, dict[str, Callable[[], Tensor]
     }
 
 
-def check() -> None:
-    for grouped in products(quick=False):
+def check(quick: bool) -> None:
+    for grouped in products(quick):
         check_product(grouped)
 
 

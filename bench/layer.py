@@ -25,7 +25,7 @@ from .plain import Drop, plain_block
 from .predict import ITEMSIZE, PEAK, present_machine, share_row
 from .ratios import Row, compared, draw_ratios, ratios, table
 from .runner import Bench
-from .timing import FULL, QUICK, Call, Effort, measure
+from .timing import FULL, QUICK, Call, measure
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 OURS, EAGER, COMPILED, COMPILED_FUSED = "tpformer", "PyTorch", "torch.compile", "torch.compile, fused qkv"
@@ -90,13 +90,13 @@ def step(block: nn.Module, function: Callable[[Tensor], Tensor], x: Tensor, dy: 
     return dict(zip(("output", "input", *names), (y.detach(), *gradients), strict=True))
 
 
-def check() -> None:
-    for layer in layers(quick=False):
-        check_layer(layer.config)
+def check(quick: bool) -> None:
+    for layer in layers(quick):
+        check_layer(layer.config, compiles=not quick)
 
 
-def check_layer(config: GPTConfig, tokens: int = CHECKED_TOKENS) -> None:
-    """Ours in every recompute mode, and what torch.compile makes of the plain block, against float64.
+def check_layer(config: GPTConfig, tokens: int = CHECKED_TOKENS, compiles: bool = True) -> None:
+    """Ours in every recompute mode, and what torch.compile makes of the plain block if it is timed, against float64.
 
     With dropout the plain blocks have our mask, and torch.compile, which is timed with torch's own, is left out.
     """
@@ -121,7 +121,7 @@ def check_layer(config: GPTConfig, tokens: int = CHECKED_TOKENS) -> None:
         require(f"{OURS}, {recompute}", step(block, partial(block, **options), x, dy))
     block.recompute, block.pack_activations = "none", True
     require(PACKED, step(block, partial(block, **options), x, dy))
-    if not config.dropout:
+    if compiles and not config.dropout:
         require(COMPILED, step(plain, compiled(plain), x, dy))
 
 
@@ -137,7 +137,8 @@ def our_dropout(config: GPTConfig, options: dict) -> Drop:
     return drop
 
 
-def calls_of(layer: Layer) -> dict[str, Call]:
+def calls_of(layer: Layer, quick: bool) -> dict[str, Call]:
+    """The calls to time. quick: without torch.compile, which compiles for long."""
     config = layer.config
     blocks = {recompute: our_block(config, recompute) for recompute in ("none", *RECOMPUTED)}
     blocks["packed"] = our_block(config, packs=True)
@@ -147,8 +148,10 @@ def calls_of(layer: Layer) -> dict[str, Call]:
         for way, block in blocks.items()
     }
     eager, same = (plain_block(blocks["none"], config, DTYPE) for _ in range(2))
-    functions |= {EAGER: (eager, eager), COMPILED: (same, compiled(same))}
-    if config.position != "rope":
+    functions[EAGER] = eager, eager
+    if not quick:
+        functions[COMPILED] = same, compiled(same)
+    if not quick and config.position != "rope":
         fused = plain_block(blocks["none"], config, DTYPE, fused_qkv=True)
         functions[COMPILED_FUSED] = fused, compiled(fused)
     return {name: Call(partial(step, block, function, x, dy)) for name, (block, function) in functions.items()}
@@ -158,8 +161,11 @@ def recomputing(recompute: str) -> str:
     return f"{OURS}, recompute {recompute}"
 
 
-def layer_rows(layer: Layer, effort: Effort) -> list[Row]:
-    seconds = measure(calls_of(layer), effort) | {PEAK: [layer.flops / present_machine().peak_flops] * effort.rounds}
+def layer_rows(layer: Layer, quick: bool) -> list[Row]:
+    effort = QUICK if quick else FULL
+    seconds = measure(calls_of(layer, quick), effort) | {
+        PEAK: [layer.flops / present_machine().peak_flops] * effort.rounds
+    }
     required = REQUIRED if layer.config.position != "rope" else None
     pairs = [
         *((OURS, COMPILED, required), (OURS, COMPILED_FUSED, required), (OURS, EAGER), (COMPILED, EAGER)),
@@ -174,7 +180,7 @@ def rows(quick: bool) -> list[Row]:
     found: list[Row] = []
     for layer in layers(quick):
         torch.compiler.reset()
-        found += layer_rows(layer, QUICK if quick else FULL)
+        found += layer_rows(layer, quick)
         torch.cuda.empty_cache()
     return found
 

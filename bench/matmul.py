@@ -109,8 +109,8 @@ def calls_of(gemm: Gemm) -> tuple[list[Tensor], dict[str, Callable[[], Tensor]]]
     return operands, calls | {each: partial(gemm.ours, *operands, tile=TILES[name]) for each, name in tiles.items()}
 
 
-def check() -> None:
-    for gemm in gemms(quick=False):
+def check(quick: bool) -> None:
+    for gemm in gemms(quick):
         check_gemm(gemm)
 
 

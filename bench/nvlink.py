@@ -137,8 +137,8 @@ def listed(quick: bool) -> list[Shape]:
     return [shape for shape in found if not quick or (shape.model == "8B" and shape.m in (8, 1024))]
 
 
-def check() -> None:
-    for shape in listed(quick=False):
+def check(quick: bool) -> None:
+    for shape in listed(quick):
         check_shape(shape)
 
 

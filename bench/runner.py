@@ -7,7 +7,6 @@ one whose rows are ratios states them with ratios.py.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import json
 import os
@@ -17,7 +16,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from .provenance import RESULTS, commit, device_directory
+from .provenance import RESULTS, commit, device_directory, versions
 
 SCHEMA = 1
 LETTERS = 280  # a longer line of a results file is broken, if it has parts
@@ -57,20 +55,24 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """A question, and what answers it. Its results are written if it is called without options, from a clean tree."""
+    """A question, and what answers it. Its results are written if it is called without options, from a clean tree.
+
+    With --into FOLDER they are written there in any case. The file then says what options there were, has them in its
+    name, and says whether the tree was clean.
+    """
 
     name: str
     description: str
     run: Callable[[argparse.Namespace], Report]
     """Raises WrongCall for options that make no sense."""
-    draw: Callable[[Path], object]
-    """Makes the picture beside a results file (.json)."""
+    draw: Callable[[Path], object] | None
+    """Makes the picture beside a results file (.json); None where there is nothing to see."""
     device: str | None = "cpu"
     """cpu or cuda: which device it needs, and whose results these are; None: the GPU if there is one, else the CPU."""
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: QUICK)
-    """For argparse. Each makes the bench do less than the whole, so that nothing is written."""
-    check: Callable[[], None] | None = None
-    """The gate: raises when a result is wrong, on the shapes that are timed."""
+    """For argparse. Each makes the bench do less than the whole, so that bench/results gets nothing."""
+    check: Callable[[bool], None] | None = None
+    """The gate: raises when a result is wrong, on the shapes that are timed. It is told whether those are --quick's."""
     obstacle: Callable[[], str | None] | None = None
     """Names what the bench needs and does not find here; None if it finds all. Unset, it needs its device."""
     predict: Callable[[], str] | None = None
@@ -114,14 +116,6 @@ def machine_line() -> str:
     return f"{here['cpu']}, {here['cores']} cores, {here['threads']} threads, torch {torch.__version__}{gpu}"
 
 
-def versions() -> dict[str, str]:
-    """The versions of python and torch, and of triton where it is installed."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        found["triton"] = metadata.version("triton")
-    return found
-
-
 def refused(results: Path, state: Mapping[str, Any]) -> bool:
     """Whether results must not be written there: into the repository, unless `state` is that of a clean commit."""
     return results == RESULTS and state["dirty"] is not False
@@ -145,28 +139,32 @@ def readable(value: Any, indent: str = "") -> str:
     return f"{first}\n{indent} " + f",\n{indent} ".join(inner) + f"\n{indent}{last}"
 
 
-def write(bench: Bench, content: Mapping[str, Any], results: Path, console: Console) -> Path:
-    """Write <device>/<name>.json and the bench's picture beside it. Returns the folder."""
-    directory = results / device_directory(bench.device)
+def write(
+    bench: Bench, content: Mapping[str, Any], given: Mapping[str, Any], directory: Path, console: Console
+) -> None:
+    """Write <name>.json and the bench's picture beside it; with options <name>-<option>.json."""
     directory.mkdir(parents=True, exist_ok=True)
     head = {
         "schema": SCHEMA,
         "bench": bench.name,
         "description": bench.description,
+        **({"options": dict(given)} if given else {}),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": machine(),
         **{key: content[key] for key in ("commit", "dirty")},
-        "versions": versions(),
+        "versions": versions("torch", "triton") | {"torch": torch.__version__},
     }
-    path = directory / f"{bench.name}.json"
+    path = directory / f"{'-'.join([bench.name, *given])}.json"
     path.write_text(readable({**head, **content}) + "\n")
-    bench.draw(path)
-    say(console, f"written: {path} and {path.with_suffix('.svg').name}")
-    return directory
+    if bench.draw is not None:
+        bench.draw(path)
+    say(console, f"written: {path}" + (f" and {path.with_suffix('.svg').name}" if bench.draw else ""))
 
 
-def execute(bench: Bench, options: argparse.Namespace, whole: bool, results: Path, console: Console) -> int:
-    """Gate, measure, report; the exit code. whole: it was called without options.
+def execute(
+    bench: Bench, options: argparse.Namespace, given: Mapping[str, Any], results: Path, console: Console
+) -> int:
+    """Gate, measure, report; the exit code. given: the options that make it less than the whole.
 
     Every rank but one has a quiet console; that one writes the results.
     """
@@ -178,12 +176,13 @@ def execute(bench: Bench, options: argparse.Namespace, whole: bool, results: Pat
             say(console, f"{bench.predict()}\n{bench.note}")
         return 0
     begun = commit()  # now: somebody may edit or commit while it runs
-    unwanted = whole and refused(results, begun)
+    into: Path | None = options.into
+    unwanted = into is None and not given and refused(results, begun)
     if unwanted:
         say(console, f"{bench.name}: {REFUSED}")
     try:
         if bench.check is not None:
-            bench.check()
+            bench.check(bool(given.get("quick")))
     except Exception:
         traceback.print_exc()
         say(console, f"{bench.name}: a result is wrong, so nothing is timed")
@@ -195,12 +194,13 @@ def execute(bench: Bench, options: argparse.Namespace, whole: bool, results: Pat
         return 2
     for table in (*report.tables, bench.note):
         console.print(table, highlight=False, soft_wrap=isinstance(table, str))
-    unwanted = unwanted or (whole and refused(results, commit()))
-    if unwanted or not whole:
+    unwanted = unwanted or (into is None and not given and refused(results, commit()))
+    if unwanted or (given and into is None):
         say(console, f"nothing is written: {REFUSED if unwanted else 'called with an option'}")
     elif not console.quiet:
         note = {"note": bench.note} if bench.note else {}
-        directory = write(bench, {**begun, **note, **report.content}, results, console)
+        directory = into or results / device_directory(bench.device)
+        write(bench, {**begun, **note, **report.content}, given, directory, console)
         if report.files is not None:
             report.files(directory)
     for problem in report.problems or [report.outcome]:
@@ -226,6 +226,11 @@ def main(arguments: Sequence[str], benches: Sequence[Bench], results: Path = RES
     parser = argparse.ArgumentParser(prog=f"python -m bench {bench.name}", description=bench.description)
     for name, settings in bench.options.items():
         parser.add_argument(name, **settings)
+    where = "write the results into this folder, also those of a part or of a changed tree"
+    parser.add_argument("--into", type=Path, metavar="FOLDER", help=where)
     options = parser.parse_args(others)
+    given = {
+        name: value for name, value in vars(options).items() if name != "into" and value != parser.get_default(name)
+    }
     say(console, machine_line())
-    return execute(bench, options, not others, results, console)
+    return execute(bench, options, given, results, console)

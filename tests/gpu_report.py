@@ -8,30 +8,28 @@ The plugin needs only pytest and torch. A test file without a test of the marker
 that needs a package which is not installed is skipped.
 """
 
-import contextlib
 import datetime
-import hashlib
 import json
 import os
-import platform
 import re
 import sys
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench.provenance import RESULTS, ROOT, commit, device_directory
+from bench.provenance import ROOT, commit, digest, place, versions, write_json
 
 NOT_RUN, UNFINISHED = "not run", "did not end"
 # of a test's phases, the one that is last in this order counts
 OUTCOMES = (NOT_RUN, UNFINISHED, "passed", "skipped", "failed")
 TIMEOUTS = util.find_spec("pytest_timeout") is not None
+SOURCES = tuple(f"{folder}/**/*.py" for folder in ("bench", "checks", "kernels", "tests", "tpformer"))
 STAND_INS = Path(__file__).parent / "stand_ins"
 # what a GPU is needed for most comes first
 WORTH = (
@@ -44,7 +42,7 @@ WORTH = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", type=part, help="run one of so many parts, as 1/6; all take about as long")
-    where = "bench/results/<the GPU's name>/<marker>_tests.json; of a changed tree, build/"
+    where = "bench/results/<the GPU's name>/<marker>_tests.json; of a changed tree, build/results/..."
     parser.addoption("--report", help=f"where the report goes ({where})")
     if not TIMEOUTS:
         parser.addini("timeout", "seconds of a test; without pytest-timeout nothing ends one")
@@ -109,10 +107,7 @@ class Report:
         self.marker: str = config.option.markexpr
         self.part: tuple[int, int] | None = config.option.part
         self.path = None if config.option.collectonly else self.place(config.option.report)
-        self.head = {
-            "schema": 2, "marker": self.marker, "device": device(), **commit(), "sources": sources(),
-            "versions": versions(),
-        }  # fmt: skip
+        self.head = head(self.marker)
         self.tests: dict[str, dict[str, Any]] = {}
         self.parts: int | None = None
         self.seconds: dict[str, float] = {}  # what tests took when they ran last, perhaps at another commit
@@ -123,10 +118,7 @@ class Report:
         """Where the report goes; None without a GPU to report about."""
         if asked_for is not None:
             return Path(asked_for)
-        if not torch.cuda.is_available():
-            return None
-        of_a_commit = commit()["dirty"] is False
-        return (RESULTS / device_directory("cuda") if of_a_commit else ROOT / "build") / f"{self.marker}_tests.json"
+        return place("cuda") / f"{self.marker}_tests.json" if torch.cuda.is_available() else None
 
     def continue_from(self, old: Mapping[str, Any]) -> None:
         """Take what an earlier call has written: all of it if it was of the same code here, else only the times."""
@@ -176,26 +168,37 @@ class Report:
         self.write()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        counts = ", ".join(f"{number} {outcome}" for outcome, number in self.counts().items())
+        counts = in_words(counted(list(self.tests.values())))
         where = f"written: {self.path}" if self.path else "no CUDA device, so no report is written"
-        terminalreporter.write_line(f"{self.marker} tests: {counts or 'none'}; {where}")
-
-    def counts(self) -> dict[str, int]:
-        return dict(sorted(Counter(entry["outcome"] for entry in self.tests.values()).items()))
+        terminalreporter.write_line(f"{self.marker} tests: {counts}; {where}")
 
     def write(self) -> None:
         """Write the file in one move, so that there is a whole one at any time."""
-        if self.path is None:
-            return
-        tests = list(self.tests.values())
-        content = {
-            **self.head, "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "parts": self.parts,
-            "counts": self.counts(), "seconds": round(sum(entry["seconds"] for entry in tests), 1), "tests": tests,
-        }  # fmt: skip
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_suffix(".new")
-        new.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(new, self.path)
+        if self.path is not None:
+            write_json(self.path, content(self.head, list(self.tests.values()), self.parts))
+
+
+def head(marker: str) -> dict[str, Any]:
+    """What reports of the same code, on the same machine, have in common."""
+    of_code = {"sources": digest(SOURCES), "versions": versions("torch", "triton", "numpy", "pytest")}
+    return {"schema": 2, "marker": marker, "device": device(), **commit(), **of_code}
+
+
+def content(of: Mapping[str, Any], tests: Sequence[Mapping[str, Any]], parts: int | None) -> dict[str, Any]:
+    """A report of these tests, with this head."""
+    return {
+        **of, "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "parts": parts, "counts": counted(tests),
+        "seconds": round(sum(test["seconds"] for test in tests), 1), "tests": list(tests),
+    }  # fmt: skip
+
+
+def counted(tests: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """How many tests ended how."""
+    return dict(sorted(Counter(test["outcome"] for test in tests).items()))
+
+
+def in_words(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{number} {outcome}" for outcome, number in counts.items()) or "none"
 
 
 def divided(tests: Sequence[str], parts: int, seconds: Mapping[str, float]) -> list[int]:
@@ -217,23 +220,6 @@ def cause(report: Any) -> str:
         text = str(report.longrepr).strip().splitlines()[-1] if crash is None else crash.message
     lines = text.replace(str(ROOT) + os.sep, "").strip().splitlines()
     return " ... ".join(dict.fromkeys([lines[0], lines[-1]]))[:400]
-
-
-def sources() -> str:
-    """A hash of all Python files: a copy without git, or with changes, has code that its commit does not name."""
-    digest = hashlib.sha256()
-    for folder in ("bench", "checks", "kernels", "tests", "tpformer"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("torch", "triton", "numpy", "pytest"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
 
 
 def device() -> dict[str, Any] | None:

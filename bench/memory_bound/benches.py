@@ -15,12 +15,12 @@ from ..ratios import Row, compared, draw_ratios, means, ratios, table
 from ..runner import Bench
 from ..timing import FULL, QUICK, Call, Effort, flush_buffer, measure
 from . import liger
-from .case import COMPILED, LIGER, Case, Function, Work, each, flat
+from .case import COMPILED, LIGER, TORCH, Case, Function, Work, each, flat
 from .cases import CASES, KEPT
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 OURS, COPY = "tpformer", "copy"
-REQUIRED = {COMPILED: 1.0, LIGER: 1.0}  # and of a copy a case's share
+REQUIRED = {COMPILED: 1.0, LIGER: 1.0, TORCH: 1.0}  # and of a copy a case's share
 SAME = 0.05  # a rival's largest relative RMS error: bfloat16 statistics stay below it, another function does not
 Cases = Callable[[bool], Sequence[Case]]
 
@@ -42,18 +42,20 @@ NOTES = {
     "it, and without a bar its backward alone, as if the activation had been stored. ",
     "cross_entropy": f"{LIGER} waits for the device in its forward (item()), which is in its time. linear cross "
     "entropy, forward and backward: bound by GEMMs, hence TFLOP/s; torch.compile holds all logits, hence no bar. ",
+    "update": f"AdamW, and SGD with momentum: float32 masters, 16-bit gradients and copies. {TORCH}: its fused "
+    "optimizer, which takes float32 gradients, with casts before and after. ",
     "route": "In float32, without the router's GEMM. The prediction leaves out comparisons, K rounds over all scores. ",
 }
 
 
-def check(cases: Cases) -> None:
-    for case in cases(False):
-        check_case(case)
+def check(cases: Cases, quick: bool) -> None:
+    for case in cases(quick):
+        check_case(case, quick)
         torch.cuda.empty_cache()  # the next case's tensors have other sizes
 
 
-def check_case(case: Case) -> None:
-    """Check our results by the accuracy rule, and that rivals compute the same function."""
+def check_case(case: Case, quick: bool = False) -> None:
+    """Check our results by the accuracy rule, and that rivals that are timed compute the same function."""
     work = case.build(DEVICE, DTYPE)
     pristine = each(Tensor.clone, work.inputs)
     oracle = flat(work.plain(*each(lambda x: x.double() if x.is_floating_point() else x, work.inputs)))
@@ -73,7 +75,7 @@ def check_case(case: Case) -> None:
         raise AssertionError(f"{what}: {len(ours)} results, not {len(oracle)}")
     for index, (actual, exact, plain) in enumerate(zip(ours, oracle, baseline, strict=True)):
         require_right(f"{what}, result {index}", actual, exact, plain)
-    for name, function in rivals(work).items():
+    for name, function in rivals(work, quick).items():
         # Liger gives no statistics
         for index, (actual, exact) in enumerate(zip(results(function), oracle, strict=False)):
             require_same(f"{what}, result {index} of {name}", actual, exact.double(), work.random)
@@ -108,12 +110,13 @@ def rms(x: Tensor) -> float:
     return float(x.square().mean().sqrt())
 
 
-def rivals(work: Work) -> dict[str, Function]:
-    """The rivals that have the operation."""
-    return {name: function for name, function in work.rivals.items() if function is not None}
+def rivals(work: Work, quick: bool) -> dict[str, Function]:
+    """The rivals that have the operation; quick: without torch.compile, which compiles for long."""
+    left_out = COMPILED if quick else None
+    return {name: function for name, function in work.rivals.items() if function is not None and name != left_out}
 
 
-def calls_of(case: Case, work: Work) -> dict[str, Call]:
+def calls_of(case: Case, work: Work, quick: bool = False) -> dict[str, Call]:
     """The calls to time. Before each, inputs are restored and the L2 cache is flushed."""
     pristine, flushed = each(Tensor.clone, work.inputs), flush_buffer()
 
@@ -122,7 +125,7 @@ def calls_of(case: Case, work: Work) -> dict[str, Call]:
             x.copy_(value)
         flushed.zero_()
 
-    functions = {OURS: work.ours, **rivals(work)}
+    functions = {OURS: work.ours, **rivals(work, quick)}
     calls = {name: Call(partial(function, *work.inputs), restore) for name, function in functions.items()}
     if case.nbytes is not None:  # read and written in all
         source = torch.randint(256, (case.nbytes // 2,), dtype=torch.uint8, device=DEVICE)
@@ -133,7 +136,7 @@ def calls_of(case: Case, work: Work) -> dict[str, Call]:
 def case_rows(case: Case, seconds: dict[str, list[float]]) -> list[Row]:
     """A case's rows. A GEMM-bound one has a bar beside Liger only, which keeps as few logits as we do."""
     bars = {**REQUIRED, COPY: case.share} if case.nbytes is not None else {LIGER: REQUIRED[LIGER]}
-    pairs = [(OURS, name, bars.get(name)) for name in (COMPILED, LIGER, KEPT, COPY)]
+    pairs = [(OURS, name, bars.get(name)) for name in (COMPILED, LIGER, KEPT, TORCH, COPY)]
     if case.nbytes is None:
         return compared(case.name, case.shape, seconds, pairs, unit="TFLOP/s", amount=case.flops / 1e12)
     return compared(case.name, case.shape, seconds, pairs, unit="GB/s", amount=case.nbytes / 1e9)
@@ -144,7 +147,7 @@ def rows(cases: Cases, quick: bool) -> list[Row]:
     effort: Effort = QUICK if quick else FULL
     found: list[Row] = []
     for case in cases(quick):
-        found += case_rows(case, measure(calls_of(case, case.build(DEVICE, DTYPE)), effort))
+        found += case_rows(case, measure(calls_of(case, case.build(DEVICE, DTYPE), quick), effort))
         torch.cuda.empty_cache()
     return found + means(row for row in found if row["unit"] == "GB/s")
 
@@ -185,4 +188,5 @@ BENCHES = (
     bench("route", "a router's choice of experts, forward and backward,"),
     bench("weighted_activation", "an expert's SwiGLU times each row's weight, forward and backward"),
     bench("combine", "the sum of each token's rows from several experts"),
+    bench("update", "the optimizers' update of every tensor of a model"),
 )

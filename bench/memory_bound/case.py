@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 Function = Callable[..., Any]  # of a case's inputs; tensors may be nested in tuples, beside other things
-COMPILED, LIGER = "torch.compile", "Liger-Kernel"
+COMPILED, LIGER, TORCH = "torch.compile", "Liger-Kernel", "torch"
 
 
 class Work(NamedTuple):

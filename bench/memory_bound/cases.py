@@ -23,7 +23,7 @@ from tpformer.ops import VocabSlice, linear_cross_entropy, vocab_parallel_cross_
 from tpformer.ops.implementation import implementation
 
 from ..shapes import MODELS, RANKS
-from . import experts, formulas, liger
+from . import experts, formulas, liger, updates
 from .case import COMPILED, LIGER, Case, Function, Rows, Work, compiled
 
 ITEMSIZE, P, EPS = 2, 0.1, 1e-5
@@ -267,4 +267,5 @@ CASES = {
     "route": experts.route_cases,
     "weighted_activation": experts.weighted_activation_cases,
     "combine": experts.combine_cases,
+    "update": updates.update_cases,
 }

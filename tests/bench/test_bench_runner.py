@@ -28,12 +28,12 @@ def toy_rows(ratio: float = 2.0) -> list[Row]:
     ]
 
 
-def toy(check: Callable[[], None] = lambda: None, ratio: float = 2.0, name: str = "toy") -> Bench:
+def toy(check: Callable[[bool], None] = lambda quick: None, ratio: float = 2.0, name: str = "toy") -> Bench:
     run = ratios(lambda quick: toy_rows(ratio))
     return Bench(name=name, description="a toy", check=check, run=run, draw=draw_ratios)
 
 
-def wrong() -> None:
+def wrong(quick: bool) -> None:
     raise AssertionError("5 is not 4")
 
 
@@ -77,22 +77,35 @@ def test_results_of_a_changed_tree_are_refused_before_they_are_measured(tmp_path
     git: dict = {"commit": "abc", "dirty": True}
     monkeypatch.setattr(runner, "RESULTS", tmp_path)
     monkeypatch.setattr(runner, "commit", lambda: dict(git))
-    assert main(["toy"], [toy(lambda: print("checked"))], tmp_path) == 0
+    assert main(["toy"], [toy(lambda quick: print("checked"))], tmp_path) == 0
     printed = capsys.readouterr().out
     assert printed.index("files besides bench/results differ from the commit") < printed.index("checked")
     assert "all 1 bars hold" in printed and list(tmp_path.iterdir()) == []
     git = {"commit": "abc", "dirty": False}
-    assert main(["toy"], [toy(lambda: git.update(commit="def"))], tmp_path) == 0
+    assert main(["toy"], [toy(lambda quick: git.update(commit="def"))], tmp_path) == 0
     path = tmp_path / "cpu" / "toy.json"
     assert json.loads(path.read_text())["commit"] == "abc", "the commit at which it began"
     assert "commit abc" in path.with_suffix(".svg").read_text()
     before = path.read_bytes()
     capsys.readouterr()
-    assert main(["toy"], [toy(lambda: git.update(dirty=True))], tmp_path) == 0, "edited while it ran"
+    assert main(["toy"], [toy(lambda quick: git.update(dirty=True))], tmp_path) == 0, "edited while it ran"
     git = {"commit": None, "dirty": None}  # not in git
     assert main(["toy"], [toy()], tmp_path) == 0
     assert capsys.readouterr().out.count("nothing is written: files besides bench/results differ") == 2
     assert path.read_bytes() == before
+
+
+def test_a_folder_gets_results_of_a_part_and_of_a_changed_tree(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "commit", lambda: {"commit": "abc", "dirty": True})
+    asked: list[bool] = []
+    for options in ([], ["--quick"]):
+        assert (
+            main(["toy", *options, "--into", str(tmp_path / "there")], [toy(asked.append)], tmp_path / "results") == 0
+        )
+    assert asked == [False, True] and not (tmp_path / "results").exists()
+    whole, quick = (json.loads((tmp_path / "there" / name).read_text()) for name in ("toy.json", "toy-quick.json"))
+    assert whole["dirty"] and quick["dirty"] and "options" not in whole and quick["options"] == {"quick": True}
+    assert (tmp_path / "there" / "toy-quick.svg").exists()
 
 
 def test_the_list_of_benches(capsys, tmp_path):

@@ -16,7 +16,7 @@ from testing import assert_same
 from torch import Tensor
 
 from bench.memory_bound import benches, cases, experts, formulas, liger
-from bench.memory_bound.case import COMPILED, LIGER, Case, Rows, Work, each, flat
+from bench.memory_bound.case import COMPILED, LIGER, TORCH, Case, Rows, Work, each, flat
 from bench.memory_bound.cases import CASES, EPS, Heads
 
 
@@ -170,6 +170,8 @@ def test_bytes_by_hand():
     assert moved == pytest.approx([3, 6], rel=0.01)
     assert CASES["combine"](True)[0].nbytes == pytest.approx((2 + 1) * 8192 * 4096 * 2, rel=0.01)
     assert [case.nbytes for case in CASES["route"](False)] == [n * 32768 for n in (80, 80, 1088, 1088)]
+    # two moments and masters, read and written, in float32; gradients and copies
+    assert [case.nbytes / (98304 * 2048) for case in CASES["update"](False)] == pytest.approx([28, 20], rel=0.01)
     logits = 4096 * 16032 * 2
     forward, both, linear = CASES["cross_entropy"](True)
     assert (forward.nbytes, both.nbytes) == pytest.approx((logits, 3 * logits), rel=0.01)
@@ -214,23 +216,30 @@ def test_the_gate_refuses_what_is_wrong(name, on_cpu):
     for spoil, said in spoilt.items():
         with pytest.raises(AssertionError, match=said):
             benches.check_case(changed(TINY[name], benches.OURS, spoil))
-    with pytest.raises(AssertionError, match=r"result 0 of torch.compile: .* another operation"):
-        benches.check_case(changed(TINY[name], COMPILED, lambda results: results[0].mul_(2).add_(1)))
+    rival = TORCH if name.startswith("update") else COMPILED
+    wrong = changed(TINY[name], rival, lambda results: results[0].mul_(2).add_(1))
+    with pytest.raises(AssertionError, match=f"result 0 of {rival}: .* another operation"):
+        benches.check_case(wrong)
+    if rival == COMPILED:
+        benches.check_case(wrong, quick=True)  # it is not timed, so nothing is compiled
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_complete(name, on_cpu, untimed, monkeypatch):
     monkeypatch.setattr(benches, "measure", untimed)
+    rival = TORCH if name == "update" else COMPILED
     listed = [replace(case, nbytes=case.nbytes and 4800) for case in distinct(name)]
     rows = benches.rows(lambda quick: listed, False)
     for case in listed:
         bars = {row["baseline"]: row["bar"] for row in rows if row["case"] == case.name}
-        expected = {COMPILED: 1.0, "copy": case.share} if case.nbytes else {COMPILED: None}
+        expected = {rival: 1.0, "copy": case.share} if case.nbytes else {rival: None}
         assert bars == expected
     means = [row for row in rows if row["case"] == "geometric mean"]
-    assert [row["baseline"] for row in means] == [COMPILED, "copy"]
-    (row,) = (row for row in rows[:2] if row["baseline"] == COMPILED)
+    assert [row["baseline"] for row in means] == [rival, "copy"]
+    (row,) = (row for row in rows[:2] if row["baseline"] == rival)
     assert row["unit"] == "GB/s" and row["ratio"] == 2.0
+    quick = {row["baseline"] for row in benches.rows(lambda quick: listed, True)}
+    assert quick == ({rival, "copy"} if rival == TORCH else {"copy"})
 
 
 def test_values_and_predictions_by_hand():
