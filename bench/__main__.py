@@ -9,6 +9,8 @@ from checks import faults, host, layouts, observe, protocol, zero
 
 from . import (
     bubbles,
+    ceilings,
+    constants,
     cpu,
     fused,
     gathered_experts,
@@ -27,10 +29,19 @@ from . import (
 )
 from .data_parallel import bench as data_parallel
 from .families import matrix as families
+from .gates import gates
 from .memory_bound import benches as memory_bound
 from .packing import bench as packing
 from .runner import Bench, main
 
+KERNELS: tuple[Bench, ...] = (
+    matmul.BENCH,
+    grouped_matmul.BENCH,
+    *fused.BENCHES,
+    gathered_experts.BENCH,
+    *memory_bound.BENCHES,
+    layer.BENCH,
+)
 BENCHES: tuple[Bench, ...] = (
     *(
         cpu.BENCH,
@@ -55,15 +66,7 @@ BENCHES: tuple[Bench, ...] = (
         protocol.BENCH,
         host.BENCH,
     ),
-    *(
-        matmul.BENCH,
-        grouped_matmul.BENCH,
-        *fused.BENCHES,
-        gathered_experts.BENCH,
-        *memory_bound.BENCHES,
-        layer.BENCH,
-        nvlink.BENCH,
-    ),
+    *(ceilings.BENCH, constants.BENCH, gates(KERNELS), *KERNELS, nvlink.BENCH),
 )
 
 if __name__ == "__main__":  # worker processes import this module again

@@ -38,9 +38,11 @@ from tpformer.training.step import batch, train_step
 from tpformer.training.transfers import Fetched, to_device
 
 from .plot import draw_curves
+from .profile import in_words, profiled
 from .runner import Bench, Report, columns
 
 STEPS, QUICK_STEPS = 300, 4
+PROFILED = 2  # steps
 WARM_UP = 20  # steps without a share in the speed: kernels compile, allocators fill, clocks settle
 LAST = 20  # steps whose mean is the final loss
 LEARNED = 0.8  # the final loss must be below this share of the best loss without context, the unigram entropy
@@ -72,10 +74,10 @@ TINY = Model("GPT tiny", TINY_CONFIG, 16, 2e-3)
 MODELS = {"cuda": (GPT2, LARGE), "cpu": (TINY,)}
 
 
-def run_config(model: Model, steps: int, train: Path) -> RunConfig:
+def run_config(model: Model, steps: int, dataset: Path) -> RunConfig:
     return RunConfig(
         model=ModelSection(**dataclasses.asdict(model.config)),
-        data=DataSection(train=(str(train),)),
+        data=DataSection(train=(str(dataset),)),
         optimizer=OptimizerSection(lr=model.lr, warmup_steps=30),
         train=TrainSection(steps=steps, global_batch_size=model.samples),
     )
@@ -107,38 +109,51 @@ def mfu(config: GPTConfig, tokens_per_second: float, device: torch.device) -> fl
     return None if machine is None else config.flops_per_token * tokens_per_second / machine.peak_flops
 
 
-def losses_and_seconds(
-    model: Model, config: RunConfig, network: ModelParts, device: torch.device
-) -> tuple[list[float], list[float]]:
-    """The loss and the seconds of every step of a training run that writes no checkpoints and no logs.
+class Trained(NamedTuple):
+    """The loss and the seconds of every step, and what steps after them spent their time on, if that was asked."""
+
+    losses: list[float]
+    seconds: list[float]
+    profile: dict[str, Any]
+
+
+def train(model: Model, config: RunConfig, network: ModelParts, device: torch.device, profiles: bool) -> Trained:
+    """A training run that writes no checkpoints and no logs.
 
     A step's loss is read when the next step is queued, so that a GPU has no pause between them.
     """
     data, steps = open_data(config).train, config.train.steps
     optimizers = build_optimizers(network, config.optimizer)
+
+    def take(step: int) -> Fetched:
+        first = (step - 1) * model.samples
+        samples = to_device(batch(data, first, model.samples), device)
+        rate = learning_rate(min(step, steps), steps, config.optimizer)
+        options: dict = {"lr": rate, "clip_norm": config.optimizer.clip_norm}
+        result = train_step(network, optimizers, samples, first_sample=first, step=step, **options)
+        return Fetched({"loss": result.loss})
+
     fetched: list[Fetched] = []
     begun = time.perf_counter()
     for step in range(1, steps + 1):
-        first = (step - 1) * model.samples
-        samples = to_device(batch(data, first, model.samples), device)
-        options: dict = {"lr": learning_rate(step, steps, config.optimizer), "clip_norm": config.optimizer.clip_norm}
-        result = train_step(network, optimizers, samples, first_sample=first, step=step, **options)
-        fetched.append(Fetched({"loss": result.loss}))
+        fetched.append(take(step))
         if step > 1:
             fetched[-2].read()
     losses = [each.read()["loss"] for each in fetched]
     ends = [begun, *(each.at for each in fetched)]
-    return losses, [end - begin for begin, end in pairwise(ends)]
+    profile = profiled(lambda: [take(steps + each).read() for each in range(PROFILED)], device) if profiles else {}
+    return Trained(losses, [end - begin for begin, end in pairwise(ends)], profile)
 
 
-def pretrain(model: Model, steps: int, train: Path, mesh: DeviceMesh) -> Row:
-    """Train a model; return its row. mfu is None if the device's peak is unknown; peak_is says what peak_bytes is."""
-    config = run_config(model, steps, train)
+def pretrain(model: Model, steps: int, dataset: Path, mesh: DeviceMesh, profiles: bool = False) -> Row:
+    """Train a model; return its row, with a profile if that is asked. mfu is None if the device's peak is unknown;
+    peak_is says what peak_bytes is."""
+    config = run_config(model, steps, dataset)
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     network = build_model(config, mesh)
-    losses, seconds = losses_and_seconds(model, config, network, device)
+    losses, seconds, profile = train(model, config, network, device, profiles)
     peak, of = peak_bytes(device)
     speed = model.samples * model.config.seq_length / median(seconds[min(WARM_UP, steps // 2) :])
     samples = batch(open_data(config).train, 0, model.samples).to(device)
@@ -154,10 +169,11 @@ def pretrain(model: Model, steps: int, train: Path, mesh: DeviceMesh) -> Row:
         "peak_bytes": peak,
         "peak_is": of,
         "saved_bytes": saved_bytes(network, samples),
-        "unigram_entropy": read_sidecar(train)["entropy_nats_per_token"],  # type: ignore[index]
+        "unigram_entropy": read_sidecar(dataset)["entropy_nats_per_token"],  # type: ignore[index]
         "first_loss": losses[0],
         "final_loss": mean(losses[-LAST:]),
         "losses": losses,
+        **({"profile": profile} if profiles else {}),
     }
 
 
@@ -188,28 +204,34 @@ def result_table(rows: Sequence[Row]) -> Table:
 def run(options: argparse.Namespace) -> Report:
     """Train every model of this device, on the standard library's text."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    steps = QUICK_STEPS if options.quick else options.steps or STEPS
     rows: list[Row] = []
     join_ranks(device)
     mesh = build_mesh(device, tensor_parallel=1)
     try:
         with tempfile.TemporaryDirectory(prefix="tpformer-bench-") as directory:
-            train, _ = build_stdlib(Path(directory), quiet=True)
+            dataset, _ = build_stdlib(Path(directory), quiet=True)
             for model in MODELS[device]:
-                rows.append(pretrain(model, QUICK_STEPS if options.quick else STEPS, train, mesh))
+                rows.append(pretrain(model, steps, dataset, mesh, options.profile))
                 gc.collect()  # the model before is not in the next one's peak
     finally:
         close(mesh.get_group("tp"))
         dist.destroy_process_group()
-    found = [] if options.quick else [problem for row in rows for problem in problems(row)]
-    outcome = "no loss is required of few steps" if options.quick else "every final loss is as low as it must be"
-    return Report([result_table(rows), f"peak: {rows[0]['peak_is']}."], {"rows": rows}, found, outcome)
+    found = [] if steps < STEPS else [problem for row in rows for problem in problems(row)]
+    outcome = "no loss is required of few steps" if steps < STEPS else "every final loss is as low as it must be"
+    profiles = [f"{row['model']}: {in_words(row['profile'])}" for row in rows if options.profile]
+    return Report([result_table(rows), f"peak: {rows[0]['peak_is']}.", *profiles], {"rows": rows}, found, outcome)
 
 
 BENCH = Bench(
     name="pretrain",
     description="300 training steps on real text: tokens/s, MFU, peak and saved bytes, losses; on one GPU, else a CPU",
     device=None,
-    options={"--quick": {"action": "store_true", "help": f"{QUICK_STEPS} steps, nothing written"}},
+    options={
+        "--quick": {"action": "store_true", "help": f"{QUICK_STEPS} steps, nothing written"},
+        "--steps": {"type": int, "help": f"so many in place of {STEPS}, nothing written"},
+        "--profile": {"action": "store_true", "help": "and what a step's kernels take, nothing written"},
+    },
     run=run,
     draw=draw_curves,
     note=NOTE,

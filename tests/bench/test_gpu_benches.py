@@ -1,15 +1,13 @@
 """The benches of a GPU, without one: sizes of the models, gates, rows and predictions at tiny sizes on a CPU.
 
-Without a GPU a bench shows its prediction and writes nothing. Marked `gpu`: each as a whole, --quick. Those of
-memory-bound kernels are in test_memory_bound_bench.py, that of several GPUs in test_nvlink_bench.py.
+Without a GPU a bench shows its prediction, if it has one, and writes nothing. Each as a whole, --quick, is an item of
+`python -m bench gpu`, and rehearsed there. Those of memory-bound kernels are in test_memory_bound_bench.py, that of
+several GPUs in test_nvlink_bench.py.
 """
 
-import os
-import subprocess
-import sys
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,7 +15,7 @@ import torch
 from testing import assert_kernel_close, assert_same
 from torch import Tensor, nn
 
-from bench import gathered_experts, grouped_matmul, layer
+from bench import gates, gathered_experts, grouped_matmul, layer, profile
 from bench.__main__ import BENCHES
 from bench.grouped_matmul import DGRAD, DOWN, FORWARD, UP, WGRAD, Grouped
 from bench.plain import plain_block
@@ -26,12 +24,6 @@ from tpformer.kernels.grouped_matmul import reference
 from tpformer.models import GPTConfig
 
 NAMES = [bench.name for bench in BENCHES if bench.device == "cuda"]
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_make_bench_runs_every_one_of_them():
-    listed = (ROOT / "Makefile").read_text().split("GPU_BENCHES := ")[1].split("\n\n")[0].replace("\\", " ").split()
-    assert {*NAMES} - {"nvlink"} <= {*listed}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -40,26 +32,8 @@ def test_predictions_without_a_gpu(name, tmp_path, capsys):
     assert main([name], BENCHES, tmp_path) == 0
     said = capsys.readouterr().out
     assert f"{name} needs " in said and "nothing is measured, nothing is written" in said
-    assert "PREDICTION, not a measurement" in said and not list(tmp_path.iterdir())
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", NAMES)
-def test_quick_on_a_gpu(name, tmp_path):
-    assert main([name, "--quick"], BENCHES, tmp_path) == 0
+    assert ("PREDICTION, not a measurement" in said) == (name not in ("ceilings", "constants", "gates"))
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.gpu
-def test_quick_pretraining_on_a_gpu():
-    """In a process of its own, as it joins and leaves a process group."""
-    command = [sys.executable, "-m", "bench", "pretrain", "--quick"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("GPT")]
-    assert len(lines) == 2 and all("bfloat16" in line for line in lines)
 
 
 GPT = GPTConfig(n_layers=1, hidden_size=64, n_heads=4, seq_length=32)
@@ -165,6 +139,28 @@ def test_torch_computes_grouped_products(case, layer, t, on_cpu):
         grouped_matmul.check_groups("", case, o, actual, expected)
     with pytest.raises(AssertionError, match=r"group \d: error"):
         grouped_matmul.check_groups("of ours", case, o, expected + 1, expected)
+
+
+def test_gates_that_fail_are_named_and_stop_no_other(tmp_path, capsys):
+    def fails(quick: bool) -> None:
+        raise AssertionError(f"3 is not 4, quick {quick}")
+
+    whole = gates.gates(
+        [replace(layer.BENCH, name="wrong", check=fails), replace(layer.BENCH, check=lambda quick: None)]
+    )
+    assert main(["gates"], [replace(whole, device="cpu")], tmp_path) == 1
+    said = capsys.readouterr().out
+    assert "gates: wrong: AssertionError: 3 is not 4, quick True" in said and "passes" in said
+    rows = json.loads((tmp_path / "cpu" / "gates.json").read_text())["rows"]
+    assert [(row["gate"], bool(row["said"])) for row in rows] == [("wrong", True), ("layer", False)]
+
+
+def test_a_profile_counts_what_overlaps_once():
+    assert profile.united([(0.0, 2.0), (1.0, 3.0), (1.5, 2.5), (5.0, 6.0)]) == 4.0
+    a = torch.randn(64, 64)
+    found = profile.profiled(lambda: [a @ a, a @ a], torch.device("cpu"))
+    assert 0 < found["busy_ms"] <= found["wall_ms"] and found["kernels"] >= 2
+    assert any(name == "aten::mm" for name, _ in found["longest"]) and "aten::mm" in profile.in_words(found)
 
 
 def gate_of_a_gather(case: str, layer: str) -> str:
