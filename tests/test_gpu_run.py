@@ -1,0 +1,66 @@
+"""tests/gpu_run.py runs a group of tests in several processes, goes on where it was ended, and makes one report."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import gpu_run
+import pytest
+from gpu_run import Job, files, jobs, main
+
+TESTS = Path(__file__).parent
+GPU = "import os, pathlib, pytest\npytestmark = pytest.mark.gpu\n"
+GOOD = "def test_good(): pass\ndef test_absent(): pytest.skip('not today')\n"
+BAD = "def test_bad(): assert 1 == 2, 'unequal'\n"
+COUNTED = """
+def test_counted():
+    place = pathlib.Path(__file__).with_name("runs")
+    place.write_text(place.read_text() + "x" if place.exists() else "x")
+"""
+KILLED = "def test_killed():\n    if not pathlib.Path(__file__).with_name('runs').exists(): os.kill(os.getpid(), 9)\n"
+
+
+def call(folder: str, arguments: list[str]) -> None:
+    sys.path[:0] = [str(TESTS.parent), str(TESTS)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+    sys.exit(main([*arguments, "--into", f"{folder}/report.json", "--processes", "2"]))
+
+
+def run(commands, folder: Path, *names: str) -> tuple[int, dict, str]:
+    code, out, err = commands.call(call, str(folder), [str(folder / name) for name in names]).finish()
+    return code, json.loads((folder / "report.json").read_text()), out + err
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs Linux")
+def test_reports_of_processes_become_one(commands, tmp_path):
+    for name, text in {"good": GOOD, "bad": BAD, "counted": COUNTED, "killed": KILLED}.items():
+        (tmp_path / f"test_{name}.py").write_text(GPU + text)
+    code, report, out = run(commands, tmp_path, "test_good.py", "test_bad.py")
+    assert code == 1 and report["counts"] == {"failed": 1, "passed": 1, "skipped": 1}, out
+    assert "failed: " in out and "unequal" in out and "part" not in report["tests"][0]
+    code, report, out = run(commands, tmp_path, "test_killed.py")
+    assert code == 2 and report["counts"] == {"did not end": 1}, out
+    for _ in range(2):
+        code, report, out = run(commands, tmp_path, "test_counted.py", "test_killed.py")
+        assert code == 0 and report["counts"] == {"passed": 2}, out
+    assert (tmp_path / "runs").read_text() == "x", "what has passed is not run again"
+
+
+def test_parts_are_the_same_on_the_same_code(tmp_path, monkeypatch):
+    names, took = ["tests/kernels/test_rope_kernel.py", "tests/kernels/test_norm_kernel.py"], {}
+    monkeypatch.setattr(gpu_run, "seconds_of_files", lambda: gpu_run.Counter(took))
+    took[names[0]] = 70.0
+    assert jobs(names, tmp_path) == [*(Job(names[0], part, 3) for part in (1, 2, 3)), Job(names[1], 1, 1)]
+    took[names[0]] = 10.0
+    (tmp_path / "a report").write_text("")
+    assert len(jobs(names, tmp_path)) == 4 and (tmp_path / "a report").exists()
+    monkeypatch.setattr(gpu_run, "head", lambda marker: {"sources": "others"})
+    assert len(jobs(names, tmp_path)) == 2 and not (tmp_path / "a report").exists()
+
+
+def test_both_groups_are_all_files():
+    fused, others = files(fused=True), files(fused=False)
+    assert not {*fused} & {*others} and all((TESTS.parent / name).exists() for name in fused)
+    assert "tests/kernels/test_virtual_ranks_gpu.py" in fused and "tests/kernels/test_norm_kernel.py" in others
