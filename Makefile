@@ -7,8 +7,8 @@ PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 UNINSTALLED := PYTHONPATH=.:tests $(PYTHON)
 # seconds of a test: many compile kernels for one to three minutes, and one that hangs must leave time for others
 REPORTED = $(UNINSTALLED) -m pytest -p gpu_report --override-ini timeout=300 $(if $(PART),--part $(PART))
-GPU_BENCHES := matmul grouped_matmul all_gather_matmul matmul_reduce_scatter matmul_all_reduce all_gather_grouped_matmul \
-	norm activation rope dropout cross_entropy route weighted_activation combine layer pretrain
+# what docs/gpu.md lists; SECONDS=390: as much of it as fits
+ITEMS = $(UNINSTALLED) -m bench gpu $(if $(SECONDS),--seconds $(SECONDS))
 
 # two tests at a time, one file's tests in one process: many tests wait, for timeouts and for one another's ranks.
 # Proofs marked `alone` run by themselves: beside eight ranks of another, a run of two trains at a fifth of its speed.
@@ -101,8 +101,8 @@ compile-check: .venv/ready  ## every shipped kernel compiled for three GPU archi
 execute: .venv/ready  ## compiled kernels executed on the CPU, against their references and for races; no GPU
 	$(PYTEST) tests/execute/execute_mutants.py tests/execute/test_executor.py tests/execute/execute_*.py
 
-gpu:  ## the tests that need a GPU, and their report under bench/results/; PART=1/6: a sixth of them, some minutes
-	$(REPORTED) -m gpu
+gpu:  ## the tests that need a GPU, and their reports under bench/results/; SECONDS=390: what fits
+	$(ITEMS) --only '*tests*'
 
 nvlink:  ## the tests and the bench that need several GPUs, on all that there are; PART=1/2: half of the tests, no bench
 	@gpus=$$($(PYTHON) -c "import torch; print(torch.cuda.device_count())") || exit 1; \
@@ -110,9 +110,9 @@ nvlink:  ## the tests and the bench that need several GPUs, on all that there ar
 	$(REPORTED) -m nvlink $(if $(PART),,&& \
 	$(UNINSTALLED) -m torch.distributed.run --standalone --nproc-per-node $$gpus -m bench nvlink)
 
-bench:  ## measure: the kernels where there is a GPU, in what the machine has; else the CPU; results: bench/results/
+bench:  ## measure: the kernels where there is a GPU, in what the machine has, SECONDS=390: what fits; else the CPU; results: bench/results/
 	@if $(UNINSTALLED) -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; \
-	then status=0; for name in $(GPU_BENCHES); do $(UNINSTALLED) -m bench $$name || status=1; done; exit $$status; \
+	then $(ITEMS) --only 'whole *'; \
 	else $(MAKE) .venv/ready && for name in cpu memory packing pretrain zero bubbles data_parallel layouts moe families in_place planner faults observe protocol; do $(BIN)/python -m bench $$name || exit 1; done; fi
 
 clean:

@@ -30,6 +30,7 @@ from . import (
 from .data_parallel import bench as data_parallel
 from .families import matrix as families
 from .gates import gates
+from .gpu import command
 from .memory_bound import benches as memory_bound
 from .packing import bench as packing
 from .runner import Bench, main
@@ -70,4 +71,6 @@ BENCHES: tuple[Bench, ...] = (
 )
 
 if __name__ == "__main__":  # worker processes import this module again
+    if sys.argv[1:2] == ["gpu"]:
+        sys.exit(command.main(sys.argv[2:]))
     sys.exit(main(sys.argv[1:], BENCHES))

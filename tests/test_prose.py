@@ -23,8 +23,8 @@ NAME = re.compile(rf"`(?:[\w.]*\.)?({UNLIKE_WORDS})(?:\([^`]*\))?`|`(?:[\w.]+\.)
 # files that are no part of the repository: a run, a build or a user makes them, another project has them
 ELSEWHERE = re.compile(
     r"[A-Z]{4}|-N\.|(^|/)(runs|build|data|checkpoints|my-model|plots|directory|pydoc_data)/"
-    r"|^(run|config|saved|tokenizer|plan|timeline|pipeline|table|trainer|manifest|metrics|profile|module|model|file|start)\.\w+$"
-    r"|^(tokenizer_config|special_tokens_map|generation_config)\.json$|\.index\.json$"
+    r"|^(run|config|saved|tokenizer|plan|timeline|pipeline|table|trainer|manifest|metrics|profile|module|model|file|start|state)\.\w+$"
+    r"|^(tokenizer_config|special_tokens_map|generation_config)\.json$|\.index\.json$|-quick\.json$"
 )
 SOURCES = [path for path in FILES if path.suffix in (".py", ".toml", ".pml") or path.name == "Makefile"]
 

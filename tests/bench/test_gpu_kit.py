@@ -1,0 +1,250 @@
+"""`python -m bench gpu` without a GPU: order, skipping, limits, what is left when it is killed, the table; items that
+are toys, and the cheapest real one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench.__main__ import KERNELS
+from bench.gpu import command, figures, schedule, sources, state
+from bench.gpu.items import INTO, ITEMS, Command, Item
+from bench.gpu.schedule import Session, Stop, order, run
+from bench.gpu.state import FAILED, LIMIT, MEASURED, MISSED, STOPPED, UNFINISHED, State
+from bench.gpu.table import LINES, table
+
+ROOT = Path(__file__).resolve().parents[2]
+WRITES = 'import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(\'{"counts": {"passed": 3}}\')'
+LONG = "import subprocess, sys, time; subprocess.Popen(['sleep', '300']); print('begun', flush=True); time.sleep(300)"
+
+
+def toy(name: str, value: int = 10, seconds: int = 1, program: str = WRITES, sources: tuple[str, ...] = ()) -> Item:
+    """An item that runs a program, which is told where its result goes."""
+    of_program = Command(("-c", program, f"{INTO}/{name}.json"), f"{name}.json")
+    return Item(name, value, seconds, of_program, of_program, sources, "a bar", "a prediction")
+
+
+def session(folder: Path, items: Sequence[Item], seconds: float = 100.0, say: Callable = print, **machine) -> Session:
+    of = {"GPU": "toy", **machine}
+    return Session(items, folder, State(folder / "state.json", of), time.monotonic() + seconds, Stop(), False, say)
+
+
+def outcomes(folder: Path) -> dict[str, str]:
+    return {name: entry["outcome"] for name, entry in json.loads((folder / "state.json").read_text())["items"].items()}
+
+
+def begun(folder: Path, items: Sequence[Item], seconds: float = 100.0, **machine) -> list[str]:
+    """The items that a call begins, in order."""
+    said: list[str] = []
+    run(session(folder, items, seconds, said.append, **machine))
+    return [text.partition(":")[0] for text in said if "begins" in text]
+
+
+def test_the_order_is_value_per_second_and_what_failed_comes_first(tmp_path):
+    items = [toy("slow", 20, 10), toy("quick", 20, 1), toy("wrong", 1, 1, "raise SystemExit(3)"), toy("long", 50, 10)]
+    assert begun(tmp_path, items) == ["quick", "long", "slow", "wrong"]
+    assert outcomes(tmp_path)["wrong"] == FAILED
+    (tmp_path / "more").write_text("")
+    more = [*items, toy("new", 30, 1)]
+    assert begun(tmp_path, more) == ["wrong", "new"], "what is measured is skipped, what failed comes first"
+
+
+def test_measured_seconds_replace_estimates(tmp_path):
+    items = [toy("first", 10, 60), toy("second", 10, 50)]
+    found = session(tmp_path, items)
+    found.state.begin(items[0], "of another source")
+    found.state.end(items[0], MEASURED, 2.0, "")
+    assert [item.name for item in order(found)] == ["first", "second"]
+    assert found.state.expected(items[0]) == 2.0 and found.state.expected(items[1]) == 50
+    found.state.begin(items[0], "again")
+    found.state.end(items[0], LIMIT, 300.0, "")
+    assert found.state.expected(items[0]) == 2.0, "what it took until it was ended says nothing"
+
+
+def test_a_result_is_of_its_sources_its_machine_and_its_command(tmp_path, monkeypatch):
+    monkeypatch.setattr("bench.provenance.ROOT", tmp_path)
+    (tmp_path / "a.py").write_text("1")
+    (tmp_path / "b.py").write_text("1")
+    items, folder = [toy("of a", sources=("a*.py",)), toy("of b", sources=("b*.py",))], tmp_path / "results"
+    assert begun(folder, items) == ["of a", "of b"] and begun(folder, items) == []
+    (tmp_path / "a.py").write_text("2")
+    assert begun(folder, items) == ["of a"]
+    (tmp_path / "b2.py").write_text("")
+    assert begun(folder, items) == ["of b"]
+    assert begun(folder, items, triton="3.6") == ["of a", "of b"]
+    assert begun(folder, [toy("of a", program=WRITES + " # changed", sources=("a*.py",))], triton="3.6") == ["of a"]
+
+
+def test_an_item_begins_only_if_its_time_is_left(tmp_path):
+    items = [toy("large", 1000, 90), toy("small", 1, 2)]
+    assert begun(tmp_path, items, seconds=20) == ["small"]
+    assert begun(tmp_path, items, seconds=8) == []
+
+
+def test_outcomes_by_exit_code_and_by_the_result(tmp_path):
+    programs = {"missed": WRITES + "; sys.exit(1)", "nothing": "print('a word')", "broken": WRITES + "; sys.exit(2)"}
+    run(session(tmp_path, [toy(name, program=program) for name, program in programs.items()]))
+    assert outcomes(tmp_path) == {"missed": MISSED, "nothing": FAILED, "broken": FAILED}
+    items = json.loads((tmp_path / "state.json").read_text())["items"]
+    assert items["missed"]["figure"] == "3 passed" and items["nothing"]["figure"] == "a word"
+
+
+def sleepers() -> set[str]:
+    """The processes of LONG's kind that are alive: the sleeps that it starts."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes() == b"sleep\x00300\x00":
+                found.add(path.parent.name)
+        except OSError:
+            pass
+    return found
+
+
+def test_an_item_is_ended_at_its_limit_with_its_children(tmp_path, monkeypatch):
+    monkeypatch.setattr(Item, "limit", 2)
+    before = sleepers()
+    run(session(tmp_path, [toy("endless", 10, 1, LONG), toy("next", 1, 1)]))
+    assert outcomes(tmp_path) == {"endless": LIMIT, "next": MEASURED} and sleepers() <= before
+    monkeypatch.setattr(Item, "limit", 100)
+    run(session(tmp_path / "another", [toy("endless", 10, 1, LONG)], seconds=8))
+    assert outcomes(tmp_path / "another") == {"endless": STOPPED}, "the time was over"
+
+
+def call_with_toys(folder: str) -> None:
+    """`python -m bench gpu` with two items, of which the second one does not end."""
+    os.chdir(folder)
+    command.ITEMS = (toy("first", 100, 1), toy("endless", 1, 1, LONG))
+    command.torch.cuda.is_available = lambda: True
+    command.torch.cuda.get_device_name = lambda: "toy"
+    sys.exit(command.main(["--out", folder]))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_is_done_outlives_the_call(number, commands, tmp_path):
+    before = sleepers()
+    running = commands.call(call_with_toys, str(tmp_path))
+    log = tmp_path / "logs" / "endless.txt"
+    running.wait_until(lambda: log.exists() and "begun" in log.read_text(), "the second item has begun")
+    os.kill(running.pid, number)
+    code, out, _ = running.finish(60)
+    assert outcomes(tmp_path) == {"first": MEASURED, "endless": STOPPED if number == signal.SIGTERM else UNFINISHED}
+    if number == signal.SIGTERM:
+        assert code == 1 and sleepers() <= before
+        assert "first" in out and "3 passed" in out and STOPPED in out, "the table comes"
+    for pid in sleepers() - before:  # of the call that could end nobody
+        os.kill(int(pid), signal.SIGKILL)
+
+
+def printed(found: Session, **identity: str) -> list[str]:
+    console = Console(width=command.WIDTH, record=True, file=open(os.devnull, "w"))
+    for part in table(found, identity):
+        console.print(part, highlight=False, no_wrap=True, crop=True)
+    return console.export_text().splitlines()
+
+
+def test_the_table_has_at_most_40_lines_and_shows_what_failed(tmp_path):
+    items = [*(toy(f"item {number}", 10) for number in range(80)), toy("wrong", 1)]
+    found = session(tmp_path, items)
+    for item in items[:60] + items[-1:]:
+        found.state.begin(item, found.key(item))
+        found.state.end(item, FAILED if item.name == "wrong" else MEASURED, 1.0, "a figure " * 40)
+    lines = printed(found, GPU="toy")
+    assert len(lines) <= LINES == 40 and max(map(len, lines)) <= command.WIDTH
+    assert any(line.startswith("wrong") and FAILED in line for line in lines)
+    assert any(line.startswith("not begun: 20: item 60, item 61") for line in lines)
+    assert any(line.startswith("not shown: 30: item") for line in lines)
+
+
+def test_a_changed_tree_and_an_older_source_are_marked(tmp_path, monkeypatch):
+    git = {"commit": "abc", "dirty": True}
+    monkeypatch.setattr(state, "commit", lambda: dict(git))
+    items = [toy("measured", 20), toy("later", 10)]
+    run(session(tmp_path, items[:1]))
+    assert json.loads((tmp_path / "state.json").read_text())["items"]["measured"]["dirty"] is True
+    git["dirty"] = False
+    found = session(tmp_path, items)
+    run(found)
+    measured, later = (next(line for line in printed(found) if line.startswith(name)) for name in ("measured", "later"))
+    assert "measured, changed tree" in measured and "changed" not in later
+    found = session(tmp_path, items, triton="another")
+    assert all("measured, older source" in line for line in printed(found) if line.startswith(("measured", "later")))
+
+
+def test_a_tool_that_is_not_there_leaves_its_item_out(tmp_path):
+    items = [toy("profile")._replace(tool=("no-such-profiler",))]
+    found = session(tmp_path, items)
+    assert order(found) == [] and "without their tool: profile (no-such-profiler)" in printed(found)
+    assert [item.name for item in order(found._replace(rehearses=True))] == ["profile"]
+
+
+def test_figures_of_every_kind_of_result(tmp_path):
+    def row(case: str, provider: str, baseline: str, value: float, ratio: float, bar: float | None = None) -> dict:
+        held = bar is None or ratio >= bar
+        return {"case": case, "provider": provider, "baseline": baseline, "value": value, "unit": "us", "ratio": ratio,
+                "bar": bar, "ok": held}  # fmt: skip
+
+    rows = [
+        row("x", "fused", "matmul", 9, 0.9, 0.97),
+        row("geometric mean", "fused", "matmul", 9, 0.91, 0.97),
+        row("geometric mean", "torch", "matmul", 9, 0.5),
+        row("prediction: x", "predicted fused", "y", 9, 2.0),
+    ]
+    cases = {
+        "0.910 of matmul, 0 of 2 bars": rows,
+        "0.900 of matmul, 0 of 1 bars": rows[:1],
+        "release 0.9 us; poll 0.2 us": [row("release", "measured", "kernels/cost.py", 1.2, 2.0),
+                                        row("release", "measured", "kernels/cost.py", 0.9, 2.0),
+                                        row("poll", "measured", "kernels/cost.py", 0.2, 1.0)],
+        "490,415 tokens/s; 61,798 tokens/s": [{"tokens_per_second": 490415.2}, {"tokens_per_second": 61798.0}],
+        "1 of 2 pass, not norm": [{"gate": "norm", "said": "error"}, {"gate": "rope", "said": ""}],
+    }  # fmt: skip
+    for words, found in cases.items():
+        (tmp_path / "result.json").write_text(json.dumps({"rows": found}))
+        assert figures.figure(tmp_path / "result.json") == words
+    assert figures.figure(tmp_path / "ncu_matmul.txt") == "see ncu_matmul.txt"
+
+
+def test_items_are_in_their_order_and_have_all_kernels():
+    ordered = sorted(ITEMS, key=lambda item: -item.value / item.seconds)
+    assert [item.name for item in ordered] == [item.name for item in ITEMS], "by value per second"
+    assert len({item.name for item in ITEMS}) == len(ITEMS) and len({item.command.result for item in ITEMS}) == len(
+        ITEMS
+    )
+    assert "kernels/philox/kernel.py" in sources.files(["kernels/dropout/*.py"]), "what kernels import counts"
+    for bench in KERNELS:
+        assert {bench.name, f"whole {bench.name}"} <= {item.name for item in ITEMS}
+    for item in ITEMS:
+        assert sources.files(item.sources), item.name
+    assert [item.name for item in command.chosen(["*tests*"], ITEMS)] == ["tests of fused kernels", "other tests"]
+    with pytest.raises(ValueError, match="no item is called 'noorm'"):
+        command.chosen(["noorm"], ITEMS)
+
+
+def test_a_rehearsal_of_a_real_item(tmp_path):
+    """In a process of its own, as Triton looks for its driver once."""
+    cheapest = ["-m", "bench", "gpu", "--rehearse", "--only", "ceilings", "--only", "update", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, *cheapest], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("ceilings  ", "update  "))]
+    assert len(lines) == 2 and all(line.count("rehearsed") == 2 for line in lines)
+    written = json.loads((tmp_path / "update-quick.json").read_text())
+    assert "rehearsal" in written["machine"]["gpu"] and written["rows"][0]["case"] == "adamw"
+    assert {entry["figure"] for entry in json.loads((tmp_path / "state.json").read_text())["items"].values()} == {""}
+
+
+def test_without_a_gpu_it_says_so(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: False)
+    assert command.main(["--out", str(tmp_path)]) == 0 and "no CUDA device" in capsys.readouterr().out
+    assert command.main(["--only", "noorm"]) == 2 and not list(tmp_path.iterdir())
+    assert schedule.MARGIN >= 1
