@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from .compiled import counting
 from .provenance import RESULTS, commit, device_directory, versions
 
 SCHEMA = 1
@@ -176,6 +177,7 @@ def execute(
             say(console, f"{bench.predict()}\n{bench.note}")
         return 0
     begun = commit()  # now: somebody may edit or commit while it runs
+    kernels = counting() if bench.device == "cuda" else {}
     into: Path | None = options.into
     unwanted = into is None and not given and refused(results, begun)
     if unwanted:
@@ -200,7 +202,8 @@ def execute(
     elif not console.quiet:
         note = {"note": bench.note} if bench.note else {}
         directory = into or results / device_directory(bench.device)
-        write(bench, {**begun, **note, **report.content}, given, directory, console)
+        content = {**begun, **note, **({"kernels": dict(kernels)} if kernels else {}), **report.content}
+        write(bench, content, given, directory, console)
         if report.files is not None:
             report.files(directory)
     for problem in report.problems or [report.outcome]:

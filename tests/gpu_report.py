@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.compiled import counting
 from bench.provenance import ROOT, commit, digest, place, versions, write_json
 
 NOT_RUN, UNFINISHED = "not run", "did not end"
@@ -108,6 +109,7 @@ class Report:
         self.part: tuple[int, int] | None = config.option.part
         self.path = None if config.option.collectonly else self.place(config.option.report)
         self.head = head(self.marker)
+        self.kernels = counting() if torch.cuda.is_available() else Counter()
         self.tests: dict[str, dict[str, Any]] = {}
         self.parts: int | None = None
         self.seconds: dict[str, float] = {}  # what tests took when they ran last, perhaps at another commit
@@ -175,7 +177,7 @@ class Report:
     def write(self) -> None:
         """Write the file in one move, so that there is a whole one at any time."""
         if self.path is not None:
-            write_json(self.path, content(self.head, list(self.tests.values()), self.parts))
+            write_json(self.path, content(self.head, list(self.tests.values()), self.parts, self.kernels))
 
 
 def head(marker: str) -> dict[str, Any]:
@@ -184,10 +186,13 @@ def head(marker: str) -> dict[str, Any]:
     return {"schema": 2, "marker": marker, "device": device(), **commit(), **of_code}
 
 
-def content(of: Mapping[str, Any], tests: Sequence[Mapping[str, Any]], parts: int | None) -> dict[str, Any]:
-    """A report of these tests, with this head."""
+def content(
+    of: Mapping[str, Any], tests: Sequence[Mapping[str, Any]], parts: int | None, kernels: Mapping[str, int]
+) -> dict[str, Any]:
+    """A report of these tests, with this head; kernels: how many were compiled, and how many were in Triton's cache."""
     return {
-        **of, "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "parts": parts, "counts": counted(tests),
+        **of, "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "parts": parts, "kernels": dict(kernels),
+        "counts": counted(tests),
         "seconds": round(sum(test["seconds"] for test in tests), 1), "tests": list(tests),
     }  # fmt: skip
 

@@ -25,6 +25,7 @@ from bench.provenance import RESULTS, ROOT, write_json
 
 MARKER = "gpu"
 PRETENDING = ("-m", "checks.driver.pretend")
+UNJUDGED = ("-p", "pretending")
 PART_SECONDS = 30  # of a process's tests, by an earlier report
 TEST_SECONDS = 100  # after which a test is ended, where pytest-timeout is installed
 PROCESSES = max(1, (os.cpu_count() or 1) - 2)
@@ -76,9 +77,13 @@ def jobs(listed: list[str], folder: Path) -> list[Job]:
     return [Job(file, part, planned[file]) for file in longest for part in range(1, planned[file] + 1)]
 
 
+def read(report: Path) -> dict[str, Any]:
+    """What a process has reported so far."""
+    return json.loads(report.read_text()) if report.exists() else {"tests": []}
+
+
 def tests_of(report: Path) -> list[dict[str, Any]]:
-    """What a process has reported so far of its own tests."""
-    return json.loads(report.read_text())["tests"] if report.exists() else []
+    return read(report)["tests"]
 
 
 def ended(report: Path, part: int) -> bool:
@@ -87,13 +92,14 @@ def ended(report: Path, part: int) -> bool:
     return bool(own) and {test["outcome"] for test in own} <= {"passed", "skipped"}
 
 
-def run(job: Job, folder: Path, launcher: list[str]) -> None:
+def run(job: Job, folder: Path, pretends: bool) -> None:
     """Run a job, unless an earlier call has."""
     report = job.report(folder)
     if ended(report, job.part):
         return
     command = [
-        *launcher, "-m", "pytest", "-q", "-p", "gpu_report", "-p", "no:cacheprovider", "--override-ini",
+        sys.executable, *(PRETENDING if pretends else ()), "-m", "pytest", *(UNJUDGED if pretends else ()),
+        "-q", "-p", "gpu_report", "-p", "no:cacheprovider", "--override-ini",
         f"timeout={TEST_SECONDS}", "-m", MARKER, job.file, "--part", f"{job.part}/{job.parts}", "--report", str(report),
     ]  # fmt: skip
     with report.with_suffix(".txt").open("w") as log:
@@ -132,16 +138,16 @@ def main(arguments: list[str]) -> int:
         *(files(False) if not options.fused else []),
     ]
     folder = options.into.parent / "logs" / options.into.stem
-    launcher = [sys.executable, *(PRETENDING if options.pretend else ())]
     listed = jobs(every, folder)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # its processes, of the same group, get one of their own
     pool = ThreadPoolExecutor(options.processes)
     try:
-        list(pool.map(lambda job: run(job, folder, launcher), listed))
+        list(pool.map(lambda job: run(job, folder, options.pretend), listed))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         tests = merged([job.report(folder) for job in listed])
-        write_json(options.into, content(head(MARKER), tests, None))
+        kernels = sum((Counter(read(job.report(folder)).get("kernels", {})) for job in listed), Counter[str]())
+        write_json(options.into, content(head(MARKER), tests, None, kernels))
         print(*failures(tests), f"{MARKER} tests: {in_words(counted(tests))}", sep="\n", flush=True)
     outcomes = {test["outcome"] for test in tests}
     return 2 if outcomes & {NOT_RUN, UNFINISHED} or not tests else 1 if "failed" in outcomes else 0

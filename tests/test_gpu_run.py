@@ -19,7 +19,7 @@ def test_counted():
     place = pathlib.Path(__file__).with_name("runs")
     place.write_text(place.read_text() + "x" if place.exists() else "x")
 """
-KILLED = "def test_killed():\n    if not pathlib.Path(__file__).with_name('runs').exists(): os.kill(os.getpid(), 9)\n"
+KILLED = "def test_killed():\n    if not pathlib.Path(__file__).with_name('ready').exists(): os.kill(os.getpid(), 9)\n"
 
 
 def call(folder: str, arguments: list[str]) -> None:
@@ -42,6 +42,7 @@ def test_reports_of_processes_become_one(commands, tmp_path):
     assert "failed: " in out and "unequal" in out and "part" not in report["tests"][0]
     code, report, out = run(commands, tmp_path, "test_killed.py")
     assert code == 2 and report["counts"] == {"did not end": 1}, out
+    (tmp_path / "ready").touch()
     for _ in range(2):
         code, report, out = run(commands, tmp_path, "test_counted.py", "test_killed.py")
         assert code == 0 and report["counts"] == {"passed": 2}, out
