@@ -15,7 +15,7 @@ ITEMS = $(UNINSTALLED) -m bench gpu $(if $(SECONDS),--seconds $(SECONDS))
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-changed check docs proofs proofs-compiled proofs-together proofs-alone coverage mutations compile-check execute gpu nvlink bench clean
+.PHONY: train test test-changed check docs proofs proofs-compiled proofs-together proofs-alone coverage mutations compile-check execute gpu gpu-cache nvlink bench clean
 
 # the environment, remade when the pins or the package's metadata change
 .venv/ready: constraints.txt pyproject.toml
@@ -109,6 +109,16 @@ nvlink:  ## the tests and the bench that need several GPUs, on all that there ar
 	if [ $$gpus -lt 2 ]; then echo "make nvlink does nothing: it needs two CUDA devices, and finds $$gpus"; exit; fi; \
 	$(REPORTED) -m nvlink $(if $(PART),,&& \
 	$(UNINSTALLED) -m torch.distributed.run --standalone --nproc-per-node $$gpus -m bench nvlink)
+
+# Versions of many GPU images: an entry of Triton's cache is found by these alone, and by launchers of this Python.
+IMAGE ?= .venv/image
+IMAGE_PYTHON ?= python3.12
+$(IMAGE)/bin/pytest:
+	$(IMAGE_PYTHON) -m venv $(IMAGE)
+	$(IMAGE)/bin/pip install --quiet torch==2.11.0 triton==$(GPU_TRITON) 'numpy<2.4' einops rich safetensors pytest
+
+gpu-cache: $(IMAGE)/bin/pytest  ## compile what `make gpu` and `make bench` call on an H100 or H200, into .cache/; no GPU
+	PYTHONPATH=.:tests $(IMAGE)/bin/python -m bench gpu --fill $(if $(SECONDS),--seconds $(SECONDS))
 
 bench:  ## measure: the kernels where there is a GPU, in what the machine has, SECONDS=390: what fits; else the CPU; results: bench/results/
 	@if $(UNINSTALLED) -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; \

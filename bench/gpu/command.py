@@ -2,11 +2,11 @@
 
 import argparse
 import fnmatch
-import hashlib
 import math
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,14 @@ import torch
 from rich.console import Console
 
 from ..provenance import CHANGED, commit, place, versions
+from . import cache
 from .items import ITEMS, Item
-from .schedule import Session, Stop, run
+from .schedule import FILL, MEASURE, REHEARSE, Session, Stop, run
 from .state import DONE, MEASURED, State
 from .table import table
 
 DESCRIPTION = "What is worth most on one GPU in a limited time: docs/gpu.md."
-REHEARSAL = CHANGED.parent / "rehearsal"
+BUILD = CHANGED.parent
 WIDTH = 180
 
 
@@ -33,9 +34,9 @@ def chosen(patterns: Sequence[str], items: Sequence[Item]) -> list[Item]:
     return [item for item in items if not patterns or any(fnmatch.fnmatch(item.name, each) for each in patterns)]
 
 
-def machine(rehearses: bool) -> dict[str, Any]:
+def machine(way: str) -> dict[str, Any]:
     """What results depend on besides sources: the GPU and the versions of what compiles and runs kernels."""
-    gpu = "none, a rehearsal" if rehearses else torch.cuda.get_device_name()
+    gpu = torch.cuda.get_device_name() if way == MEASURE else f"none, to {way}"
     return {"GPU": gpu, **versions("torch", "triton", "numpy")}
 
 
@@ -48,21 +49,12 @@ def driver() -> str:
         return "unknown"
 
 
-def triton_key() -> str:
-    """Triton's hash of itself, which has to be equal wherever its cache is to be used."""
-    try:
-        from triton.runtime.cache import triton_key as key
-    except ImportError:
-        return "none"
-    return hashlib.sha256(key().encode()).hexdigest()[:16]
-
-
-def identity(of: Mapping[str, Any], rehearses: bool) -> dict[str, Any]:
+def identity(of: Mapping[str, Any], way: str) -> dict[str, Any]:
     """The head of the table."""
     here = commit()
     tree = {True: ", changed tree", False: "", None: ", outside git"}[here["dirty"]]
-    others = {} if rehearses else {"driver": driver(), "cuDNN": torch.backends.cudnn.version()}
-    return {**of, **others, "Triton's key": triton_key(), "commit": f"{(here['commit'] or 'none')[:8]}{tree}"}
+    others = {"driver": driver(), "cuDNN": torch.backends.cudnn.version()} if way == MEASURE else {}
+    return {**of, **others, "Triton's key": cache.triton_key(), "commit": f"{(here['commit'] or 'none')[:8]}{tree}"}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -74,7 +66,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="for results and state, in place of bench/results/..."
     )
-    parser.add_argument("--rehearse", action="store_true", help="every item without a GPU, on small sizes: no figures")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--rehearse", action="store_true", help="every item without a GPU, on small sizes: no figures")
+    ways.add_argument("--fill", action="store_true", help="without a GPU, compile what the items call, and pack it")
     parser.add_argument("--list", action="store_true", help="the items, in the order in which they would run")
     return parser.parse_args(arguments)
 
@@ -92,19 +86,23 @@ def main(arguments: Sequence[str]) -> int:
         for item in items:
             print(f"{item.name:34} {item.seconds:4} s")
         return 0
-    if not options.rehearse and not torch.cuda.is_available():
+    way = REHEARSE if options.rehearse else FILL if options.fill else MEASURE
+    if way == MEASURE and not torch.cuda.is_available():
         print("there is no CUDA device here: --rehearse runs every item without one")
         return 0
-    folder = (options.out or (REHEARSAL if options.rehearse else place("cuda"))).resolve()
-    of, stop = machine(options.rehearse), Stop()
+    folder = (options.out or (place("cuda") if way == MEASURE else BUILD / way)).resolve()
+    of, stop = machine(way), Stop()
     stop.listen()
+    before = cache.begin() if way != REHEARSE else set()
     say = lambda text: console.print(text, highlight=False, soft_wrap=True)  # noqa: E731
-    session = Session(
-        items, folder, State(folder / "state.json", of), begun + options.seconds, stop, options.rehearse, say
-    )
+    state = State(folder / "state.json", of)
+    session = Session(items, folder, state, begun + options.seconds, stop, way, say, Counter())
     run(session)
-    for part in table(session, identity(of, options.rehearse)):
+    if way != REHEARSE:
+        say(cache.end(before, folder / "cache.tar.xz" if way == MEASURE else cache.packed()))
+    for part in table(session, identity(of, way)):
         console.print(part, highlight=False, no_wrap=True, crop=True)
-    right = DONE if options.rehearse else (MEASURED,)
+    right = (MEASURED,) if way == MEASURE else DONE
+    items = [item for item in items if session.possible(item)]
     outcomes = [entry and entry.outcome for entry in (session.state.entries.get(item.name) for item in items)]
     return 0 if all(outcome in right for outcome in outcomes) else 1

@@ -10,6 +10,9 @@ INTO = "{into}"  # in a command: the folder of the results
 TORCH = "{torch}"  # in an environment: the folder of torch, which has an assembler newer than Triton's
 
 
+PRETENDING = ("-m", "checks.driver.pretend")
+
+
 class Command(NamedTuple):
     """Arguments of Python, and the file in the results' folder that they write."""
 
@@ -37,6 +40,19 @@ class Item(NamedTuple):
     environment: tuple[tuple[str, str], ...] = ()
 
     @property
+    def compilation(self) -> Command | None:
+        """The command on a driver that runs no kernel, with all its sizes: what it compiles, it would compile on a GPU.
+
+        None if it compiles nothing of its own, or needs a GPU's process group.
+        """
+        arguments, result = self.command
+        if self.tool or self.environment or self.command == GATES or "pretrain" in arguments:
+            return None
+        if "bench" not in arguments:
+            return Command((*arguments, "--pretend"), result)
+        return Command((*PRETENDING, "-m", "bench.gpu.rehearsal", "--wide", *arguments[2:]), result)
+
+    @property
     def limit(self) -> int:
         """Seconds after which it is ended: to compile takes a multiple of what compiled kernels take."""
         return 60 + 4 * self.seconds
@@ -58,7 +74,7 @@ def called(name: str, options: tuple[str, ...], into: str = "") -> Command:
 def pretended(command: Command) -> Command:
     """The same with a driver that runs no kernel; of a bench on narrow models."""
     arguments = tuple("bench.gpu.rehearsal" if each == "bench" else each for each in command.arguments)
-    return Command(("-m", "checks.driver.pretend", *arguments), command.result)
+    return Command((*PRETENDING, *arguments), command.result)
 
 
 QUICK = ("--quick",)

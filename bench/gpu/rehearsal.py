@@ -1,12 +1,16 @@
-"""A bench on sizes that a CPU can hold, whose gates let everything pass: a rehearsal of it, where kernels do not run.
+"""A bench where kernels do not run: its gates let everything pass. Without --wide its models are narrow.
 
     python -m checks.driver.pretend -m bench.gpu.rehearsal norm --quick
+    python -m checks.driver.pretend -m bench.gpu.rehearsal --wide norm --quick
+
+The first asks whether the bench works. The second makes its very calls of our kernels, for what they compile.
 
 Belongs here: which sizes shrink, and which questions are not asked.
 """
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from tpformer import config
@@ -17,7 +21,9 @@ from .. import accuracy, timing
 
 SHARE = 8  # by which models are narrower
 NARROWED = ("hidden_size", "head_dim", "ffn_hidden_size", "vocab_size", "expert_ffn_size", "shared_expert_size")
-SECONDS = timing.Effort(1, 1)
+ONCE = timing.Effort(1, 1)
+# what is timed beside our kernels, and compiles none of them
+RIVALS = ("copy", "grouped_mm", "loop", "torch", "PyTorch", "Liger-Kernel")
 
 
 def narrow(name: str, **overrides: Any) -> GPTConfig:
@@ -31,23 +37,44 @@ def nothing(*arguments: object, **options: object) -> None:
     """In place of a gate."""
 
 
-def main(arguments: list[str]) -> int:
-    """`python -m bench` with these arguments."""
+def called(calls: Mapping[str, timing.Call], effort: timing.Effort) -> timing.Seconds:
+    """In place of measure: what is ours is called, and takes a millisecond."""
+    for name, call in calls.items():
+        if not name.startswith(RIVALS):
+            if call.prepare is not None:
+                call.prepare()
+            call.run()
+    return {name: [1e-3] * effort.rounds for name in calls}
+
+
+def shrink() -> None:
+    """Narrow models, and small tensors where no model says how large they are."""
     config.preset_config = narrow  # type: ignore[assignment]
-    accuracy.require_accurate = nothing
-    timing.QUICK = SECONDS
     from .. import ceilings, constants
-    from ..memory_bound import benches, updates
+    from ..memory_bound import updates
     from ..memory_bound.case import Rows
 
-    benches.require_right = benches.require_same = nothing
     updates.ROWS = Rows("narrow", 480, 256)
     ceilings.COPIED, ceilings.SIDES = 1 << 20, (256, 512)
     constants.MOVED, constants.SIDE = (1,), 512
+
+
+def main(arguments: list[str]) -> int:
+    """`python -m bench` with these arguments."""
+    accuracy.require_accurate = nothing
+    timing.QUICK = ONCE
+    wide = arguments[0] == "--wide"
+    if wide:
+        timing.measure = called
+    else:
+        shrink()
+    from ..memory_bound import benches
+
+    benches.require_right = benches.require_same = nothing
     from ..__main__ import BENCHES
     from ..runner import main as bench
 
-    return bench(arguments, BENCHES)
+    return bench(arguments[wide:], [dataclasses.replace(each, check=None) for each in BENCHES] if wide else BENCHES)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,15 @@ Belongs here: which item is next, and how one is begun, ended and judged. What h
 whenever this process may end.
 """
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import util
 from pathlib import Path
@@ -19,11 +21,13 @@ from typing import NamedTuple
 from tpformer.processes.parent import end_with_parent
 
 from ..provenance import ROOT
+from . import cache
 from .figures import figure
 from .items import INTO, TORCH, Command, Item
 from .state import DONE, FAILED, LIMIT, MEASURED, MISSED, STOPPED, State
 
 MARGIN, SPARE = 1.2, 5.0  # an item begins if so many times its seconds, and so many more, are left
+MEASURE, REHEARSE, FILL = "measure", "rehearse", "fill"
 GRACE = 5.0  # seconds between asking a process to end and ending it
 LOOKS = 0.05  # seconds
 
@@ -43,25 +47,38 @@ class Stop:
 
 
 class Session(NamedTuple):
-    """One call: what it may run, where its results go, and until when, by time.monotonic. rehearses: without a GPU."""
+    """One call: what it may run, where its results go, and until when, by time.monotonic.
+
+    way: MEASURE; REHEARSE, which needs no GPU; or FILL, which needs none either, and compiles what the items call.
+    kernels: how many were compiled, and how many were found in Triton's cache.
+    """
 
     items: Sequence[Item]
     folder: Path
     state: State
     until: float
     stop: Stop
-    rehearses: bool = False
+    way: str = MEASURE
     say: Callable[[str], object] = print
+    kernels: Counter[str] = Counter()
+
+    @property
+    def pretends(self) -> bool:
+        """Whether nothing is measured."""
+        return self.way != MEASURE
 
     def command(self, item: Item) -> Command:
-        return item.rehearsal if self.rehearses else item.command
+        compilation = item.compilation or item.command
+        return {MEASURE: item.command, REHEARSE: item.rehearsal, FILL: compilation}[self.way]
 
     def key(self, item: Item) -> str:
         return self.state.key(item, self.command(item).arguments)
 
     def possible(self, item: Item) -> bool:
-        """Whether the tool is there that the item needs."""
-        return self.rehearses or not item.tool or shutil.which(item.tool[0]) is not None
+        """Whether all is there that the item needs."""
+        if self.way == FILL:
+            return item.compilation is not None
+        return self.pretends or not item.tool or shutil.which(item.tool[0]) is not None
 
     def log(self, item: Item) -> Path:
         return self.folder / "logs" / f"{item.name.replace(' ', '_')}.txt"
@@ -103,8 +120,25 @@ def take(session: Session, item: Item, left: float) -> None:
     else:
         outcome = FAILED
     found = figure(result) if outcome in DONE else last_line(log)
-    session.state.end(item, outcome, seconds, "" if session.rehearses and outcome in DONE else found)
-    session.say(f"{item.name}: {'rehearsed' if session.rehearses and outcome in DONE else outcome}, {seconds:.1f} s")
+    session.state.end(item, outcome, seconds, "" if session.pretends and outcome in DONE else found)
+    kernels = kernels_of(result) if outcome in DONE else {}
+    session.kernels.update(kernels)
+    session.say(f"{item.name}: {words(session, outcome)}, {seconds:.1f} s{in_words(kernels)}")
+
+
+def words(session: Session, outcome: str) -> str:
+    """An outcome, which is none of a measurement where nothing was measured."""
+    done = {MEASURE: outcome, REHEARSE: "rehearsed", FILL: "compiled"}[session.way]
+    return done if outcome in DONE else outcome if session.way == MEASURE else f"{done}: {outcome}"
+
+
+def kernels_of(result: Path) -> dict[str, int]:
+    """How many kernels a result's process compiled and found, if it says so."""
+    return json.loads(result.read_text()).get("kernels", {}) if result.suffix == ".json" else {}
+
+
+def in_words(kernels: Mapping[str, int]) -> str:
+    return "".join(f", {number} kernels {what}" for what, number in sorted(kernels.items()))
 
 
 def stamp(path: Path) -> int | None:
@@ -123,20 +157,19 @@ def filled(text: str, session: Session) -> str:
 
 
 def environment(session: Session, item: Item) -> dict[str, str]:
-    """Of an item's process: the repository's modules, and one assembler for all. torch sets another one while it
-    compiles, and Triton's cache asks which it is."""
+    """Of an item's process: the repository's modules, and Triton's cache, but for a rehearsal's kernels, which are of
+    other sizes."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    triton, torch = (util.find_spec(name) for name in ("triton", "torch"))
-    assembler = Path(triton.origin or "").parent / "backends/nvidia/bin/ptxas" if triton else Path()
-    pinned = {"TRITON_PTXAS_PATH": str(assembler)} if assembler.is_file() else {}
+    torch = util.find_spec("torch")
     of_torch = str(Path((torch and torch.origin) or "").parent)
     own = {name: filled(text, session).replace(TORCH, of_torch) for name, text in item.environment}
-    return {**os.environ, **pinned, "PYTHONPATH": paths, **({} if session.rehearses else own)}
+    shared = {} if session.way == REHEARSE else cache.environment()
+    return {**os.environ, **shared, "PYTHONPATH": paths, **({} if session.pretends else own)}
 
 
 def execute(session: Session, item: Item, until: float) -> int | None:
     """The exit code of an item's command, whose output goes to its log; None if it and its children had to be ended."""
-    tool = () if session.rehearses else item.tool
+    tool = () if session.pretends else item.tool
     command = [*tool, sys.executable, *session.command(item).arguments]
     log = session.log(item)
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from rich.table import Table
 from ..runner import columns
 from .figures import constants
 from .items import Item
-from .schedule import Session
+from .schedule import Session, words
 from .state import DONE, Entry
 
 LINES = 40
@@ -30,18 +30,16 @@ def ceilings(folder: Path) -> str:
 def outcome(session: Session, item: Item) -> str:
     """What came of an item in this call or before: as the state has it, with what must be known beside."""
     entry = session.state.entries[item.name]
-    words = entry.outcome
-    if session.rehearses:
-        words = "rehearsed" if entry.outcome in DONE else f"rehearsed: {words}"
+    said = words(session, entry.outcome)
     if entry.outcome in DONE and entry.key != session.key(item):
-        return f"{words}, older source"
-    return f"{words}, changed tree" if entry.dirty is not False else words
+        return f"{said}, older source"
+    return f"{said}, changed tree" if entry.dirty is not False else said
 
 
 def cells(session: Session, item: Item) -> list[str]:
     entry: Entry = session.state.entries[item.name]
     took = "" if entry.seconds is None else f"{entry.seconds:.0f}"
-    said = "rehearsed" if session.rehearses and entry.outcome in DONE else entry.figure
+    said = words(session, entry.outcome) if session.pretends and entry.outcome in DONE else entry.figure
     return [item.name, outcome(session, item), took, said[:LETTERS], item.bar, item.prediction]
 
 
@@ -57,7 +55,8 @@ def table(session: Session, identity: Mapping[str, Any]) -> list[str | Table]:
     others = [item.name for item in session.items if item not in begun and session.possible(item)]
     impossible = [f"{item.name} ({item.tool[0]})" for item in session.items if not session.possible(item)]
     lines = {
-        "ceilings": "rehearsed" if session.rehearses else ceilings(session.folder),
+        "ceilings": "nothing is measured" if session.pretends else ceilings(session.folder),
+        "kernels of this call": ", ".join(f"{number} {what}" for what, number in sorted(session.kernels.items())),
         "not begun": short(others),
         "not shown": short([item.name for item in begun[ROWS:]]),
         "without their tool": short(impossible),

@@ -16,7 +16,7 @@ from rich.console import Console
 from bench.__main__ import KERNELS
 from bench.gpu import command, figures, schedule, sources, state
 from bench.gpu.items import INTO, ITEMS, Command, Item
-from bench.gpu.schedule import Session, Stop, order, run
+from bench.gpu.schedule import REHEARSE, Session, Stop, order, run
 from bench.gpu.state import FAILED, LIMIT, MEASURED, MISSED, STOPPED, UNFINISHED, State
 from bench.gpu.table import LINES, table
 
@@ -33,7 +33,7 @@ def toy(name: str, value: int = 10, seconds: int = 1, program: str = WRITES, sou
 
 def session(folder: Path, items: Sequence[Item], seconds: float = 100.0, say: Callable = print, **machine) -> Session:
     of = {"GPU": "toy", **machine}
-    return Session(items, folder, State(folder / "state.json", of), time.monotonic() + seconds, Stop(), False, say)
+    return Session(items, folder, State(folder / "state.json", of), time.monotonic() + seconds, Stop(), say=say)
 
 
 def outcomes(folder: Path) -> dict[str, str]:
@@ -122,6 +122,7 @@ def call_with_toys(folder: str) -> None:
     """`python -m bench gpu` with two items, of which the second one does not end."""
     os.chdir(folder)
     command.ITEMS = (toy("first", 100, 1), toy("endless", 1, 1, LONG))
+    command.cache.FOLDER, command.cache.PACKED = Path(folder, "cache"), Path(folder, "packed")
     command.torch.cuda.is_available = lambda: True
     command.torch.cuda.get_device_name = lambda: "toy"
     sys.exit(command.main(["--out", folder]))
@@ -182,7 +183,7 @@ def test_a_tool_that_is_not_there_leaves_its_item_out(tmp_path):
     items = [toy("profile")._replace(tool=("no-such-profiler",))]
     found = session(tmp_path, items)
     assert order(found) == [] and "without their tool: profile (no-such-profiler)" in printed(found)
-    assert [item.name for item in order(found._replace(rehearses=True))] == ["profile"]
+    assert [item.name for item in order(found._replace(way=REHEARSE))] == ["profile"]
 
 
 def test_figures_of_every_kind_of_result(tmp_path):
