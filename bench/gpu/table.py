@@ -53,7 +53,7 @@ def table(session: Session, identity: Mapping[str, Any]) -> list[str | Table]:
     for item in begun[:ROWS]:
         rows.add_row(*cells(session, item))
     others = [item.name for item in session.items if item not in begun and session.possible(item)]
-    impossible = [f"{item.name} ({item.tool[0]})" for item in session.items if not session.possible(item)]
+    impossible = [f"{item.name} ({item.tool[0]})" for item in session.items if item.tool and not session.possible(item)]
     lines = {
         "ceilings": "nothing is measured" if session.pretends else ceilings(session.folder),
         "kernels of this call": ", ".join(f"{number} {what}" for what, number in sorted(session.kernels.items())),

@@ -95,14 +95,16 @@ def test_results_of_a_changed_tree_are_refused_before_they_are_measured(tmp_path
     assert path.read_bytes() == before
 
 
-def test_a_folder_gets_results_of_a_part_and_of_a_changed_tree(tmp_path, monkeypatch):
+def test_a_folder_gets_results_of_a_part_and_of_a_changed_tree(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "commit", lambda: {"commit": "abc", "dirty": True})
+    monkeypatch.setattr(runner, "RESULTS", tmp_path / "results")
     asked: list[bool] = []
     for options in ([], ["--quick"]):
         assert (
             main(["toy", *options, "--into", str(tmp_path / "there")], [toy(asked.append)], tmp_path / "results") == 0
         )
     assert asked == [False, True] and not (tmp_path / "results").exists()
+    assert "differ from the commit" not in capsys.readouterr().out
     whole, quick = (json.loads((tmp_path / "there" / name).read_text()) for name in ("toy.json", "toy-quick.json"))
     assert whole["dirty"] and quick["dirty"] and "options" not in whole and quick["options"] == {"quick": True}
     assert (tmp_path / "there" / "toy-quick.svg").exists()

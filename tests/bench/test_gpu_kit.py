@@ -16,13 +16,20 @@ from rich.console import Console
 from bench.__main__ import KERNELS
 from bench.gpu import command, figures, schedule, sources, state
 from bench.gpu.items import INTO, ITEMS, Command, Item
-from bench.gpu.schedule import REHEARSE, Session, Stop, order, run
+from bench.gpu.schedule import FILL, REHEARSE, Session, Stop, order, run
 from bench.gpu.state import FAILED, LIMIT, MEASURED, MISSED, STOPPED, UNFINISHED, State
 from bench.gpu.table import LINES, table
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITES = 'import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(\'{"counts": {"passed": 3}}\')'
-LONG = "import subprocess, sys, time; subprocess.Popen(['sleep', '300']); print('begun', flush=True); time.sleep(300)"
+# neither it nor its child ends when it is asked to
+LONG = """
+import os, signal, subprocess, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen(["sleep", "300"])
+print("begun", os.getpid(), flush=True)
+time.sleep(300)
+"""
 
 
 def toy(name: str, value: int = 10, seconds: int = 1, program: str = WRITES, sources: tuple[str, ...] = ()) -> Item:
@@ -110,6 +117,7 @@ def sleepers() -> set[str]:
 
 def test_an_item_is_ended_at_its_limit_with_its_children(tmp_path, monkeypatch):
     monkeypatch.setattr(Item, "limit", 2)
+    monkeypatch.setattr(schedule, "GRACE", 0.5)
     before = sleepers()
     run(session(tmp_path, [toy("endless", 10, 1, LONG), toy("next", 1, 1)]))
     assert outcomes(tmp_path) == {"endless": LIMIT, "next": MEASURED} and sleepers() <= before
@@ -121,6 +129,7 @@ def test_an_item_is_ended_at_its_limit_with_its_children(tmp_path, monkeypatch):
 def call_with_toys(folder: str) -> None:
     """`python -m bench gpu` with two items, of which the second one does not end."""
     os.chdir(folder)
+    schedule.GRACE = 0.5
     command.ITEMS = (toy("first", 100, 1), toy("endless", 1, 1, LONG))
     command.cache.FOLDER, command.cache.PACKED = Path(folder, "cache"), Path(folder, "packed")
     command.torch.cuda.is_available = lambda: True
@@ -140,6 +149,11 @@ def test_what_is_done_outlives_the_call(number, commands, tmp_path):
     if number == signal.SIGTERM:
         assert code == 1 and sleepers() <= before
         assert "first" in out and "3 passed" in out and STOPPED in out, "the table comes"
+    own = log.read_text().split()[1]
+    deadline = time.monotonic() + 60
+    while Path("/proc", own).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path("/proc", own).exists(), "an item ends with the call, even if that is killed"
     for pid in sleepers() - before:  # of the call that could end nobody
         os.kill(int(pid), signal.SIGKILL)
 
@@ -184,6 +198,8 @@ def test_a_tool_that_is_not_there_leaves_its_item_out(tmp_path):
     found = session(tmp_path, items)
     assert order(found) == [] and "without their tool: profile (no-such-profiler)" in printed(found)
     assert [item.name for item in order(found._replace(way=REHEARSE))] == ["profile"]
+    lines = printed(found._replace(items=ITEMS, way=FILL))
+    assert any(line.startswith("without their tool: memcheck") for line in lines) and len(lines) <= LINES
 
 
 def test_figures_of_every_kind_of_result(tmp_path):
