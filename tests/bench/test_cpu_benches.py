@@ -48,7 +48,7 @@ def test_generate_has_its_rows_and_refuses_a_wrong_cache(monkeypatch):
     right = generate.next_logits
     monkeypatch.setattr(generate, "next_logits", lambda *arguments: right(*arguments) + 1e-11)
     with pytest.raises(AssertionError, match="logits: error"):
-        generate.check()
+        generate.check(True)
 
 
 def test_in_place_has_its_row(forked, monkeypatch):
