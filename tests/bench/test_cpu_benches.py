@@ -44,7 +44,7 @@ def test_generate_has_its_rows_and_refuses_a_wrong_cache(monkeypatch):
     # a layer: 12 h^2 weights, 9 h biases (3 h, h, 4 h, h) and 4 h of norms; then the table and the last norm
     weights, kept = 2 * (12 * 64 + 13 * 8) + 50 * 8 + 2 * 8, 2 * 2 * 3 * 9 * 8
     assert generate.predicted(9, 3, 1e9, 1e30) == pytest.approx(4 * (weights + kept) / 1e9)
-    generate.check()
+    generate.check(True)
     right = generate.next_logits
     monkeypatch.setattr(generate, "next_logits", lambda *arguments: right(*arguments) + 1e-11)
     with pytest.raises(AssertionError, match="logits: error"):

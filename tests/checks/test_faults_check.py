@@ -25,7 +25,13 @@ def test_the_table_counts_what_ended_otherwise(found, line):
 
 def test_the_drawing_has_a_bar_for_each_kind(tmp_path):
     assert len(KINDS) * EACH == 120
-    head = {"bench": "faults", "machine": machine(), "versions": versions(), "date": "2026-01-01", "commit": None}
+    head = {
+        "bench": "faults",
+        "machine": machine(),
+        "versions": versions("torch"),
+        "date": "2026-01-01",
+        "commit": None,
+    }
     (tmp_path / "faults.json").write_text(json.dumps({**head, "rows": [{"kind": kind, **FINE} for kind in KINDS]}))
     root = ElementTree.parse(draw(tmp_path / "faults.json")).getroot()
     assert KINDS.keys() <= {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}

@@ -191,7 +191,13 @@ def test_the_drawing_has_every_loss_and_every_difference(tmp_path: Path) -> None
     differences = {FLOAT64: {"TP4": [0.0, 1e-15, 0.0], "PP4": [0.0, 0.0, -1e-13]}}
     differences[FLOAT32] = {"TP4": [0.0] * 3, "PP4": [0.0] * 3}
     curves = {"losses": [5.0, 4.0, 3.0], "differences": differences}
-    head = {"bench": "layouts", "machine": machine(), "versions": versions(), "date": "2026-01-01", "commit": None}
+    head = {
+        "bench": "layouts",
+        "machine": machine(),
+        "versions": versions("torch"),
+        "date": "2026-01-01",
+        "commit": None,
+    }
     (tmp_path / "layouts.json").write_text(json.dumps({**head, "curves": curves}))
     root = ElementTree.parse(draw(tmp_path / "layouts.json")).getroot()
     name = "{http://www.w3.org/2000/svg}"
