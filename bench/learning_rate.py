@@ -85,11 +85,9 @@ def train(case: Case, seed: int, train_data: Path, valid_data: Path, mesh: Devic
         rows = batch(data.train, first, case.samples)
         half = None
         if case.samples == BATCH and step % max(1, steps // ESTIMATES) == 0:
-            half = float(batch_gradient_norm(model, rows[: BATCH // 2], first, step, 1.0))
+            half = float(batch_gradient_norm(model, rows[: BATCH // 2], first, 1.0))
         rate = learning_rate(step, steps, config.optimizer)
-        result = train_step(
-            model, optimizers, rows, first_sample=first, step=step, lr=rate, clip_norm=config.optimizer.clip_norm
-        )
+        result = train_step(model, optimizers, rows, first_sample=first, lr=rate, clip_norm=config.optimizer.clip_norm)
         if half is not None:
             scale = noise.add(case.samples, float(result.norm), half)
     return evaluate(model, data.valid, VALIDATION, torch.device("cpu")), scale

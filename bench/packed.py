@@ -114,7 +114,7 @@ def train(run: Run, steps: int) -> dict[str, Any]:
     start = time.perf_counter()
     for step in range(1, steps + 1):
         rows = text[step - 1, first : first + share]
-        options: dict = {"first_sample": (step - 1) * BATCH + first, "step": step, "lr": 1e-3, "clip_norm": 1.0}
+        options: dict = {"first_sample": (step - 1) * BATCH + first, "lr": 1e-3, "clip_norm": 1.0}
         result = train_step(model, optimizers, rows, **options)
         numbers.append((float(result.loss).hex(), float(result.norm).hex()))
         if result.packing is not None:

@@ -165,7 +165,7 @@ def check_against_plain(model: GPT, batch: Tensor, clip_norm: float, tolerance: 
     Raises AssertionError for a difference above the tolerance (gradients: relative to the norm of all of them);
     returns tpformer's (loss, norm).
     """
-    loss = ModelParts([model], microbatch_size=len(batch)).gradients(batch, first_sample=0, step=1)
+    loss = ModelParts([model], microbatch_size=len(batch)).gradients(batch, first_sample=0)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = gradient_norm(model.parameters(), [])
     for fused_qkv in (False, True):

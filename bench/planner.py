@@ -77,7 +77,7 @@ def step_call(config: RunConfig) -> Calls:
     optimizers = build_optimizers(whole, config.optimizer)
     size = (config.train.global_batch_size // config.parallel.data_parallel, config.model.seq_length + 1)
     batch = torch.randint(config.model.vocab_size or 0, size, generator=torch.Generator().manual_seed(0))
-    step = partial(train_step, whole, optimizers, batch, first_sample=0, step=1, lr=1e-4, clip_norm=1.0)
+    step = partial(train_step, whole, optimizers, batch, first_sample=0, lr=1e-4, clip_norm=1.0)
     step()
     return {"step": timed(step, 1)}
 

@@ -30,11 +30,12 @@ from tpformer.models import GPTConfig, preset_config
 from tpformer.ops.transport import dtype_name
 from tpformer.planner.storages import Saved
 from tpformer.training.data import build_stdlib, read_sidecar
+from tpformer.training.graph import build_steps
 from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizers
 from tpformer.training.schedules import learning_rate
 from tpformer.training.setup import build_model, default_dtype, join_ranks, open_data
-from tpformer.training.step import batch, train_step
+from tpformer.training.step import batch
 from tpformer.training.transfers import Fetched, to_device
 
 from .plot import draw_curves
@@ -74,12 +75,12 @@ TINY = Model("GPT tiny", TINY_CONFIG, 16, 2e-3)
 MODELS = {"cuda": (GPT2, LARGE), "cpu": (TINY,)}
 
 
-def run_config(model: Model, steps: int, dataset: Path) -> RunConfig:
+def run_config(model: Model, steps: int, dataset: Path, cuda_graph: str = "auto") -> RunConfig:
     return RunConfig(
         model=ModelSection(**dataclasses.asdict(model.config)),
         data=DataSection(train=(str(dataset),)),
         optimizer=OptimizerSection(lr=model.lr, warmup_steps=30),
-        train=TrainSection(steps=steps, global_batch_size=model.samples),
+        train=TrainSection(steps=steps, global_batch_size=model.samples, cuda_graph=cuda_graph),
     )
 
 
@@ -123,14 +124,14 @@ def train(model: Model, config: RunConfig, network: ModelParts, device: torch.de
     A step's loss is read when the next step is queued, so that a GPU has no pause between them.
     """
     data, steps = open_data(config).train, config.train.steps
-    optimizers = build_optimizers(network, config.optimizer)
+    take_step = build_steps(config, device.type, network, build_optimizers(network, config.optimizer))
 
     def take(step: int) -> Fetched:
         first = (step - 1) * model.samples
         samples = to_device(batch(data, first, model.samples), device)
         rate = learning_rate(min(step, steps), steps, config.optimizer)
         options: dict = {"lr": rate, "clip_norm": config.optimizer.clip_norm}
-        result = train_step(network, optimizers, samples, first_sample=first, step=step, **options)
+        result = take_step(samples, first_sample=first, **options)
         return Fetched({"loss": result.loss})
 
     fetched: list[Fetched] = []
@@ -145,10 +146,12 @@ def train(model: Model, config: RunConfig, network: ModelParts, device: torch.de
     return Trained(losses, [end - begin for begin, end in pairwise(ends)], profile)
 
 
-def pretrain(model: Model, steps: int, dataset: Path, mesh: DeviceMesh, profiles: bool = False) -> Row:
+def pretrain(
+    model: Model, steps: int, dataset: Path, mesh: DeviceMesh, profiles: bool = False, cuda_graph: str = "auto"
+) -> Row:
     """Train a model; return its row, with a profile if that is asked. mfu is None if the device's peak is unknown;
     peak_is says what peak_bytes is."""
-    config = run_config(model, steps, dataset)
+    config = run_config(model, steps, dataset, cuda_graph)
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -212,7 +215,7 @@ def run(options: argparse.Namespace) -> Report:
         with tempfile.TemporaryDirectory(prefix="tpformer-bench-") as directory:
             dataset, _ = build_stdlib(Path(directory), quiet=True)
             for model in MODELS[device]:
-                rows.append(pretrain(model, steps, dataset, mesh, options.profile))
+                rows.append(pretrain(model, steps, dataset, mesh, options.profile, "off" if options.eager else "auto"))
                 gc.collect()  # the model before is not in the next one's peak
     finally:
         close(mesh.get_group("tp"))
@@ -230,6 +233,7 @@ BENCH = Bench(
     options={
         "--quick": {"action": "store_true", "help": f"{QUICK_STEPS} steps, nothing written"},
         "--steps": {"type": int, "help": f"so many in place of {STEPS}, nothing written"},
+        "--eager": {"action": "store_true", "help": "without CUDA graphs, nothing written"},
         "--profile": {"action": "store_true", "help": "and what a step's kernels take, nothing written"},
     },
     run=run,

@@ -96,7 +96,7 @@ def train(config: RunConfig, mesh: DeviceMesh, keep_parameters: bool) -> Trained
             first, share = model.own_samples((step - 1) * BATCH, BATCH)
             lr = learning_rate(step, steps, config.optimizer)
             samples, clip_norm = batch(data, first, share), config.optimizer.clip_norm
-            result = train_step(model, optimizers, samples, first_sample=first, step=step, lr=lr, clip_norm=clip_norm)
+            result = train_step(model, optimizers, samples, first_sample=first, lr=lr, clip_norm=clip_norm)
             losses.append(float(result.loss))
             norms.append(float(result.norm))
     seconds = time.perf_counter() - start

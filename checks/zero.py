@@ -138,7 +138,7 @@ def _backward(model: ModelParts, step: int) -> None:
     length = model.config.seq_length
     generator = torch.Generator().manual_seed(step)
     batch = torch.randint(model.config.vocab_size or 0, (MICROBATCHES, length + 1), generator=generator)
-    model.gradients(batch, first_sample=step * 1000 + model.data_rank * MICROBATCHES, step=step)
+    model.gradients(batch, first_sample=step * 1000 + model.data_rank * MICROBATCHES)
 
 
 def close(measured: Held, formula: Mapping[str, float]) -> bool:

@@ -23,6 +23,10 @@ LIBRARY = (str(ROOT / "tpformer"), str(ROOT / "kernels"))
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal"}
 MASKED = {"index", "index_put", "index_put_"}  # of a mask, they ask how many elements it has
 COPIES = {Tensor.tolist, Tensor.cpu, Tensor.cuda}
+CPU_READS = (  # by functions that do not read where ids, or what is dropped, are on a GPU
+    "tpformer/ops/embedding.py:check_ids",  # returns before
+    "tpformer/kernels/philox/reference.py:_blocks",  # a kernel takes its place
+)
 MOVES = {Tensor.to, torch.tensor, torch.as_tensor}  # to a device, unless they are told not to wait
 
 
@@ -35,6 +39,13 @@ def place() -> str:
     return found or "elsewhere"
 
 
+def reads(func: Any, args: Any) -> bool:
+    """Whether an operator brings values to the host, or a size that depends on them."""
+    name = func.overloadpacket.__name__
+    masks = name in MASKED and any(index is not None and index.dtype == torch.bool for index in args[1])
+    return masks or name in READS
+
+
 @contextmanager
 def counted_waits() -> Iterator[Counter[str]]:
     """Yield a counter of "place operation", which grows while the context is open. It sees this thread alone."""
@@ -42,10 +53,8 @@ def counted_waits() -> Iterator[Counter[str]]:
 
     class Reads(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            name = func.overloadpacket.__name__
-            masks = name in MASKED and any(index is not None and index.dtype == torch.bool for index in args[1])
-            if name in READS or masks:
-                found[f"{place()} {name}"] += 1
+            if reads(func, args):
+                found[f"{place()} {func.overloadpacket.__name__}"] += 1
             return func(*args, **(kwargs or {}))
 
     class Copies(TorchFunctionMode):

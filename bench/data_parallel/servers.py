@@ -40,13 +40,13 @@ class Waiting(ParameterServer):
     def _wait(self, microbatches: int) -> None:
         time.sleep(TAKES * microbatches * (self.slower if self.rank == self.ranks - 1 else 1.0))
 
-    def own_gradients(self, batch: Tensor, first_sample: int, step: int) -> Tensor:
+    def own_gradients(self, batch: Tensor, first_sample: int) -> Tensor:
         self._wait(len(batch))
-        return super().own_gradients(batch, first_sample, step)
+        return super().own_gradients(batch, first_sample)
 
-    def microbatch_gradients(self, rows: Tensor, first_sample: int, step: int) -> tuple[Tensor, Tensor]:
+    def microbatch_gradients(self, rows: Tensor, first_sample: int) -> tuple[Tensor, Tensor]:
         self._wait(len(rows))
-        return super().microbatch_gradients(rows, first_sample, step)
+        return super().microbatch_gradients(rows, first_sample)
 
 
 def settings(server: str, ranks: int) -> RunConfig:
@@ -72,13 +72,13 @@ def rank_calls(ranks: int, repeats: int) -> Calls:
         waiting = Waiting(model, build_optimizers(model, config.optimizer))
         waiting.slower = slower
         found = []
-        for step in range(1, steps + 1):
+        for _ in range(steps):
             first, share = model.own_samples(0, MICROBATCHES)
             rows = (torch.arange(first, first + share)[:, None] * 7 + torch.arange(17)) % 128
             dist.barrier()
             began = time.perf_counter()
             with record_collectives() as sent:
-                waiting.step(rows, first_sample=first, step=step, lr=0.01, clip_norm=1.0)
+                waiting.step(rows, first_sample=first, lr=0.01, clip_norm=1.0)
             found.append(time.perf_counter() - began)
         return [nbytes for name, nbytes in sent if name == "send"], min(found)
 

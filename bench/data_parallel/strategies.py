@@ -84,7 +84,7 @@ def train(config: RunConfig, mesh: DeviceMesh) -> Row:
     take_step, data, steps, losses, sent = take_steps(model, optimizers), open_data(config), config.train.steps, [], 0.0
     for step in range(1, steps + 1):
         first, share = model.own_samples((step - 1) * BATCH, BATCH)
-        options = {"first_sample": first, "step": step, "lr": learning_rate(step, steps, config.optimizer)}
+        options = {"first_sample": first, "lr": learning_rate(step, steps, config.optimizer)}
         with record_collectives() as calls:
             losses.append(float(take_step(batch(data.train, first, share), clip_norm=1.0, **options).loss))
         sent = sent_bytes(calls, RANKS)

@@ -138,9 +138,7 @@ def recorded_steps(
         first = (step - 1) * size.samples
         rows, rate = batch(samples, first, size.samples), learning_rate(step, size.steps, run.optimizer)
         clip_norm = run.optimizer.clip_norm
-        return float(
-            train_step(model, optimizers, rows, first_sample=first, step=step, lr=rate, clip_norm=clip_norm).loss
-        )
+        return float(train_step(model, optimizers, rows, first_sample=first, lr=rate, clip_norm=clip_norm).loss)
 
     for step in range(1, size.steps + 1):
         if step not in wanted:

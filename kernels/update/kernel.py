@@ -2,7 +2,8 @@
 
 A launch takes all tensors whose gradients and copies have the same dtypes. Where they are, a table in device memory
 says. A tensor may be replaced in any step, and its address be used again, so nothing about tensors is kept: every call
-makes the table again and sends it by one copy, for which the host does not wait.
+makes the table again and sends it by one copy, for which the host does not wait. A CUDA graph's replays update the
+tensors of its capture.
 
 Belongs here: both kernels, and the table. Letters: N tensors of a call, n of a launch.
 """
@@ -211,7 +212,7 @@ def adamw_(
               bits, where a tensor's memory all begins at multiples of 16 bytes
     Order:    each element by itself; no communication, deterministic. The host waits for nothing
     Source:   as in reference.py
-    Errors:   ValueError for tensors of other sizes, dtypes, devices or layouts. RuntimeError in a CUDA graph's capture
+    Errors:   ValueError for tensors of other sizes, dtypes, devices or layouts
     """
     if not masters:
         return
@@ -363,9 +364,7 @@ def check(
 def sent(rows: list[list[int]], device: torch.device) -> Tensor:
     """The rows as an int64 tensor on a device. The host does not wait for the copy.
 
-    The pinned memory is new in each call: torch gives it to nobody before the copy has ended.
+    The pinned memory is new in each call: torch gives it to nobody before the copy has ended, and never again after the
+    capture of a CUDA graph, whose replays copy it (pytorch#161583).
     """
-    on_gpu = device.type == "cuda"
-    if on_gpu and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("an update cannot be captured in a CUDA graph, whose replay would copy a table that is gone")
-    return torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu).to(device, non_blocking=True)
+    return torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)

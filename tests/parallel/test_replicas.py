@@ -38,7 +38,7 @@ def built(config: RunConfig) -> tuple[ModelParts, list[LocalUpdate]]:
 def take_step(model: ModelParts, optimizers: list[LocalUpdate], step: int) -> float:
     first, share = model.own_samples(8 * (step - 1), 8)
     rows = torch.arange(first, first + share)[:, None] * 7 % 50 + torch.arange(9)
-    return float(train_step(model, optimizers, rows, first_sample=first, step=step, lr=1e-2, clip_norm=1.0).loss)
+    return float(train_step(model, optimizers, rows, first_sample=first, lr=1e-2, clip_norm=1.0).loss)
 
 
 def save(directory, step: int, model: ModelParts, optimizers: list[LocalUpdate]) -> None:

@@ -67,7 +67,7 @@ def boundary_tensors(schedule: str, n_microbatches: int) -> tuple[int, int]:
     for step in (1, 2):
         for part in parallel.parts if step == 2 else ():
             part.register_forward_hook(count)
-        parallel.gradients(batch, first_sample=0, step=step)
+        parallel.gradients(batch, first_sample=0)
     gc.collect()
     count()
     before, *within, after = counts

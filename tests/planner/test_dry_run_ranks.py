@@ -82,7 +82,7 @@ def real(config: RunConfig, saved: bool) -> dict:
         balanced = mock.patch.object(route, "route_forward", balanced_route)
         with balanced, mock.patch.object(_Run, "once", once):
             with saved_tensors_hooks(*hooks) if saved else nullcontext():
-                model.gradients(batch, first_sample=0, step=1)
+                model.gradients(batch, first_sample=0)
         model.gradient_norm()
     found |= {"collectives": Counter(calls), "fsdp": fsdp.take(), "saved": alive.most}
     found["gradients"] = nbytes(parameter.grad for parameter in model.parameters())

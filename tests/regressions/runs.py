@@ -53,7 +53,7 @@ def step(model: Mapping, parallel: Mapping, train: Mapping) -> dict[str, Any]:
     parameters = [pair for part in whole.parts for pair in part.named_parameters()]
     result: dict[str, Any] = {"initial": {name: full(p) for name, p in parameters}}
     rows, first = own_batch(whole)
-    result["loss"] = float(whole.gradients(rows, first_sample=first, step=1))
+    result["loss"] = float(whole.gradients(rows, first_sample=first))
     result["shares"] = {name: p.to_local().numel() / p.numel() for name, p in parameters if isinstance(p, DTensor)}
     result["meshes"] = len({p.device_mesh for _, p in parameters if isinstance(p, DTensor)})
     result["norm"] = float(whole.gradient_norm())

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from tiny_runs import values_with
-from waits import counted_waits
+from waits import CPU_READS, counted_waits
 
 from tpformer.config import build_config
 from tpformer.training.metrics import Speed
@@ -18,8 +18,7 @@ SKIPPED = "tpformer/training/model.py:ModelParts.first_not_finite tolist"
 VOTE = "tpformer/parallel/pipeline.py:Pipeline._run"  # torch's, before the first step of a schedule
 # what a GPU run does not do, does to tensors of the host, or does where nothing has to move
 FREE = (
-    "tpformer/ops/embedding.py:check_ids",  # returns before, where ids are on a GPU
-    "tpformer/kernels/philox/reference.py:_blocks",  # a kernel takes its place
+    *CPU_READS,
     "tpformer/distributed/shared_memory.py:",  # of CPU ranks
     "tpformer/training/model.py:ModelParts.data_rank",  # a DeviceMesh keeps its ranks on the host
     "tpformer/parallel/pipeline.py:Pipeline.__init__",  # the same, where the number of microbatches changes

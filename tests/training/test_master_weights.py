@@ -26,7 +26,7 @@ def trained(config: RunConfig, fsdp: bool):
         model, optimizers = build(config)
     assert isinstance(model.parts[0], FSDPModule) == fsdp
     options = {"lr": 1e-2, "clip_norm": 0.1}
-    losses = [train_step(model, optimizers, batch(n), first_sample=4 * n, step=n + 1, **options) for n in range(3)]
+    losses = [train_step(model, optimizers, batch(n), first_sample=4 * n, **options) for n in range(3)]
     numbers = [float(result.loss) for result in losses] + model.summed_loss(batch(3)).tolist()
     return numbers, everything(model.parts, optimizers)
 
@@ -51,7 +51,7 @@ def test_steps_are_those_of_fsdp2(ranks, parallel, dtype, size):
 def test_a_tied_table_adds_up_its_two_gradients_in_float32():
     """FSDP2 adds them up in 16 bits."""
     model, _ = build(run_config({}, {**MODEL, "tie_embeddings": True}, dtype="bfloat16"))
-    model.gradients(batch(0), first_sample=0, step=1)
+    model.gradients(batch(0), first_sample=0)
     table = model.parts[0].embed_tokens.weight
     rounded = {p: (p.grad == p.grad.bfloat16()).all() for p in model.parameters()}
     assert [p for p, each in rounded.items() if not each] == [table]
@@ -63,12 +63,12 @@ def test_gradients_of_one_backward_stay_in_16_bits():
     for parallel, size, tied in (({}, 4, False), ({}, 4, True), ({}, 2, True)):
         config = run_config(parallel, {**MODEL, "tie_embeddings": tied}, dtype="bfloat16", microbatch_size=size)
         model, optimizers = build(config)
-        model.gradients(batch(0), first_sample=0, step=1)
+        model.gradients(batch(0), first_sample=0)
         held = sum(parameter.grad.nbytes for parameter in model.parameters())
         assert held == rank_moments(config, 0).backward[GRADIENTS]
         optimizers[0].zero_grad()
         model.masters[0].narrow = False
-        model.gradients(batch(0), first_sample=0, step=1)
+        model.gradients(batch(0), first_sample=0)
         assert all(parameter.grad.dtype == parameter.dtype for parameter in model.parameters())
 
 
@@ -79,8 +79,8 @@ def test_steps_of_another_optimizer_are_seen():
     for fused in (False, True):
         model = setup.build_model(config, setup.run_mesh(config, "cpu"))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-        for step in range(3):
-            found.append(model.gradients(batch(0), first_sample=0, step=step))
+        for _ in range(3):
+            found.append(model.gradients(batch(0), first_sample=0))
             optimizer.step()
             optimizer.zero_grad()
     assert found[:3] == found[3:] and len(set(map(float, found))) == 3
@@ -94,16 +94,16 @@ def test_a_part_holds_its_masters_but_in_a_step():
     part.norm.weight.requires_grad_(False)
     with pytest.raises(ValueError, match="ids"), masters.computing():
         assert {p.dtype for p in part.parameters()} == {torch.bfloat16}
-        first = summed_loss(part, batch(0), 0, 1)
-        summed_loss(part, batch(0) + 1000, 0, 1)
+        first = summed_loss(part, batch(0), 0)
+        summed_loss(part, batch(0) + 1000, 0)
     assert_identical(dict(part.named_parameters()), before)
     assert all(after is before[name] for name, after in part.named_parameters())
     with torch.no_grad():
         part.norm.weight.zero_()  # a user's own write is seen by the next step
-    model.gradients(batch(0), first_sample=0, step=1)
+    model.gradients(batch(0), first_sample=0)
     assert part.norm.weight.grad is None and part.layers["0"].mlp.fc1.weight.grad.dtype == torch.bfloat16
     with masters.computing():
-        assert not part.norm.weight.any() and summed_loss(part, batch(0), 0, 1) != first
+        assert not part.norm.weight.any() and summed_loss(part, batch(0), 0) != first
     part.norm.weight = torch.nn.Parameter(torch.ones(24))
     with pytest.raises(RuntimeError, match="parameter weight of a .*Norm has been replaced"):
         model.summed_loss(batch(0))

@@ -59,7 +59,7 @@ def plain(values: dict) -> dict[str, float]:
     for size in SIZES[:2]:
         model.zero_grad()
         index = torch.arange(SIZES[0], SIZES[0] + size)
-        model(rows[:size, :-1], targets=rows[:size, 1:], sample_index=index, step=2, reduction="mean").backward()
+        model(rows[:size, :-1], targets=rows[:size, 1:], sample_index=index, step=0, reduction="mean").backward()
         squares.append(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))
     for name, parameter in model.named_parameters():
         key = "gradient." + (".".join(name.split(".")[:2]) if name.startswith("layers.") else name.split(".")[0])

@@ -74,7 +74,7 @@ def run_steps(name: str, packs: bool) -> tuple:
         for step in range(1, STEPS + 1):
             now |= {"step": step, "calls": 0}
             rows = torch.randint(60, (BATCH, 65), generator=torch.Generator().manual_seed(step))[first : first + share]
-            result = train_step(parts, optimizers, rows, first_sample=first, step=step, lr=3e-3, clip_norm=1.0)
+            result = train_step(parts, optimizers, rows, first_sample=first, lr=3e-3, clip_norm=1.0)
             numbers.append((float(result.loss).hex(), float(result.norm).hex(), float(result.skipped)))
             loads.append(None if result.loads is None else result.loads.tolist())
             if packs:

@@ -49,7 +49,7 @@ def train(config: RunConfig, steps: int, kind: type[ParameterServer] = Parameter
     results, orders, staleness = [], [], []
     for step in range(1, steps + 1):
         first, share = model.own_samples(BATCH * (step - 1), BATCH)
-        options = {"first_sample": first, "step": step, "lr": 1e-2, "clip_norm": 0.5}
+        options = {"first_sample": first, "lr": 1e-2, "clip_norm": 0.5}
         with record_collectives() as calls:
             batch = rows_of(first, share)
             results.append(server.step(batch, **options) if server else train_step(model, optimizers, batch, **options))
@@ -101,7 +101,7 @@ def simulate(config: RunConfig, steps: int, orders: list[list[int]] | None = Non
             first = BATCH * (step - 1) + has[worker]
             rows = rows_of(first, 1)
             copies[worker].zero_grad()
-            loss = copies[worker](rows[:, :-1], targets=rows[:, 1:], sample_index=torch.tensor([first]), step=step)
+            loss = copies[worker](rows[:, :-1], targets=rows[:, 1:], sample_index=torch.tensor([first]), step=0)
             (loss / 8).backward()
             parameters = list(copies[worker].parameters())
             norm = local_norms(parameters).square().sum().sqrt()
@@ -119,12 +119,12 @@ def simulate(config: RunConfig, steps: int, orders: list[list[int]] | None = Non
 class SlowWorker(ParameterServer):
     """The last worker computes a microbatch until the others have made all updates that they may, or can."""
 
-    def microbatch_gradients(self, rows, first_sample, step):
+    def microbatch_gradients(self, rows, first_sample):
         deadline = time.monotonic() + 60
         while self.rank == self.ranks - 1 and not self.waited_for():
             assert time.monotonic() < deadline, "the others do not go on while this worker computes"
             time.sleep(0.001)
-        return super().microbatch_gradients(rows, first_sample, step)
+        return super().microbatch_gradients(rows, first_sample)
 
     def waited_for(self) -> bool:
         arrivals = self.arrivals
@@ -170,8 +170,8 @@ def test_any_arrivals_end_and_keep_the_bound(seed):
 class Spoiled(ParameterServer):
     """The gradients of one microbatch are no numbers."""
 
-    def microbatch_gradients(self, rows, first_sample, step):
-        found = super().microbatch_gradients(rows, first_sample, step)
+    def microbatch_gradients(self, rows, first_sample):
+        found = super().microbatch_gradients(rows, first_sample)
         if first_sample == BAD:
             next(self.worker.parameters()).grad.fill_(float("nan"))
         return found

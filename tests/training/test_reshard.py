@@ -46,7 +46,7 @@ def train(model: ModelParts, optimizers, first_step: int, last_step: int) -> lis
     for step in range(first_step, last_step + 1):
         generator = torch.Generator().manual_seed(step)
         batch = torch.randint(100, (BATCH, MODEL["seq_length"] + 1), generator=generator)
-        options = {"first_sample": step * BATCH + first, "step": step, "lr": 1e-2 / step, "clip_norm": 1.0}
+        options = {"first_sample": step * BATCH + first, "lr": 1e-2 / step, "clip_norm": 1.0}
         result = train_step(model, optimizers, batch[first : first + share], **options)
         results.append((float(result.loss), float(result.norm)))
     return results

@@ -112,10 +112,10 @@ def raising(*arguments: str) -> None:
     """Run `tpformer`, whose rank 1 raises in step 3. The ranks are forks of this process, so they have its patch."""
     original = ModelParts.gradients
 
-    def gradients(self, batch, *, step, **options):
-        if step == 3 and dist.get_rank() == 1:
+    def gradients(self, batch, *, first_sample, **options):
+        if first_sample == 2 * 4 and dist.get_rank() == 1:  # after two steps
             raise ValueError("injected")
-        return original(self, batch, step=step, **options)
+        return original(self, batch, first_sample=first_sample, **options)
 
     ModelParts.gradients = gradients
     main(*arguments)

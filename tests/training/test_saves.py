@@ -42,16 +42,21 @@ def train(values: dict, resume: bool = False) -> tuple[list[str], str]:
     return said, error
 
 
+def step_of(values: dict, first_sample: int) -> int:
+    """The step that takes this sample."""
+    return first_sample // values["train"]["global_batch_size"] + 1
+
+
 def spoiled(values: dict, at: int, where: str):
     """On rank 1 a weight becomes NaN, before a step or behind its update."""
     take_step = parameter_server.train_step
 
-    def spoiled_step(model, *arguments, step, **options):
+    def spoiled_step(model, *arguments, first_sample, **options):
         weight = local_part(next(model.parts[0].parameters()).detach()).view(-1)
-        spoils = step == at and dist.get_rank() == 1
+        spoils = step_of(values, first_sample) == at and dist.get_rank() == 1
         if spoils and where == "before":
             weight[0] = float("nan")
-        result = take_step(model, *arguments, step=step, **options)
+        result = take_step(model, *arguments, first_sample=first_sample, **options)
         if spoils and where == "behind":
             weight[0] = float("nan")
         return result
@@ -160,8 +165,8 @@ def train_until(values: dict, stop: int, nan_losses=(), overflows=()) -> tuple[l
     """SIGTERM comes in the step `stop`; the losses of some steps are no numbers, and the gradients of some overflow."""
     original = ModelParts.gradients
 
-    def gradients(self, batch, *, step, **options):
-        loss = original(self, batch, step=step, **options)
+    def gradients(self, batch, *, first_sample, **options):
+        loss, step = original(self, batch, first_sample=first_sample, **options), step_of(values, first_sample)
         if step in overflows:
             self.parameters()[0].grad.view(-1)[0] = math.inf
         return loss * (math.nan if step in nan_losses else 1)

@@ -37,7 +37,7 @@ def samples(step: int) -> torch.Tensor:
 
 def run(model: ModelParts, optimizers, step: int, scaler: LossScaler | None = None):
     first, share = model.own_samples(0, BATCH)
-    options = {"first_sample": first, "step": step, "lr": 3e-3, "clip_norm": 1.0, "scaler": scaler}
+    options = {"first_sample": first, "lr": 3e-3, "clip_norm": 1.0, "scaler": scaler}
     rows = samples(step)[first : first + share]
     result = train_step(model, optimizers, rows, **options)
     why = why_skipped(model, rows, result) if result.skipped else None
@@ -49,8 +49,8 @@ def poisoned_steps(parallel: dict):
     model, optimizers = build(config_of(parallel, "float32"))
     compute, results, kept = model.gradients, [], []
 
-    def gradients(*args, step, **options):
-        loss = compute(*args, step=step, **options)
+    def gradients(*args, **options):
+        loss = compute(*args, **options)
         for name, parameter in (pair for part in model.parts for pair in part.named_parameters()):
             if step in POISON and name == "layers.3.mlp.fc1.weight" and torch.distributed.get_rank() == 3:
                 parameter.grad.to_local()[0, 0] = POISON[step]
@@ -81,7 +81,7 @@ def test_a_batch_that_a_gpu_takes_without_a_word_ends_the_step() -> None:
     model.gradients = lambda *args, **kwargs: torch.tensor(math.nan)
     batch = torch.zeros(BATCH, 13, dtype=torch.int64)
     batch[0, 5] = 60
-    result = train_step(model, optimizers, batch, first_sample=0, step=1, lr=0.1, clip_norm=1.0)
+    result = train_step(model, optimizers, batch, first_sample=0, lr=0.1, clip_norm=1.0)
     with pytest.raises(ValueError, match=r"token ids of this batch span \[0, 60\], outside the vocabulary \[0, 59\]"):
         why_skipped(model, batch, result)
 
@@ -184,12 +184,12 @@ def results(parallel: dict) -> tuple[float, dict, list[float], bool]:
     model, _ = build(config_of(parallel, "float64"))
     first, share = model.own_samples(0, BATCH)
     rows = batch(Windows(), first, share)
-    loss = float(model.gradients(rows, first_sample=first, step=1))
+    loss = float(model.gradients(rows, first_sample=first))
     named = [pair for part in model.parts for pair in part.named_parameters()]
     gradients = {name: full_tensor(parameter.grad).clone() for name, parameter in named}
     for _, parameter in named:
         parameter.grad = None
-    nothing = float(model.gradients(torch.minimum(rows, ~rows), first_sample=first, step=1)) == 0
+    nothing = float(model.gradients(torch.minimum(rows, ~rows), first_sample=first)) == 0
     nothing &= not any(full_tensor(parameter.grad).any() for _, parameter in named)
     model, _ = build(config_of(parallel, "float64", dropout=0.5))
     valid = [evaluate(model, [Windows(), Windows()], number, torch.device("cpu")) for number in (5, 100)]

@@ -129,6 +129,8 @@ class TrainSection:
     """float32, float64, or bfloat16 or float16 with float32 master weights. Unset: bfloat16 on CUDA, else float32."""
     device: str | None = None
     """cpu or cuda. Unset: cuda where there is one."""
+    cuda_graph: str = "auto"
+    """Whether a step is one CUDA graph: on, off, or auto, which is on for one GPU. The log says why it is not."""
     label_smoothing: float = 0.0
     """Share of each target's probability that training spreads over the vocabulary. Validation leaves it out."""
     z_loss: float = 0.0

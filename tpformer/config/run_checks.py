@@ -13,6 +13,7 @@ from .run import OptimizerSection, RunConfig, TrainSection, batch_sizes
 from .transport_table import DTYPES, read_transport_table
 
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
+CUDA_GRAPHS = ("auto", "on", "off")
 OPTIMIZERS = {"adamw": ("beta1", "beta2", "eps"), "sgd": ("momentum", "nesterov")}  # and their own settings
 GROWTHS = 10_000  # of a batch, because every step goes through them
 
@@ -36,6 +37,7 @@ def check_config(config: RunConfig, *, trains: bool = True) -> None:
     if parallel.transport_table:
         read_transport_table(parallel.transport_table)
     _check_optimizer(config.optimizer)
+    check_choice("train.cuda_graph", config.train.cuda_graph, CUDA_GRAPHS)
     _check_train(config)
     _check_recorded(config)
     _check_compression(config)

@@ -32,18 +32,19 @@ from tpformer.parallel import (
 )
 
 NO_TARGET = -1  # token 0 that is no target: what fills up a batch, and gives no loss
+STEP = 0  # of every DropoutKey: a run has no sample index twice, so the samples alone decide what is dropped
 
 
-def inputs_of(batch: Tensor, first_sample: int) -> tuple[Tensor, Tensor, Tensor]:
+def inputs_of(batch: Tensor, first_sample: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(ids, targets, index of each sample) of a batch (samples, seq_length + 1), of which first_sample is the first."""
     ids, targets = token_ids(batch[:, :-1]), batch.masked_fill(batch < 0, IGNORE_INDEX)[:, 1:]
-    return ids, targets, torch.arange(first_sample, first_sample + len(ids), device=ids.device)
+    return ids, targets, torch.arange(len(ids), device=ids.device) + first_sample
 
 
-def summed_loss(part: GPT, batch: Tensor, first_sample: int, step: int) -> Tensor:
+def summed_loss(part: GPT, batch: Tensor, first_sample: int | Tensor) -> Tensor:
     """The loss of a whole model in training, summed over the targets of a batch. No communication."""
     ids, targets, index = inputs_of(batch, first_sample)
-    return part(ids, targets=targets, sample_index=index, step=step)
+    return part(ids, targets=targets, sample_index=index, step=STEP)
 
 
 def token_ids(batch: Tensor) -> Tensor:
@@ -150,7 +151,7 @@ class ModelParts:
             total = all_reduce(total, self.groups.get(axis))
         return total[0]
 
-    def gradients(self, batch: Tensor, *, first_sample: int, step: int, loss_scale: float | Tensor = 1.0) -> Tensor:
+    def gradients(self, batch: Tensor, *, first_sample: int | Tensor, loss_scale: float | Tensor = 1.0) -> Tensor:
         """Fill .grad, None before, with the gradients of the mean loss over the global batch, times loss_scale.
 
         Returns that loss (without loss_scale), a float64 scalar equal on all ranks.
@@ -163,7 +164,7 @@ class ModelParts:
         With packed activations one of 4 numbers per mesh axis: if a tensor overflowed on any rank's GPU, all ranks
         compute once more, with activations as they are. There the host waits for the step.
         """
-        loss = self._gradients(batch, first_sample, step, loss_scale)
+        loss = self._gradients(batch, first_sample, loss_scale)
         if not self.layout.pack_activations:
             return loss
         numbers = self._packing_numbers(loss.device)
@@ -172,7 +173,7 @@ class ModelParts:
                 parameter.grad = None
             settle_compression(self.parts, torch.ones(()))  # what it keeps of such gradients is not used
             with unpacked_activations():
-                loss = self._gradients(batch, first_sample, step, loss_scale)
+                loss = self._gradients(batch, first_sample, loss_scale)
         self.packing = torch.cat([numbers[:3], torch.tensor([int(repeated)], device=numbers.device)])
         return loss
 
@@ -185,11 +186,11 @@ class ModelParts:
             numbers = all_reduce(numbers, group)
         return numbers
 
-    def _gradients(self, batch: Tensor, first_sample: int, step: int, loss_scale: float | Tensor) -> Tensor:
+    def _gradients(self, batch: Tensor, first_sample: int | Tensor, loss_scale: float | Tensor) -> Tensor:
         targets = self._total((batch[:, 1:] >= 0).sum())
         self._scale = loss_scale / targets.clamp(min=1)
         self._prepare_experts(targets / (batch[:, 1:].numel() * self.layout.data_parallel))
-        total = self._run(batch, first_sample, step, train=True)
+        total = self._run(batch, first_sample, train=True)
         for part in self.parts if "tp" in self.groups else ():
             reduce_partial_gradients(part)
         if self.tied is not None:
@@ -215,14 +216,14 @@ class ModelParts:
         batch: as for `gradients`, but a pipeline needs n_microbatches microbatches. Samples of NO_TARGET give no loss.
         """
         self._scale = torch.ones(())
-        loss = self._run(batch, 0, 0, train=False)
+        loss = self._run(batch, 0, train=False)
         return torch.stack([self._total(loss, "pp"), self._total((batch[:, 1:] >= 0).sum())])
 
     def _scaled(self, summed: Tensor) -> Tensor:
         """A microbatch's share of the loss, from the sum over its targets; 0-dim, in the sum's dtype."""
         return summed * self._scale.to(summed.dtype)
 
-    def _run(self, batch: Tensor, first_sample: int, step: int, *, train: bool) -> Tensor:
+    def _run(self, batch: Tensor, first_sample: int | Tensor, *, train: bool) -> Tensor:
         """Forward, and in training backward, of all microbatches. Returns this rank's sum of their scaled losses.
 
         In a pipeline only the rank of the last stage has losses; others return 0.
@@ -230,13 +231,13 @@ class ModelParts:
         ids, targets, index = inputs_of(batch, first_sample)
         if self.pipeline is not None:
             run = self.pipeline.step if train else self.pipeline.evaluate
-            return run(ids, targets, targets=targets, sample_index=index, step=step)
+            return run(ids, targets, targets=targets, sample_index=index, step=STEP)
         (model,), size = self.parts, self.microbatch_size
         total = torch.zeros((), device=ids.device)
         with self.computing(adds_up=len(ids) > size):
             for first in range(0, len(ids), size):
                 rows = slice(first, first + size)
-                loss = self._scaled(model(ids[rows], targets=targets[rows], sample_index=index[rows], step=step))
+                loss = self._scaled(model(ids[rows], targets=targets[rows], sample_index=index[rows], step=STEP))
                 if train:
                     prepare_backward(model, self.layout.zero, last=first + size >= len(ids))
                     loss.backward()

@@ -102,9 +102,9 @@ class NoiseScale:
         self._square, self._trace = float(state.get("square", 0.0)), float(state.get("trace", 0.0))
 
 
-def batch_gradient_norm(model: ModelParts, rows: Tensor, first_sample: int, step: int, scale: float | Tensor) -> Tensor:
+def batch_gradient_norm(model: ModelParts, rows: Tensor, first_sample: int, scale: float | Tensor) -> Tensor:
     """The gradient norm of a batch that updates nothing. Arguments as of ModelParts.gradients; .grad is None after."""
-    model.gradients(rows, first_sample=first_sample, step=step, loss_scale=scale)
+    model.gradients(rows, first_sample=first_sample, loss_scale=scale)
     norm = model.gradient_norm() / scale
     for parameter in model.parameters():
         parameter.grad = None

@@ -38,7 +38,7 @@ class LocalUpdate(torch.optim.Optimizer):
     _step_group: Callable[..., None]
     """Update the parameters of a group by a module of kernels/update. The arguments are what `_groups` gives."""
 
-    def update(self, lr: float, skipped: Tensor, scale: float | Tensor = 1.0) -> None:
+    def update(self, lr: float | Tensor, skipped: Tensor, scale: float | Tensor = 1.0) -> None:
         """Take a step with this learning rate, and drop the gradients. The host waits for nothing.
 
         skipped: a float32 scalar on the device of the parameters. Where it is 1, and not 0, nothing changes: no

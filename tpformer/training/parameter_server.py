@@ -93,7 +93,6 @@ class ParameterServer:
         batch: Tensor,
         *,
         first_sample: int,
-        step: int,
         lr: float,
         clip_norm: float,
         scaler: None = None,
@@ -108,17 +107,17 @@ class ParameterServer:
             if owner != self.rank:
                 self.optimizer.state.pop(parameter, None)  # a checkpoint gave all ranks all of it
         if self.layout.parameter_server == "sync":
-            return self._sync(batch, first_sample, step, lr, clip_norm)
-        return self._stale(batch, first_sample, step, lr, clip_norm)
+            return self._sync(batch, first_sample, lr, clip_norm)
+        return self._stale(batch, first_sample, lr, clip_norm)
 
     # all at once
 
-    def own_gradients(self, batch: Tensor, first_sample: int, step: int) -> Tensor:
+    def own_gradients(self, batch: Tensor, first_sample: int) -> Tensor:
         """Fill .grad with this worker's share of the gradient; returns the mean loss over the global batch."""
-        return self.model.gradients(batch, first_sample=first_sample, step=step)
+        return self.model.gradients(batch, first_sample=first_sample)
 
-    def _sync(self, batch: Tensor, first_sample: int, step: int, lr: float, clip_norm: float) -> StepResult:
-        loss = self.own_gradients(batch, first_sample, step)
+    def _sync(self, batch: Tensor, first_sample: int, lr: float, clip_norm: float) -> StepResult:
+        loss = self.own_gradients(batch, first_sample)
         gradients = [
             self.flat([held(p.grad) for p in self.of_server(self.part, server)]) for server in range(self.ranks)
         ]
@@ -144,15 +143,15 @@ class ParameterServer:
 
     # late
 
-    def microbatch_gradients(self, rows: Tensor, first_sample: int, step: int) -> tuple[Tensor, Tensor]:
+    def microbatch_gradients(self, rows: Tensor, first_sample: int) -> tuple[Tensor, Tensor]:
         """Fill .grad of the worker's copy with the gradient of a microbatch's mean loss; returns its summed loss and
         targets."""
         targets = (rows[:, 1:] >= 0).sum()
-        loss = summed_loss(self.worker, rows, first_sample, step)
+        loss = summed_loss(self.worker, rows, first_sample)
         (loss / targets.clamp(min=1)).backward()
         return loss.detach(), targets
 
-    def _stale(self, batch: Tensor, first_sample: int, step: int, lr: float, clip_norm: float) -> StepResult:
+    def _stale(self, batch: Tensor, first_sample: int, lr: float, clip_norm: float) -> StepResult:
         size = self.model.microbatch_size
         self.arrivals = Arrivals(self.ranks, len(batch) // size, self.layout.staleness, self.layout.given_arrivals)
         server = Server(self, self.arrivals, lr)
@@ -165,7 +164,7 @@ class ParameterServer:
         with server:
             while number is not None:
                 first = number * size
-                loss, targets = self.microbatch_gradients(batch[first : first + size], first_sample + first, step)
+                loss, targets = self.microbatch_gradients(batch[first : first + size], first_sample + first)
                 sums += torch.stack([loss.double(), targets.double()])
                 own = local_norms(parameters)
                 norm = own.square().sum().sqrt()

@@ -48,7 +48,8 @@ class LossScaler:
 
     All ranks have the same scale, because they see the same global norm. The usual first scale, 2**16, suits the mean
     over a microbatch. Here a loss is divided by the tokens of the global batch, so multiply 2**16 by the number of
-    microbatches in it. device: that of the parameters, where the scale stays, so that no step waits for it.
+    microbatches in it. device: that of the parameters, where the scale has one place: no step waits
+    for it, and a CUDA graph finds it.
     Source: Micikevicius et al., arXiv:1710.03740, section 3.2.
     """
 
@@ -59,9 +60,9 @@ class LossScaler:
     def update(self, skipped: Tensor) -> None:
         """Change the scale after a step. skipped: 1 if its loss or gradient norm was not finite, else 0."""
         failed = skipped > 0
-        self.good_steps = (self.good_steps + 1) * ~failed
+        self.good_steps.add_(1).mul_(~failed)
         grown = torch.where(self.good_steps % self.interval == 0, self.scale * 2, self.scale)
-        self.scale = torch.where(failed, torch.clamp(self.scale / 2, min=1.0), grown)
+        self.scale.copy_(torch.where(failed, torch.clamp(self.scale / 2, min=1.0), grown))
 
     def state_dict(self) -> dict[str, float]:
         """The scale and the count of good steps, for a checkpoint. Waits for the device."""
@@ -83,9 +84,8 @@ def train_step(
     optimizers: Sequence[LocalUpdate],
     batch: Tensor,
     *,
-    first_sample: int,
-    step: int,
-    lr: float,
+    first_sample: int | Tensor,
+    lr: float | Tensor,
     clip_norm: float,
     scaler: LossScaler | None = None,
     watch: NormWatch | None = None,
@@ -100,7 +100,7 @@ def train_step(
     """
     scale = 1.0 if scaler is None else scaler.scale
     with watch or nullcontext():
-        loss = model.gradients(batch, first_sample=first_sample, step=step, loss_scale=scale)
+        loss = model.gradients(batch, first_sample=first_sample, loss_scale=scale)
     parameters = model.parameters()
     local = local_norms(parameters)
     norm = model.gradient_norms([parameters], [local])[0] / scale
@@ -115,7 +115,8 @@ def train_step(
     packing = None if model.packing is None else model.packing.to(norm.device)
     if scaler is not None:
         scaler.update(skipped)
-    return StepResult(loss, norm, skipped, local, measured, None if scaler is None else scaler.scale, loads, packing)
+    next_scale = None if scaler is None else scaler.scale.clone()
+    return StepResult(loss, norm, skipped, local, measured, next_scale, loads, packing)
 
 
 def why_skipped(model: ModelParts, batch: Tensor, result: StepResult) -> str | None:

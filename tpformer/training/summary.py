@@ -6,8 +6,10 @@ from tpformer.config import Layout, RunConfig
 from tpformer.kernels.cost import machine_for
 
 from .experts import router_notice
+from .graph import in_words
 from .metrics import rounded
 from .schedules import warmup_notice
+from .setup import device_type
 
 
 def mfu(config: RunConfig, device: torch.device, tokens_per_second: float) -> dict[str, float]:
@@ -47,6 +49,9 @@ def summary(config: RunConfig, device: torch.device, step: int) -> str:
 
 
 def notices(config: RunConfig) -> list[str]:
-    """A sentence for each setting that is allowed, but keeps the run from learning what it should."""
+    """How a GPU takes the steps, and a sentence for each setting that is allowed, but keeps the run from learning what
+    it should."""
     found = [warmup_notice(config.train.steps, config.optimizer), router_notice(config.model)]
+    if device_type(config) == "cuda":
+        found.insert(0, in_words(config, "cuda"))
     return [sentence for sentence in found if sentence is not None]

@@ -26,11 +26,11 @@ from .batches import Batch, Batches
 from .checkpoint import Checkpointer, CheckpointError, steps
 from .checkpoint_files import remove_leftovers
 from .data import DataError
+from .graph import build_steps, check_graph
 from .metrics import ROWS, MetricsLog, Speed, cut_metrics, is_validated, plot_losses, read_metrics, rounded
 from .norms import NormWatch, batch_gradient_norm
 from .observe import WandbError, WandbLog, check_wandb, profiled
 from .optimizer import build_optimizers
-from .parameter_server import take_steps
 from .resolve import mask_notes, resolve, vocabulary_note
 from .results import Launched, Tally
 from .run_directory import Start, check_run_directory, check_steps, read_start, write_run
@@ -55,8 +55,9 @@ class Trainer:
         check_config(config)
         self.config = config = resolve(config)
         self.directory = Path(config.run.dir)
-        self.data = open_data(config)
         device = device_type(config)
+        check_graph(config, device)
+        self.data = open_data(config)
         self.start = self._start(device)
         join_ranks(device, group_timeout(config))
         self.leader = dist.get_rank() == 0
@@ -84,7 +85,7 @@ class Trainer:
         self.model = build_model(config, self.mesh)
         self.linears = self.model.explain(default_dtype(config))  # refuses a transport that cannot run
         self.optimizers = build_optimizers(self.model, config.optimizer)
-        self.take_step = take_steps(self.model, self.optimizers)
+        self.take_step = build_steps(config, device, self.model, self.optimizers, self._notice)
         microbatches = config.n_microbatches * config.parallel.data_parallel
         # 2**16 times the number of microbatches, rounded up to a power of two
         first_scale = 2.0 ** (16 + (microbatches - 1).bit_length())
@@ -172,7 +173,7 @@ class Trainer:
     def _half_norm(self, step: int, half: Batch) -> Tensor:
         """The gradient norm of the first half of a step's batch."""
         self.model.set_samples(batch_size(step, self.config.train) // 2)
-        return batch_gradient_norm(self.model, half.rows, half.first, step, self.scaler.scale if self.scaler else 1.0)
+        return batch_gradient_norm(self.model, half.rows, half.first, self.scaler.scale if self.scaler else 1.0)
 
     def _launch(self, samples: Batch, requests: list[int]) -> Launched:
         """Queue the next step and the copy of its numbers. On a GPU nothing here waits for the device."""
@@ -188,7 +189,6 @@ class Trainer:
             result = self.take_step(
                 samples.rows,
                 first_sample=samples.first,
-                step=step,
                 lr=lr,
                 clip_norm=config.optimizer.clip_norm,
                 scaler=self.scaler,

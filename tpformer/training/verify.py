@@ -170,7 +170,7 @@ class Run:
     def gradients(self, step: int) -> None:
         """Fill .grad with a step's gradients, before clipping. Collective over the run's ranks."""
         rows, first = self._batch(step)
-        self.model.gradients(rows, first_sample=first, step=step)
+        self.model.gradients(rows, first_sample=first)
 
     def train(self, step: int) -> StepResult:
         """One optimizer step, as the trainer does it. Collective over the run's ranks."""
@@ -181,7 +181,6 @@ class Run:
             self.optimizers,
             rows,
             first_sample=first,
-            step=step,
             lr=learning_rate(step, self.config.train.steps, section),
             clip_norm=section.clip_norm,
         )

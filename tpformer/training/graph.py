@@ -1,0 +1,201 @@
+"""A run's step as one CUDA graph: what the host queues for a step is recorded once, and then queued by one call.
+
+Belongs here: which runs have such a step, where a recorded step's inputs and results are, and when it is recorded. What
+the device does stays as it is, so numbers do, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tpformer.config import RunConfig
+from tpformer.parallel.zero import uses_fsdp
+
+from .model import ModelParts
+from .optimizer import LocalUpdate
+from .parameter_server import take_steps
+from .setup import default_dtype
+from .step import LossScaler, StepResult
+
+WARM_UP = 2  # steps before a capture: kernels compile, optimizers make their state, workspaces grow
+
+Step = Callable[..., StepResult]
+Capture = Callable[[Callable[[], StepResult]], tuple[Callable[[], object], StepResult]]
+"""Records what a function queues and does not do it: (what does it at every call, where its results are)."""
+
+
+def why_no_graph(config: RunConfig, device: str) -> str | None:
+    """Why the steps of a resolved run on this device, cpu or cuda, are not CUDA graphs; None if they are."""
+    layout, log, asked = config.parallel, config.log, config.train.cuda_graph
+    if asked == "off":
+        return 'train.cuda_graph = "off"'
+    tensor_parallel = layout.tensor_parallel > 1
+    obstacles = {
+        "there is no GPU": device != "cuda",
+        "a pipeline's schedule is the host's": layout.pipeline_parallel > 1,
+        "a parameter server's exchange is the host's": layout.parameter_server != "none",
+        "FSDP2 gathers and frees parameters from the host": uses_fsdp(layout, default_dtype(config, device)),
+        "with parallel.pack_activations the host asks whether values overflowed": layout.pack_activations,
+        "with parallel.offload_activations the host owns memory of the step": layout.offload_activations,
+        'only parallel.transport = "fused" counts its epochs on the device': tensor_parallel
+        and layout.transport != "fused",
+    }
+    if asked == "auto":  # what a graph can do, but would make slower or larger
+        obstacles |= {
+            "in a graph copy engines cannot gather": tensor_parallel,
+            "steps of log.norm_interval and log.noise_interval need as much memory beside it": log.norm_interval > 0
+            or log.noise_interval > 0,
+        }
+    return next((reason for reason, holds in obstacles.items() if holds), None)
+
+
+def check_graph(config: RunConfig, device: str) -> None:
+    """ValueError if a resolved run asks for CUDA graphs and cannot have them."""
+    if config.train.cuda_graph == "on" and (reason := why_no_graph(config, device)):
+        raise ValueError(f'train.cuda_graph = "on", but {reason}: set "auto", which captures where it can')
+
+
+def in_words(config: RunConfig, device: str) -> str:
+    """A line for the log: what a step is."""
+    reason = why_no_graph(config, device)
+    return "a step is one CUDA graph" if reason is None else f"a step is not a CUDA graph: {reason}"
+
+
+def build_steps(
+    config: RunConfig,
+    device: str,
+    model: ModelParts,
+    optimizers: Sequence[LocalUpdate],
+    report: Callable[[str], object] = print,
+) -> Step:
+    """What takes the steps of a resolved run: train_step without its first two arguments, a parameter server's, or a
+    graph of the first. report: is told if a capture fails."""
+    steps = take_steps(model, optimizers)
+    if why_no_graph(config, device) is not None:
+        return steps
+    return StepGraph(steps, model, optimizers, strict=config.train.cuda_graph == "on", report=report)
+
+
+def captured(step: Callable[[], StepResult]) -> tuple[Callable[[], object], StepResult]:
+    """A Capture by CUDA."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # which also gives back what the allocator has kept of steps before
+        results = step()
+    return graph.replay, results
+
+
+class Inputs(NamedTuple):
+    """What differs from step to step, in memory that a recorded step reads."""
+
+    batch: Tensor
+    first_sample: Tensor
+    """int64 ()."""
+    lr: Tensor
+    """float64 ()."""
+
+
+class StepGraph:
+    """Takes steps as train_step does, each by one call to the driver, from the third one of a shape on.
+
+    A batch of another shape, or another clip_norm, is another graph, in place of the one before. A step that is watched
+    is taken without it.
+
+    step: train_step of one rank, or of tensor-parallel ranks, without its first two arguments. strict: whether a
+    capture that fails is a RuntimeError; otherwise `report` hears of it, and steps go on without a graph.
+    Memory: that of a step's activations and gradients, which nothing else can have while the graph exists.
+    Communicates: what the step does.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        model: ModelParts,
+        optimizers: Sequence[LocalUpdate],
+        *,
+        strict: bool = False,
+        report: Callable[[str], object] = print,
+        capture: Capture = captured,
+    ) -> None:
+        self.step, self.model, self.optimizers = step, model, optimizers
+        self.strict, self.report, self.capture = strict, report, capture
+        self._of: tuple[object, ...] = ()  # what the graph, or the warm-up for it, is of
+        self._taken = 0
+        self._broken = False
+        self._inputs: Inputs | None = None
+        self._replay: Callable[[], object] | None = None
+        self._results: StepResult | None = None
+
+    def __call__(
+        self,
+        batch: Tensor,
+        *,
+        first_sample: int,
+        lr: float,
+        clip_norm: float,
+        scaler: LossScaler | None = None,
+        watch: object = None,
+    ) -> StepResult:
+        """A step, as train_step's. Results are copies, which later steps leave as they are."""
+        options = {"clip_norm": clip_norm, "scaler": scaler}
+        of = (batch.shape, clip_norm, scaler)
+        if watch is not None or self._broken:
+            return self.step(batch, first_sample=first_sample, lr=lr, watch=watch, **options)
+        if of != self._of:
+            self._of, self._taken = of, 0
+            self._inputs = self._replay = self._results = None
+        self._taken += 1
+        if self._taken <= WARM_UP:
+            return self.step(batch, first_sample=first_sample, lr=lr, **options)
+        if self._replay is None and not self._record(batch, lr, options):
+            return self.step(batch, first_sample=first_sample, lr=lr, **options)
+        return self._play(batch, first_sample, lr)
+
+    def _record(self, batch: Tensor, lr: float, options: dict) -> bool:
+        """Capture a step of this shape, which does nothing yet. Returns whether that went well."""
+        first = torch.zeros((), dtype=torch.int64, device=batch.device)
+        rate = torch.zeros((), dtype=torch.float64, device=batch.device)
+        inputs = Inputs(batch.clone(), first, rate)
+        self._refresh()
+        try:
+            self._replay, self._results = self.capture(
+                lambda: self.step(inputs.batch, first_sample=inputs.first_sample, lr=inputs.lr, **options)
+            )
+        except RuntimeError as error:
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            if self.strict:
+                raise
+            self._broken = True
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            self.report(f'steps go on without a CUDA graph, as a capture failed: {reason} (train.cuda_graph = "off")')
+            return False
+        finally:
+            self._set_rate(lr)
+        self._inputs = inputs
+        return True
+
+    def _play(self, batch: Tensor, first_sample: int, lr: float) -> StepResult:
+        """Give the recorded step its inputs, and let it run."""
+        assert self._inputs is not None and self._replay is not None and self._results is not None
+        self._refresh()
+        self._inputs.batch.copy_(batch)
+        self._inputs.first_sample.fill_(first_sample)
+        self._inputs.lr.fill_(lr)
+        self._set_rate(lr)
+        self._replay()
+        return StepResult(*(None if value is None else value.clone() for value in self._results))
+
+    def _refresh(self) -> None:
+        """Round masters that somebody has written since the last step: a graph has no host that would look."""
+        for masters in filter(None, self.model.masters):
+            masters.refresh()
+
+    def _set_rate(self, lr: float) -> None:
+        """As an optimizer's own step leaves it: a number, not where the graph reads it."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
