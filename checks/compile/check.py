@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -23,6 +23,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+
+from bench.gpu.sources import imported
 
 from . import compiler
 from .cases import CAPABILITIES, Case
@@ -89,40 +91,69 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "triton": triton.__version__, **ptxas}
 
 
-def fingerprint(check: Check) -> str:
-    """Hash of what a row depends on: the kernels, this package, the module of the cases, the compilers."""
-    module = importlib.import_module(check.cases.partition(":")[0])
-    files = {*check.kernels.rglob("*.py"), *Path(__file__).parent.glob("*.py"), Path(str(module.__file__))}
-    digest = hashlib.sha256(json.dumps(versions()).encode())
-    for path in sorted(file.resolve() for file in files):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
+class Sources:
+    """What rows depend on: the files that have or launch a kernel, with all that they import of the kernels; this
+    package, the module of the cases, and the compilers. So a change of one operation leaves the rows of others."""
+
+    def __init__(self, check: Check) -> None:
+        root, files = check.kernels.parent, sorted(check.kernels.rglob("*.py"))
+        self._texts = {path: path.read_bytes() for path in files}
+        self._imports = {path: imported(path, root) for path in files}
+        module = importlib.import_module(check.cases.partition(":")[0])
+        own = {path.resolve() for path in (*Path(__file__).parent.glob("*.py"), Path(str(module.__file__)))}
+        self._common = json.dumps(versions()).encode() + b"".join(path.read_bytes() for path in sorted(own))
+
+    def files(self, kernel: str) -> set[Path]:
+        """Of a kernel: those that define a function of its name, their importers, and what all of them import."""
+        defines = f"def {kernel}(".encode()
+        found = {path for path, text in self._texts.items() if defines in text}
+        found |= _reached(found, lambda path: {each for each in self._imports if path in self._imports[each]})
+        return _reached(found, self._imports.__getitem__)
+
+    @functools.cache  # noqa: B019 - there are few
+    def fingerprint(self, kernel: str) -> str:
+        """The hash of all of that."""
+        digest = hashlib.sha256(self._common)
+        for path in sorted(self.files(kernel)):
+            digest.update(path.name.encode() + self._texts[path])
+        return digest.hexdigest()
+
+
+def _reached(begin: set[Path], following: Callable[[Path], set[Path]]) -> set[Path]:
+    """`begin`, and what follows step by step."""
+    found, new = set(begin), set(begin)
+    while new:
+        new = {each for path in new for each in following(path)} - found
+        found |= new
+    return found
 
 
 class Cache:
     """Rows on disk, one file per case. A row counts only while its fingerprint is the current one."""
 
-    def __init__(self, folder: Path, fingerprint: str) -> None:
-        self.folder, self.fingerprint = folder, fingerprint
+    def __init__(self, check: Check) -> None:
+        self.folder, self.sources = check.cache, Sources(check)
 
-    def path(self, key: str) -> Path:
+    def path(self, case: Case) -> Path:
         """The file of a case."""
-        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+        return self.folder / f"{hashlib.sha256(case.key.encode()).hexdigest()[:24]}.json"
 
-    def get(self, key: str) -> Row | None:
+    def get(self, case: Case) -> Row | None:
         """The row of a case, or None if it has to be computed."""
+        of = case.key, self.sources.fingerprint(case.kernel)
         try:
-            content = json.loads(self.path(key).read_text())
-            return content["row"] if (content["key"], content["fingerprint"]) == (key, self.fingerprint) else None
+            content = json.loads(self.path(case).read_text())
+            return content["row"] if (content["key"], content["fingerprint"]) == of else None
         except (OSError, ValueError, KeyError):
             return None
 
-    def put(self, key: str, row: Row) -> None:
+    def put(self, case: Case, row: Row) -> None:
         """Keep a row, in place of an older one of the same case."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.path(key).with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({"key": key, "fingerprint": self.fingerprint, "row": row}))
-        temporary.replace(self.path(key))
+        temporary = self.path(case).with_suffix(f".{os.getpid()}")
+        content = {"key": case.key, "fingerprint": self.sources.fingerprint(case.kernel), "row": row}
+        temporary.write_text(json.dumps(content))
+        temporary.replace(self.path(case))
 
 
 def compile_all(source: str, keys: Sequence[str], jobs: int) -> Iterator[tuple[str, Row | None]]:
@@ -165,8 +196,8 @@ def crashed(case: Case) -> Row:
 
 def evaluate_all(check: Check, cases: dict[str, Case], jobs: int, console: Console) -> dict[str, Row]:
     """Rows by key, in the order of the cases."""
-    cache = Cache(check.cache, fingerprint(check))
-    rows: dict[str, Row] = {key: row for key in cases if (row := cache.get(key)) is not None}
+    cache = Cache(check)
+    rows: dict[str, Row] = {key: row for key, case in cases.items() if (row := cache.get(case)) is not None}
     missing = [key for key in cases if key not in rows]
     console.print(f"{len(cases)} cases, {len(missing)} to compile", highlight=False)
     if missing:
@@ -174,7 +205,7 @@ def evaluate_all(check: Check, cases: dict[str, Case], jobs: int, console: Conso
             task = progress.add_task("compiling", total=len(missing))
             for key, row in compile_all(check.cases, missing, max(1, min(jobs, len(missing)))):
                 if row is not None:
-                    cache.put(key, row)
+                    cache.put(cases[key], row)
                 rows[key] = row or crashed(cases[key])
                 progress.advance(task)
     return {key: rows[key] for key in cases}

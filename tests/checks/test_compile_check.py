@@ -15,7 +15,7 @@ from compile_kernels import NO_BARRIER, case, exchange_kernel, good_cases
 from triton.runtime.jit import JITFunction
 
 from checks.compile import compiler, ptx, ttgir
-from checks.compile.check import Cache, Check, fingerprint, load_cases, main
+from checks.compile.check import Cache, Check, load_cases, main
 from checks.compile.rules import Row, empty_row, evaluate
 from checks.compile.summary import clean_commit, sources, write_page
 
@@ -209,12 +209,13 @@ def test_rows_are_kept_until_a_kernel_changes(forked: None, tmp_path: Path, caps
     assert capsys.readouterr().out.count("1 cases, 0 to compile") == 2  # a case each for two of them
     assert main(["--only", "nothing of that name"], check) == 2
 
-    key, before = good_cases()[0].key, fingerprint(check)
-    row = Cache(check.cache, before).get(key)
+    case = good_cases()[0]
+    row = Cache(check).get(case)
     assert list(row) == list(Row.__annotations__) and row["arch"] == "sm_90"
-    (check.kernels / "toy.py").write_text("@triton.jit\ndef another_kernel():\n    pass\n")
-    assert fingerprint(check) != before
-    assert Cache(check.cache, fingerprint(check)).get(key) is None
+    (check.kernels / "another.py").write_text("@triton.jit\ndef another_kernel():\n    pass\n")
+    assert Cache(check).get(case) == row, "another operation"
+    (check.kernels / "toy.py").write_text((check.kernels / "toy.py").read_text() + "\n")
+    assert Cache(check).get(case) is None
 
 
 def test_the_command_lists_what_is_wrong(forked: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -251,7 +252,7 @@ def test_the_page_is_written_from_a_clean_tree_only(tmp_path: Path, capsys: pyte
     check = new_check(tmp_path, "good_cases")
     (check.kernels / "new.py").write_text("")
     for each in good_cases():
-        Cache(check.cache, fingerprint(check)).put(each.key, empty_row(each))
+        Cache(check).put(each, empty_row(each))
     assert main([], check) == 0
     assert f"{check.results} is not written: these changes are not committed" in (printed := capsys.readouterr().out)
     assert "kernels/new.py" in printed and not check.results.exists()
