@@ -83,7 +83,9 @@ def build_steps(
 def captured(step: Callable[[], StepResult]) -> tuple[Callable[[], object], StepResult]:
     """A Capture by CUDA."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # which also gives back what the allocator has kept of steps before
+    # This gives back what the allocator has kept of steps before. Threads that write a checkpoint, or watch NCCL, may
+    # ask the driver anything meanwhile: only what this thread asks is judged.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         results = step()
     return graph.replay, results
 
