@@ -79,14 +79,17 @@ def test_a_replayed_step_is_the_step(options):
 
 
 def test_a_loss_scale_and_skipped_steps_are_the_devices():
-    scalers: dict[int, LossScaler] = {}
+    scalers, scales = {}, []
 
     def take(run: Run, number: int) -> StepResult:
-        return run.take(number, scaler=scalers.setdefault(id(run), LossScaler(2.0**40, interval=2)))
+        result = run.take(number, scaler=scalers.setdefault(id(run), LossScaler(2.0**40, interval=2)))
+        scales.append((result.scale, float(result.scale)))
+        return result
 
     assert_same_run(take, dtype=torch.float16)
     first, second = (scaler.state_dict() for scaler in scalers.values())
     assert first == second and first["scale"] < 2.0**40, "some steps were skipped"
+    assert all(float(scale) == then for scale, then in scales), "results stay"
 
 
 def test_other_batches_clips_and_watched_steps():

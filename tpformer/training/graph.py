@@ -152,11 +152,11 @@ class StepGraph:
         self._taken += 1
         if self._taken <= WARM_UP:
             return self.step(batch, first_sample=first_sample, lr=lr, **options)
-        if self._replay is None and not self._record(batch, lr, options):
+        if self._replay is None and not self._record(batch, options):
             return self.step(batch, first_sample=first_sample, lr=lr, **options)
         return self._play(batch, first_sample, lr)
 
-    def _record(self, batch: Tensor, lr: float, options: dict) -> bool:
+    def _record(self, batch: Tensor, options: dict) -> bool:
         """Capture a step of this shape, which does nothing yet. Returns whether that went well."""
         first = torch.zeros((), dtype=torch.int64, device=batch.device)
         rate = torch.zeros((), dtype=torch.float64, device=batch.device)
@@ -175,8 +175,6 @@ class StepGraph:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             self.report(f'steps go on without a CUDA graph, as a capture failed: {reason} (train.cuda_graph = "off")')
             return False
-        finally:
-            self._set_rate(lr)
         self._inputs = inputs
         return True
 
