@@ -1,7 +1,8 @@
 """`tpformer` commands for tests. Each is a process of its own, which starts in milliseconds.
 
 Belongs here: how such a process starts and ends, and its output. It is a fork of a server that has imported everything,
-but has an environment, standard output and exit code of its own, as if a shell had started it.
+but has an environment, standard output and exit code of its own, as if a shell had started it. `python` takes seconds:
+it is for what ends when pytest does, and for what has to import everything by itself.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -19,6 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from pool import Server, on_account_of
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def python(*arguments: object) -> str:
+    """What a new interpreter prints, in the repository's root, whose packages it finds. It has to succeed."""
+    command, paths = [sys.executable, *map(str, arguments)], {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | paths, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 class Commands:

@@ -6,17 +6,16 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from commands import main
+from commands import ROOT, main
 
 from tpformer.cli.run import EXIT_CODES
 from tpformer.config import MLP_ACTIVATIONS, NORM_NAMES, PRESETS, preset_config
 from tpformer.config.layout import CHOICES
 from tpformer.config.transport_table import DTYPES
 
-TINY = (str(Path(__file__).parents[1] / "examples/gpt_tiny.toml"), "--model.vocab-size", "257", "--model.n-layers", "1")
+TINY = (str(ROOT / "examples/gpt_tiny.toml"), "--model.vocab-size", "257", "--model.n-layers", "1")
 VERIFY = ("verify", *TINY, "--model.seq-length", "16", "--model.hidden-size", "32", "--parallel.tensor-parallel", "1")
 
 
@@ -73,7 +72,7 @@ def test_help_has_the_choices_and_the_exit_codes_and_each_command_its_own_headin
 def test_bash_completes_commands_and_options(line, found):
     script = f"""
     tpformer() {{ {sys.executable} -m tpformer.cli "$@"; }}
-    source {Path(__file__).parents[1] / "examples/completion.bash"}
+    source {ROOT / "examples/completion.bash"}
     COMP_WORDS=(tpformer {line}); COMP_CWORD={len(line.split())}; _tpformer; echo "${{COMPREPLY[*]}}"
     """
     result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)

@@ -15,7 +15,6 @@ from commands import Commands
 
 from checks.driver.stub import VARIABLE, build, missing
 
-ROOT = Path(__file__).resolve().parents[2]
 # programs that walk tiles or rows: more than are resident at once would do their work in two waves
 PERSISTENT = [f"{name}_kernel" for name in ("matmul", "grouped_matmul", "grouped_weight_gradient", "norm_backward",
                                             "norm_weight_gradient", "finish_backward")]  # fmt: skip

@@ -1,15 +1,12 @@
 """Families of transformers, parallel in place, train and speak as in one process, with sequence shards and without."""
 
 import json
-import os
-import subprocess
-import sys
 import warnings
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
+from commands import ROOT, python
 from testing import assert_same
 from tiny import batch, tiny, train
 from torch import nn
@@ -19,7 +16,6 @@ from bench.families.training import in_float64
 from tpformer import auto_plan, parallelize
 from tpformer.distributed import build_mesh
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench/results/cpu/families.json"
 
 
@@ -99,9 +95,7 @@ def test_the_whole_matrix_of_families(tmp_path):
     run += "ours = {name: each for name, each in matrix.COLUMNS.items() if each == (cells.SEQUENCE, 2)}; "
     run += "matrix.COLUMNS = ours; Path(sys.argv[1]).write_text(json.dumps(matrix.rows(matrix.FAMILIES)))"
     path = tmp_path / "families.json"
-    command, environment = [sys.executable, "-c", run, str(path)], {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-c", run, path)
 
     def verdicts(rows: list) -> dict:
         return {(row["family"], column): cell["verdict"] for row in rows for column, cell in row["cells"].items()}

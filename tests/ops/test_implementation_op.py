@@ -5,11 +5,11 @@ import inspect
 import itertools
 import re
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import ROOT
 from shards import leaves, make
 from testing import assert_kernel_close, on_every_rank
 from torch import Tensor
@@ -20,7 +20,6 @@ from tpformer.ops.implementation import implementation
 from tpformer.ops.route import Balance, Router
 
 OPS = ("activation", "combine", "cross_entropy", "dropout", "norm", "rope", "route", "update", "weighted_activation")
-ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ("route", "weighted_activation", "combine")
 CALLERS = ("tpformer.ops.experts", "tpformer.ops.route", "tpformer.ops.transports.experts")
 TOKENS, HIDDEN, FFN, EXPERTS, SAMPLES = 12, 16, 24, 8, 3

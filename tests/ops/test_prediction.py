@@ -4,13 +4,11 @@ the closed forms of the kernels' loops that it counts with, by hand and beside a
 import json
 from functools import cache
 from itertools import product
-from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from commands import ROOT
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 

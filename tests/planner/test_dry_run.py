@@ -2,12 +2,12 @@
 bytes, and the largest example is counted in one process."""
 
 import re
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from commands import ROOT
 
 from tpformer.config import RunConfig, build_config, read_toml, to_toml
 from tpformer.planner.bubbles import schedule_order
@@ -15,7 +15,6 @@ from tpformer.planner.dry_run import _Rank, count_rank, default_ranks, plan_conf
 from tpformer.planner.rank_memory import predicted_memory, predicted_stage
 from tpformer.planner.report import rank_lines, rank_plan, report, size
 
-ROOT = Path(__file__).parents[2]
 MODEL = {"vocab_size": 250, "seq_length": 16, "n_layers": 4, "hidden_size": 32, "n_heads": 4}
 LLAMA = {
     **MODEL, "n_kv_heads": 2, "head_dim": 12, "qk_norm": True, "sliding_window": 7, "norm": "rmsnorm",

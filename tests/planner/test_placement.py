@@ -6,9 +6,9 @@ tests/planner/test_rank_memory.py compares its bytes with those that a dry run c
 import re
 import shlex
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import pytest
+from commands import ROOT
 
 from tpformer.cli.plan import plan_command
 from tpformer.config import RunConfig, build_config, read_toml
@@ -20,7 +20,6 @@ from tpformer.planner.dry_run import fake_world, plan_config
 from tpformer.planner.placement_pictures import placement_svg
 from tpformer.training.setup import run_mesh
 
-ROOT = Path(__file__).parents[2]
 STRATEGIES = (ROOT / "docs" / "strategies.md").read_text()
 MODEL = {"vocab_size": 256, "seq_length": 64, "n_layers": 4, "hidden_size": 64, "n_heads": 4, "position": "rope"}
 

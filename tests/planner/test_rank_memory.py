@@ -2,9 +2,9 @@
 rank sends over each axis."""
 
 import re
-from pathlib import Path
 
 import pytest
+from commands import ROOT
 from test_dry_run import ILV, TP2, ZB, ZBV, ZERO1, ZERO2, ZERO3, configuration, order_of
 
 from tpformer.config import build_config, read_toml
@@ -83,7 +83,7 @@ def test_predicted_bytes_are_those_that_a_dry_run_counts(model, given):
     assert axis_bytes(config, last) == pytest.approx(sent, rel=0.02, abs=100)
 
 
-EXAMPLES = [path for path in Path(__file__).parents[2].glob("examples/*.toml") if not path.stem.endswith("_tiny")]
+EXAMPLES = [path for path in ROOT.glob("examples/*.toml") if not path.stem.endswith("_tiny")]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -6,13 +6,13 @@ import json
 import os
 import pickle
 import shutil
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from checkpointed import LAYOUTS, build, run_config
+from commands import ROOT
 from lost_ranks import die
 from pool import RankFailure
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from tpformer.training import checkpoint, checkpoint_files
 from tpformer.training.checkpoint import Checkpointer, CheckpointError, load_checkpoint
 from tpformer.training.checkpoint_files import newest_good, read_tensors, saved_tensors, step_path, steps, verify
-
-ROOT = Path(__file__).parents[2]
 
 
 def make_checkpoint(directory, step, dtype=torch.float32):
