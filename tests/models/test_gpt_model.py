@@ -69,6 +69,8 @@ LAYOUTS = [
     (NEWER, 2, False, {**FULL, "recompute_interval": 2}),
     ({**NEWER, **UNTIED, "n_heads": 12, "n_kv_heads": 4}, 3, True, {}),
     ({**WIDE, "n_heads": 6, "vocab_size": 300, "vocab_multiple": 100, "position": "rope"}, 3, True, {}),
+    # a prime vocabulary, whose last shard is smaller, or has padding
+    *(({**WIDE, "vocab_size": 251, "vocab_multiple": multiple}, 4, True, {}) for multiple in (1, 128)),
 ]
 
 
@@ -79,6 +81,7 @@ def trained(config: dict, t: int, sequence_parallel: bool, options: dict) -> Res
     loss = model(ids, targets=targets, sample_index=torch.arange(2), step=1)
     loss.backward()
     found = {"loss": loss.detach()} | gradients(model)
+    assert not found["embed_tokens.weight"][config["vocab_size"] :].any(), "padding has no gradient"
     # full_tensor would add up what has not been
     assert t == 1 or not any(place.is_partial() for p in model.parameters() for place in p.grad.placements)
     return found

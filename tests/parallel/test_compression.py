@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from test_replicas import built, config_of, save, take_step, train
+from small_runs import build
+from test_replicas import config_of, save, take_step, train
 from testing import assert_identical, on_every_rank
 
 from tpformer.config import Layout, check_config
@@ -120,13 +121,13 @@ def test_without_loss_it_is_the_sum_bit_for_bit() -> None:
 def go_on(parallel: dict, directory) -> tuple[list[float], list[torch.Tensor], list[torch.Tensor]]:
     """Losses of two steps, and what a rank holds after them: without a stop, and with a save and a load between."""
     config = config_of(**parallel)
-    model, optimizers = built(config)
+    model, optimizers = build(config)
     losses = [take_step(model, optimizers, 1)]
     save(directory, 1, model, optimizers)
     states = [hook.compression.state for part in model.parts for hook in replica_sums(part).values()]
     assert states and all(state["error"].any() for state in states), "something is lost"
     losses.append(take_step(model, optimizers, 2))
-    again, its_optimizers = built(config)
+    again, its_optimizers = build(config)
     load_checkpoint(step_path(directory, 1), again.parts, its_optimizers, group=dist.group.WORLD)
     take_step(again, its_optimizers, 2)
     return losses, *([parameter.to_local().detach() for parameter in each.parameters()] for each in (model, again))
@@ -155,12 +156,12 @@ def test_powersgd_sees_what_comes_after_zeros() -> None:
 
 def load_elsewhere(directory, saved: dict, others: list[dict]) -> list[str]:
     """Save after a step, and load into other layouts: why that is refused, or which states with what was lost came."""
-    model, optimizers = built(config_of(**saved))
+    model, optimizers = build(config_of(**saved))
     take_step(model, optimizers, 1)
     save(directory, 1, model, optimizers)
     found = []
     for other in others:
-        model, optimizers = built(config_of(**other))
+        model, optimizers = build(config_of(**other))
         try:
             load_checkpoint(step_path(directory, 1), model.parts, optimizers, group=dist.group.WORLD)
         except CheckpointError as error:

@@ -5,9 +5,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from small_runs import build, run_config
+from small_runs import take_step as step_of
 from testing import assert_identical, assert_same, on_every_rank
 
-from tpformer.config import RunConfig, build_config, check_config
+from tpformer.config import RunConfig
 from tpformer.config.layout import ALL_REDUCES
 from tpformer.distributed import record_collectives
 from tpformer.distributed.algorithms import ALGORITHMS
@@ -15,30 +17,20 @@ from tpformer.distributed.reductions import RUNNABLE
 from tpformer.parallel.replicas import ranks_of_a_node
 from tpformer.training.checkpoint import Checkpointer
 from tpformer.training.model import ModelParts
-from tpformer.training.optimizer import LocalUpdate, build_optimizers
-from tpformer.training.setup import build_model, run_mesh
-from tpformer.training.step import train_step
+from tpformer.training.optimizer import LocalUpdate
 
 MODEL = {"vocab_size": 128, "seq_length": 8, "hidden_size": 16, "n_heads": 2, "position": "rope"}
 
 
 def config_of(n_layers: int = 1, dtype: str = "float32", **parallel: object) -> RunConfig:
-    train = {"global_batch_size": 8, "microbatch_size": 1, "device": "cpu", "dtype": dtype}
-    model, data = {**MODEL, "n_layers": n_layers}, {"train": ["unused"]}
-    config = build_config({"model": model, "parallel": parallel, "train": train, "data": data})
-    check_config(config)
-    return config
-
-
-def built(config: RunConfig) -> tuple[ModelParts, list[LocalUpdate]]:
-    model = build_model(config, run_mesh(config, "cpu"))
-    return model, build_optimizers(model, config.optimizer)
+    model = {**MODEL, "n_layers": n_layers}
+    return run_config(parallel, model, global_batch_size=8, microbatch_size=1, dtype=dtype)
 
 
 def take_step(model: ModelParts, optimizers: list[LocalUpdate], step: int) -> float:
-    first, share = model.own_samples(8 * (step - 1), 8)
-    rows = torch.arange(first, first + share)[:, None] * 7 % 50 + torch.arange(9)
-    return float(train_step(model, optimizers, rows, first_sample=first, lr=1e-2, clip_norm=1.0).loss)
+    first = 8 * (step - 1)
+    rows = torch.arange(first, first + 8)[:, None] * 7 % 50 + torch.arange(9)
+    return float(step_of(model, optimizers, rows, first).loss)
 
 
 def save(directory, step: int, model: ModelParts, optimizers: list[LocalUpdate]) -> None:
@@ -49,7 +41,7 @@ def save(directory, step: int, model: ModelParts, optimizers: list[LocalUpdate])
 
 def train(config: RunConfig, steps: int) -> tuple[list[float], list[int], list[torch.Tensor]]:
     """Losses, bytes of the messages of the last step, and what this rank holds of the parameters."""
-    model, optimizers = built(config)
+    model, optimizers = build(config)
     losses = []
     for step in range(1, steps + 1):
         with record_collectives() as calls:

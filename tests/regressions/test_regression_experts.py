@@ -5,20 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from runs import BATCH, LLAMA, built, full, own_batch, run_config
+from runs import BATCH, LLAMA, gradients, run_config, whole_batch
+from small_runs import build, take_step
 from testing import assert_kernel_close, assert_same
 
+from tpformer.distributed.dtensor import full_tensor
 from tpformer.layers import MoE, Policy
 from tpformer.layers.moe import routers
 from tpformer.models import GPT
 from tpformer.ops.route import record_routing
 from tpformer.training.model import ModelParts
-from tpformer.training.optimizer import build_optimizers
-from tpformer.training.step import train_step
 
 N_EXPERTS = 8
-MODEL = {**LLAMA, "tie_embeddings": True, "n_experts": N_EXPERTS, "expert_ffn_size": 12}
-MODEL |= {"shared_expert_size": 8, "router_bias": True}
+MODEL = {**LLAMA, "n_experts": N_EXPERTS, "expert_ffn_size": 12, "shared_expert_size": 8, "router_bias": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-no-sp-recomputed": {"tensor_parallel": 2, "sequence_parallel": False, "recompute": "full"},
     "tp2-pp2-recomputed": {"tensor_parallel": 2, "pipeline_parallel": 2, "recompute": "mlp"},
@@ -28,36 +27,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 STARVED = 2  # of the first layer's experts no token goes to the last ones
 
 
-def gradients(model: ModelParts, targets: float) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss and this rank's parameters' whole gradients."""
-    rows, first = own_batch(model, targets)
-    loss = float(model.gradients(rows, first_sample=first))
-    named = [pair for part in model.parts for pair in part.named_parameters()]
-    found = {name: full(p.grad) for name, p in named}
-    for _, parameter in named:
-        parameter.grad = None
-    return loss, found
-
-
 def trained(parallel: Mapping[str, Any], microbatch_size: int, n_layers: int, balance_loss: float = 1.0) -> dict:
     """Two steps with starved experts: losses and norms, loads, how many decisions were taken, parameters and buffers.
     Then loss and gradients where few tokens are targets, and where none is."""
     train = {"microbatch_size": microbatch_size, "balance_loss": balance_loss}
-    config = run_config({**MODEL, "n_layers": n_layers}, parallel, **train)
-    model = built(config)
+    model, optimizers = build(run_config({**MODEL, "n_layers": n_layers}, parallel, **train))
     for part in model.parts:
         if "0" in part.layers:
             part.layers["0"].mlp.gate.bias[-STARVED:] = -9
-    optimizers = build_optimizers(model, config.optimizer)
-    rows, first = own_batch(model)
     found: dict[str, Any] = {"numbers": [], "loads": []}
     with record_routing() as decisions:
         for _ in range(2):
-            result = train_step(model, optimizers, rows, first_sample=first, lr=1e-2, clip_norm=1.0)
+            result = take_step(model, optimizers, whole_batch(model))
             found["numbers"] += [float(result.loss), float(result.norm)]
             found["loads"].append(result.loads.tolist())
     found["decisions"] = len(decisions)
-    found["held"] = {name: full(t) for part in model.parts for name, t in part.state_dict().items()}
+    found["held"] = {name: full_tensor(t).clone() for part in model.parts for name, t in part.state_dict().items()}
     return found | {"few": gradients(model, 0.3), "none": gradients(model, 0.0)}
 
 
@@ -111,7 +96,7 @@ def test_item_48_with_few_targets_or_none_loss_and_gradients_are_those_of_one_pr
 
 def balance_alone(targets: float) -> tuple[float, dict[str, torch.Tensor]]:
     """What a balance loss adds to the loss and to its gradients, where this share of the tokens are targets."""
-    models = (built(run_config(MODEL, {}, balance_loss=coefficient)) for coefficient in (0.0, 1.0))
+    models = (build(run_config(MODEL, {}, balance_loss=coefficient))[0] for coefficient in (0.0, 1.0))
     (without, less), (loss, found) = (gradients(model, targets) for model in models)
     return loss - without, {name: gradient - less[name] for name, gradient in found.items()}
 
@@ -156,5 +141,5 @@ def test_item_43_evaluation_moves_no_bias_and_building_on_meta_sets_it_to_zero()
     assert all(not router.bias.any() for router in routers(part).values())
     model = ModelParts([part], microbatch_size=8)
     model.train(False)
-    model.summed_loss(own_batch(model)[0])
+    model.summed_loss(whole_batch(model))
     assert all(router.load is None for router in routers(part).values())

@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from checkpointed import LAYOUTS, build, run_config
 from commands import ROOT
 from lost_ranks import die
 from pool import RankFailure
+from small_runs import LAYOUTS, build, run_config
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from checkpointed import LAYOUTS, MODEL, build, everything, merged, run_config
 from safetensors import safe_open
 from safetensors.torch import load_file
+from small_runs import LAYOUTS, MODEL, build, everything, merged, run_config
 from testing import assert_identical
 from tiny_runs import flip
 

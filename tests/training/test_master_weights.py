@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from checkpointed import MODEL, build, everything, run_config
+from small_runs import MODEL, build, everything, run_config
 from testing import assert_identical, on_every_rank
 from torch.distributed.fsdp import FSDPModule
 

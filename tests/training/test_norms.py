@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from checkpointed import LAYOUTS, world_size
+from small_runs import LAYOUTS, world_size
 from testing import assert_same
 from tiny_runs import values_with
 

@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from checkpointed import build, run_config
 from pool import WorkerPool
+from small_runs import build, run_config, take_step
 from testing import all_exponents, assert_identical
 from tiny_runs import rows, values_with
 
@@ -16,7 +16,6 @@ from tpformer.kernels.pack import reference
 from tpformer.kernels.route import reference as route
 from tpformer.ops import packing
 from tpformer.parallel import local_part
-from tpformer.training.step import train_step
 from tpformer.training.trainer import Trainer
 from tpformer.training.verify import verify_config
 
@@ -66,15 +65,14 @@ def run_steps(name: str, packs: bool) -> tuple:
     parallel, model, broken = LAYOUTS[name]
     parts, optimizers = build(config_of(parallel, model, packs))
     now, numbers, repeats, loads = {"step": 0, "calls": 0}, [], [], []
-    first, share = parts.own_samples(0, BATCH)
     broken = broken if packs else ()
     patched = overflow_at(*broken, now) if broken else nullcontext()
     idle = mock.patch.object(route, "route_forward", one_sided) if "without" in name else nullcontext()
     with patched, idle, mock.patch.object(packing, "host_knows", lambda counts: not broken):
         for step in range(1, STEPS + 1):
             now |= {"step": step, "calls": 0}
-            rows = torch.randint(60, (BATCH, 65), generator=torch.Generator().manual_seed(step))[first : first + share]
-            result = train_step(parts, optimizers, rows, first_sample=first, lr=3e-3, clip_norm=1.0)
+            rows = torch.randint(60, (BATCH, 65), generator=torch.Generator().manual_seed(step))
+            result = take_step(parts, optimizers, rows, lr=3e-3)
             numbers.append((float(result.loss).hex(), float(result.norm).hex(), float(result.skipped)))
             loads.append(None if result.loads is None else result.loads.tolist())
             if packs:

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import lost_ranks
 import pytest
 import torch
-from checkpointed import build
+from small_runs import build, run_config
 from testing import assert_identical, assert_same
 from tiny_runs import losses, values_with
 
-from tpformer.config import RunConfig, build_config, check_config
+from tpformer.config import RunConfig, build_config
 from tpformer.config.arrivals import Arrivals
 from tpformer.distributed import record_collectives
 from tpformer.distributed.algorithms import ALGORITHMS
@@ -30,12 +30,9 @@ BATCH, BAD = 12, 5
 
 
 def config_of(server: str, ranks: int, optimizer: str = "adamw", **parallel: object) -> RunConfig:
-    train = {"global_batch_size": BATCH, "microbatch_size": 1, "device": "cpu", "dtype": "float64"}
     layout = {"data_parallel_replicate": ranks, "parameter_server": server, **parallel}
-    sections = {"model": MODEL, "parallel": layout, "train": train, "optimizer": {"name": optimizer}}
-    config = build_config({**sections, "data": {"train": ["unused"]}})
-    check_config(config)
-    return config
+    train = {"global_batch_size": BATCH, "microbatch_size": 1, "dtype": "float64"}
+    return run_config(layout, MODEL, {"name": optimizer}, **train)
 
 
 def rows_of(first: int, share: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 import pytest
 import torch
 import torch.distributed as dist
-from checkpointed import build, everything, merged, run_config, spoil
+from small_runs import build, everything, merged, run_config, spoil, take_step
 from testing import assert_identical, assert_same
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -21,7 +21,6 @@ from tpformer.parallel import local_part, split_stages
 from tpformer.training.checkpoint import Checkpointer, CheckpointError, load_checkpoint, newest_good, saved_tensors
 from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizer
-from tpformer.training.step import train_step
 
 SAVED_AT, STEPS, BATCH = 1, 3, 4
 EXTRA = {"skipped": 2, "scaler": {"scale": 0.2}}
@@ -41,13 +40,11 @@ def config_of(parallel: dict) -> RunConfig:
 
 def train(model: ModelParts, optimizers, first_step: int, last_step: int) -> list[tuple[float, float]]:
     """Return (loss, gradient norm) of the steps. Each rank takes its share of the same global batches."""
-    first, share = model.own_samples(0, BATCH)
     results = []
     for step in range(first_step, last_step + 1):
         generator = torch.Generator().manual_seed(step)
         batch = torch.randint(100, (BATCH, MODEL["seq_length"] + 1), generator=generator)
-        options = {"first_sample": step * BATCH + first, "lr": 1e-2 / step, "clip_norm": 1.0}
-        result = train_step(model, optimizers, batch[first : first + share], **options)
+        result = take_step(model, optimizers, batch, step * BATCH, 1e-2 / step)
         results.append((float(result.loss), float(result.norm)))
     return results
 

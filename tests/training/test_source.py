@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from checkpointed import LAYOUTS, build, everything, merged, run_config, spoil
 from safetensors.torch import save_file
+from small_runs import LAYOUTS, build, everything, merged, run_config, spoil
 from testing import assert_identical
 from tiny_runs import values_with, write_run
 

@@ -1,6 +1,6 @@
 """A step that is not finite updates nothing on any rank; float16 scales its loss; low precision trains like float64.
 With data.mask the loss is the mean over the targets of the global batch, in every layout, as a plain cross entropy
-says in float64."""
+says in float64; so is the norm of its gradients."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpointed import LAYOUTS, build, run_config, world_size
+from small_runs import LAYOUTS, build, built, merged, run_config, taken_gradients, world_size
 from testing import assert_kernel_close, assert_same, on_every_rank
 
 from tpformer.config import RunConfig, build_config
@@ -178,27 +178,25 @@ class Windows:
         return np.where(generator.random(13) < i / 8, ids, -1 - ids)
 
 
-def results(parallel: dict) -> tuple[float, dict, list[float], bool]:
-    """Loss and gradients of a batch, the validation losses, and whether a batch without targets has loss and gradients
-    0 and validation leaves the model in training mode. Training has dropout, and validation none."""
-    model, _ = build(config_of(parallel, "float64"))
+def results(parallel: dict) -> tuple[list[float], dict, bool]:
+    """Loss and norm of a batch, and the validation losses; its gradients; and whether a batch without targets has loss
+    and gradients 0 and validation leaves the model in training mode. Training has dropout, and validation none."""
+    model = built(config_of(parallel, "float64"))
     first, share = model.own_samples(0, BATCH)
     rows = batch(Windows(), first, share)
-    loss = float(model.gradients(rows, first_sample=first))
-    named = [pair for part in model.parts for pair in part.named_parameters()]
-    gradients = {name: full_tensor(parameter.grad).clone() for name, parameter in named}
-    for _, parameter in named:
-        parameter.grad = None
+    numbers = [float(model.gradients(rows, first_sample=first)), float(model.gradient_norm())]
+    assert len({p.device_mesh for p in model.parameters()}) == 1, "norms and biases are on the mesh of all others"
+    gradients = taken_gradients(model)
     nothing = float(model.gradients(torch.minimum(rows, ~rows), first_sample=first)) == 0
-    nothing &= not any(full_tensor(parameter.grad).any() for _, parameter in named)
-    model, _ = build(config_of(parallel, "float64", dropout=0.5))
-    valid = [evaluate(model, [Windows(), Windows()], number, torch.device("cpu")) for number in (5, 100)]
-    return loss, gradients, valid, nothing and all(part.training for part in model.parts)
+    nothing &= not any(gradient.any() for gradient in taken_gradients(model).values())
+    model = built(config_of(parallel, "float64", dropout=0.5))
+    numbers += [evaluate(model, [Windows(), Windows()], number, torch.device("cpu")) for number in (5, 100)]
+    return numbers, gradients, nothing and all(part.training for part in model.parts)
 
 
-def of_torch() -> tuple[float, dict, list[float]]:
+def of_torch() -> tuple[list[float], dict]:
     """The same of torch's cross entropy of the logits of one process."""
-    (model,) = build(config_of({}, "float64"))[0].parts
+    (model,) = built(config_of({}, "float64")).parts
     rows = batch(Windows(), 0, 7)
     ids = torch.where(rows < 0, -1 - rows, rows)
     targets = torch.where(rows < 0, -7, rows)[:, 1:]
@@ -207,7 +205,8 @@ def of_torch() -> tuple[float, dict, list[float]]:
     loss = losses[:BATCH].sum() / counts[:BATCH].sum()
     loss.backward()
     gradients = {name: full_tensor(parameter.grad) for name, parameter in model.named_parameters()}
-    return float(loss), gradients, [float(losses[:n].sum() / counts[:n].sum()) for n in (5, 7)]
+    norm = sum(float(gradient.square().sum()) for gradient in gradients.values()) ** 0.5
+    return [float(loss), norm, *(float(losses[:n].sum() / counts[:n].sum()) for n in (5, 7))], gradients
 
 
 @pytest.fixture(scope="module")
@@ -215,10 +214,24 @@ def expected(ranks):
     return ranks(1).run(of_torch)[0]
 
 
-@pytest.mark.parametrize("parallel", [TP2_PP2, ZERO3, ZBV, INTERLEAVED], ids=str)
+def on_two_axes(axis: str, *zero_stages: int, **parallel: str) -> list[dict]:
+    """Layouts of two ranks on an axis, each of which shares its parameters with another one."""
+    return [{axis: 2, "data_parallel_shard": 2, "zero_stage": stage, **parallel} for stage in zero_stages]
+
+
+EVERY = [
+    TP2_PP2, ZERO3, ZBV, INTERLEAVED, *on_two_axes("tensor_parallel", 1, 3), *on_two_axes("pipeline_parallel", 2),
+    *on_two_axes("pipeline_parallel", 2, 3, pipeline_schedule="Interleaved1F1B"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("parallel", EVERY, ids=str)
 def test_every_layout_has_the_mean_over_the_targets_of_the_global_batch(ranks, expected, parallel):
-    loss, gradients, valid = expected
-    for own_loss, own, own_valid, nothing in ranks(world_size(parallel)).run(results, parallel):
-        assert_same([own_loss, *own_valid], [loss, *valid])
-        assert_same(own, {name: gradients[name] for name in own})
+    """Fails if gradients of norms and biases are not added over tp ranks, or counted twice in the norm, by which all
+    are clipped; if ZeRO on a second axis gives other gradients; or if ranks disagree."""
+    numbers, gradients = expected
+    found = ranks(world_size(parallel)).run(results, parallel)
+    for own, _, nothing in found:
+        assert_same(own, numbers)
         assert nothing, "loss or gradients of a batch without targets, or no dropout after a validation"
+    assert_same(merged([own for _, own, _ in found]), gradients)

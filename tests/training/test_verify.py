@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 
 import pytest
-from checkpointed import LAYOUTS
 from commands import main
+from small_runs import LAYOUTS
 from tiny_runs import write_run
 
 from tpformer.config import RunConfig, build_config, check_config, read_toml

@@ -1,17 +1,18 @@
-"""Small models of runs in many layouts, for the tests of steps, checkpoints and exports.
+"""Small models of runs in many layouts, for tests of their gradients, steps, checkpoints and exports.
 
-Belongs here: building, spoiling and comparing them. The only assertion is that copies are equal.
+Belongs here: building, stepping, spoiling and comparing them. The only assertion is that copies are equal.
 """
 
 import torch
 from torch.optim import Optimizer
 
-from tpformer.config import RunConfig, build_config
+from tpformer.config import RunConfig, build_config, check_config
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.parallel import local_part
 from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizers
 from tpformer.training.setup import build_model, run_mesh
+from tpformer.training.step import StepResult, train_step
 
 MODEL = {"vocab_size": 100, "seq_length": 12, "n_layers": 4, "hidden_size": 24, "n_heads": 4, "n_kv_heads": 2}
 LAYOUTS: dict[str, dict] = {
@@ -23,9 +24,12 @@ LAYOUTS: dict[str, dict] = {
 }
 
 
-def run_config(parallel: dict, model: dict = MODEL, **train) -> RunConfig:
+def run_config(parallel: dict, model: dict = MODEL, optimizer: dict | None = None, **train) -> RunConfig:
+    sections = {"model": model, "parallel": parallel, "optimizer": optimizer or {}, "data": {"train": ["none"]}}
     train = {"dtype": "float32", "global_batch_size": 4, "device": "cpu", **train}
-    return build_config({"model": model, "parallel": parallel, "train": train, "data": {"train": ["none"]}})
+    config = build_config({**sections, "train": train})
+    check_config(config)
+    return config
 
 
 def world_size(parallel: dict) -> int:
@@ -34,8 +38,30 @@ def world_size(parallel: dict) -> int:
 
 def build(config: RunConfig) -> tuple[ModelParts, list[Optimizer]]:
     """This rank's parts of a run's model, and an optimizer for each."""
-    model = build_model(config, run_mesh(config, "cpu"))
+    model = built(config)
     return model, build_optimizers(model, config.optimizer)
+
+
+def built(config: RunConfig) -> ModelParts:
+    return build_model(config, run_mesh(config, "cpu"))
+
+
+def take_step(
+    model: ModelParts, optimizers: list, rows: torch.Tensor, first: int = 0, lr: float = 1e-2, **options
+) -> StepResult:
+    """A step of a whole batch's rows, of which each rank takes its own. first: the number of its first sample."""
+    own, share = model.own_samples(first, len(rows))
+    given = {"first_sample": own, "lr": lr, "clip_norm": 1.0, **options}
+    return train_step(model, optimizers, rows[own - first : own - first + share], **given)
+
+
+def taken_gradients(model: ModelParts) -> dict[str, torch.Tensor]:
+    """The whole gradients of this rank's parameters by name; then there are none any more."""
+    named = [pair for part in model.parts for pair in part.named_parameters()]
+    found = {name: full_tensor(parameter.grad).detach().clone() for name, parameter in named}
+    for _, parameter in named:
+        parameter.grad = None
+    return found
 
 
 def spoil(parts):
