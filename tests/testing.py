@@ -8,6 +8,7 @@ Belongs here: what tests of several folders judge results with, and give to what
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -131,16 +132,17 @@ def all_exponents(x: Tensor) -> Tensor:
     return bits.view(torch.bfloat16)
 
 
-def on_every_rank(*sizes: int, pool: str = "ranks") -> Callable[[Callable[[], None]], Callable[..., None]]:
+def on_every_rank(*sizes: int, pool: str = "ranks") -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test of the function that follows: every rank of a world calls it, once for each of these sizes.
 
-    pool: the fixture that has the worlds.
+    pool: the fixture that has the worlds. What the function takes are fixtures, too; ranks get copies of their values.
     """
 
-    def decorate(function: Callable[[], None]) -> Callable[..., None]:
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @pytest.mark.parametrize("size", sizes)
         def test(request: pytest.FixtureRequest, size: int) -> None:
-            request.getfixturevalue(pool)(size).run(function)
+            given = map(request.getfixturevalue, signature(function).parameters)
+            request.getfixturevalue(pool)(size).run(function, *given)
 
         test.__name__, test.__doc__, test.__module__ = function.__name__, function.__doc__, function.__module__
         test.function = function  # type: ignore[attr-defined]

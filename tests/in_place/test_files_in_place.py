@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from growth import growth
 from safetensors.torch import load_file, save_file
-from testing import assert_identical, assert_same
+from testing import assert_identical, assert_same, on_every_rank
 from tiny import built, tiny
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -70,14 +70,11 @@ def test_files_are_those_of_one_process_out_and_in(ranks, tmp_path, family, data
     assert_identical(type(model).from_pretrained(tmp_path / "all").state_dict(), model.state_dict())
 
 
-def fail(file: str):
-    with pytest.raises(NotADirectoryError if dist.get_rank() == 0 else RuntimeError, match="Not a directory"):
-        sharded(tiny("llama"), 1).save_pretrained(Path(file, "below"))
-
-
-def test_a_failure_of_rank_0_is_everybodys(ranks, tmp_path):
+@on_every_rank(2)
+def test_a_failure_of_rank_0_is_everybodys(tmp_path):
     (tmp_path / "file").touch()
-    ranks(2).run(fail, str(tmp_path / "file"))
+    with pytest.raises(NotADirectoryError if dist.get_rank() == 0 else RuntimeError, match="Not a directory"):
+        sharded(tiny("llama"), 1).save_pretrained(tmp_path / "file" / "below")
 
 
 class Own(nn.Module):

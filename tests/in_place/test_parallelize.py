@@ -121,30 +121,19 @@ def test_optimizers_step_with_the_defaults_of_a_gpu(ranks):
     assert_same(ranks(2).run(stepped, True), [stepped(False)] * 2)
 
 
-def other_models_plan():
-    plan = auto_plan(tiny("opt", torch.float64, num_attention_heads=8), 2)
-    return run(parallelize(tiny("opt", torch.float64), tp_mesh(), plan), IDS)
-
-
-def test_the_plan_of_another_model_is_measured_again(ranks):
+@on_every_rank(2)
+def test_the_plan_of_another_model_is_measured_again():
     """Its shapes are the same, but the plan would give the layers another number of heads."""
-    assert_same(ranks(2).run(other_models_plan), [run(tiny("opt", torch.float64), IDS)] * 2)
+    plan = auto_plan(tiny("opt", torch.float64, num_attention_heads=8), 2)
+    found = run(parallelize(tiny("opt", torch.float64), tp_mesh(), plan), IDS)
+    assert_same(found, run(tiny("opt", torch.float64), IDS))
 
 
-def few_heads():
-    return tiny("llama", torch.float64, num_attention_heads=2, intermediate_size=8)
-
-
-def counted_on_rank():
-    many, few = parallelize(tiny("llama"), gpus=4), parallelize(few_heads(), gpus=4)
-    weights = (model.model.layers[0].mlp.up_proj.weight for model in (many, few))
-    return (
-        many._tpformer.mesh.shape,
-        few._tpformer.mesh.shape,
-        *(w.numel() // local_part(w).numel() for w in weights),
-        run(few, IDS),
-    )
-
-
-def test_from_counts(ranks):
-    assert_same(ranks(4).run(counted_on_rank), [((1, 1, 1, 4), (1, 1, 2, 2), 4, 4, run(few_heads(), IDS))] * 4)
+@on_every_rank(4)
+def test_from_counts():
+    few_heads = partial(tiny, "llama", torch.float64, num_attention_heads=2, intermediate_size=8)
+    many, few = models = parallelize(tiny("llama"), gpus=4), parallelize(few_heads(), gpus=4)
+    assert [model._tpformer.mesh.shape for model in models] == [(1, 1, 1, 4), (1, 1, 2, 2)]
+    weights = [model.model.layers[0].mlp.up_proj.weight for model in models]
+    assert [w.numel() // local_part(w).numel() for w in weights] == [4, 4]
+    assert_same(run(few, IDS), run(few_heads(), IDS))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from testing import on_every_rank
 from tiny import tiny
 from torch import Tensor, nn
 
@@ -186,20 +187,18 @@ def test_what_is_not_right_in_the_whole_model_stays_whole(case):
     assert not plan and any(re.search(reason, why) for why in said), str(plan)
 
 
-def in_place_on_rank() -> tuple[dict[str, str], str]:
+@on_every_rank(2)
+def test_outputs_of_linears_may_be_written_in_place() -> None:
+    """The gradient of PReLU's slope is summed."""
     torch.manual_seed(0)
     tp, x, relu = build_mesh("cpu", tensor_parallel=2)["tp"], torch.randn(2, 6, WIDTH).double(), nn.ReLU(inplace=True)
     up, down, again, last = (nn.Linear(*sizes) for sizes in ((WIDTH, 32), (32, WIDTH)) * 2)
     model = nn.Sequential(up, relu, down, relu, again, nn.PReLU(), last).double()
     report = verify(model, lambda whole: parallelize(whole, tp, example=x), x)
     report.check()
-    return dict(auto_plan(model, 2, example=x)), report.sentence
-
-
-def test_outputs_of_linears_may_be_written_in_place(ranks):
-    """The gradient of PReLU's slope is summed."""
-    plan, said = ranks(2).run(in_place_on_rank)[0]
-    assert plan["2"] == "rowwise" and plan["5"] == "replicated_with_grad_allreduce" and "are those" in said
+    plan = auto_plan(model, 2, example=x)
+    assert plan["2"] == "rowwise" and plan["5"] == "replicated_with_grad_allreduce"
+    assert "are those" in report.sentence
 
 
 def test_a_plan_may_be_edited():

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from testing import assert_kernel_close, assert_same
+from testing import assert_kernel_close, assert_same, on_every_rank
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -175,8 +175,8 @@ def test_what_does_not_fit_is_refused():
             call()
 
 
-def on_shards() -> list[Tensor]:
-    """With sequence shards no cache is taken. Of parameters that FSDP2 shards: logits without a cache, and with one."""
+@on_every_rank(2)
+def test_shards_of_parameters_take_a_cache_and_shards_of_sequences_do_not() -> None:
     model = GPT(GPTConfig(**BASE), tp=build_mesh("cpu", tensor_parallel=2)["tp"]).eval()
     words = "a cache on 2 tensor-parallel ranks with sequence shards: build"
     with torch.no_grad(), pytest.raises(ValueError, match=words):
@@ -187,12 +187,8 @@ def on_shards() -> list[Tensor]:
         fully_shard(part, mesh=mesh)
     cache = KVCache()
     with torch.no_grad():
-        return [whole, torch.cat([model(IDS[:, a:b], cache=cache) for a, b in ((0, 9), (9, 10), (10, 20))], 1)]
-
-
-def test_shards_of_parameters_take_a_cache_and_shards_of_sequences_do_not(ranks):
-    for whole, found in ranks(2).run(on_shards):
-        assert_same(found, whole)
+        found = torch.cat([model(IDS[:, a:b], cache=cache) for a, b in ((0, 9), (9, 10), (10, 20))], 1)
+    assert_same(found, whole)
 
 
 @torch.no_grad()

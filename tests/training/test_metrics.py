@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from testing import assert_same
+from testing import assert_same, on_every_rank
 from tiny_runs import rows, sigterm_in, values_with, write_run
 
 from tpformer.config import build_config
@@ -178,23 +178,19 @@ def test_rows_reach_tensorboard_and_a_wandb_run_that_is_the_same_after_a_resume(
     assert [call.kwargs["exit_code"] for call in run.finish.mock_calls] == [0, 0, 1], "the last one fails"
 
 
-def without_wandb(values: dict) -> list[str]:
-    """What `pretrain` raises where Weights & Biases is not installed, and where it knows no user."""
-    error, said = type("Error", (Exception,), {}), []
+@on_every_rank(1)
+def test_without_wandb_a_run_ends_in_one_sentence(tiny_values):
+    """Where Weights & Biases is not installed, and where it knows no user. It was the traceback of a failed step."""
+    error = type("Error", (Exception,), {})
     wandb = SimpleNamespace(init=mock.Mock(side_effect=error("No API key configured.")), Error=error)
-    for installed in (None, "yes"):
+    for installed, words in (
+        (None, "ValueError: log.wandb='gpt' needs the package wandb: pip install 'tpformer[wandb]', or"),
+        ("yes", "WandbError: log.wandb='gpt' cannot begin: No API key configured. (WANDB_MODE=offline "),
+    ):
         with mock.patch.dict(sys.modules, wandb=wandb), pytest.raises(Exception) as failure:
             with mock.patch("tpformer.training.observe.find_spec", return_value=installed):
-                pretrain(build_config(values))
-        said.append(f"{failure.typename}: {failure.value}")
-    return said
-
-
-def test_without_wandb_a_run_ends_in_one_sentence(ranks, tiny_values):
-    """It was the traceback of a failed step."""
-    ((missing, refused),) = ranks(1).run(without_wandb, values_with(tiny_values, log={"wandb": "gpt"}))
-    assert missing.startswith("ValueError: log.wandb='gpt' needs the package wandb: pip install 'tpformer[wandb]', or")
-    assert refused.startswith("WandbError: log.wandb='gpt' cannot begin: No API key configured. (WANDB_MODE=offline ")
+                pretrain(build_config(tiny_values, {"log": {"wandb": "gpt"}}))
+        assert f"{failure.typename}: {failure.value}".startswith(words)
 
 
 @pytest.mark.skipif(not find_spec("wandb"), reason="wandb is not installed")

@@ -9,7 +9,8 @@ from unittest import mock
 
 import torch.distributed as dist
 from commands import main
-from tiny_runs import flip, losses, values_with, write_run
+from testing import on_every_rank
+from tiny_runs import flip, losses, write_run
 from torch.distributed import TCPStore
 
 from tpformer.config import build_config, read_toml
@@ -128,15 +129,11 @@ def test_a_rank_that_raises_is_named(commands, tmp_path, tiny_values):
     assert code == 1 and "[rank1]: Traceback (most recent call last)" in err and said in err, err
 
 
-def watched(values: dict) -> tuple[float, list[tuple]]:
-    """The timeout of a run's watchdog, and the steps whose beginning it is told."""
-    with mock.patch.object(Watchdog, "progress") as progress:
-        trainer = Trainer(build_config(values))
-        trainer.run()
-    return trainer.watchdog.timeout, [call.args for call in progress.call_args_list if len(call.args) == 1]
-
-
-def test_a_run_is_watched_with_its_own_timeout(ranks, tiny_values):
+@on_every_rank(1)
+def test_a_run_is_watched_with_its_own_timeout(tiny_values):
     """tests/processes/test_watchdog.py has what follows when a rank hangs."""
-    values = values_with(tiny_values, run={"timeout": 77.0}, data={"valid": []})
-    assert ranks(1).run(watched, values) == [(77.0, [(step,) for step in range(1, 7)])]
+    with mock.patch.object(Watchdog, "progress") as progress:
+        trainer = Trainer(build_config(tiny_values, {"run": {"timeout": 77.0}, "data": {"valid": []}}))
+        trainer.run()
+    begun = [call.args for call in progress.call_args_list if len(call.args) == 1]
+    assert trainer.watchdog.timeout == 77.0 and begun == [(step,) for step in range(1, 7)]

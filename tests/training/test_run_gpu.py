@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from testing import assert_kernel_close
+from testing import assert_kernel_close, on_every_rank
 from tiny_runs import losses, values_with
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -14,14 +14,11 @@ from tpformer.training.trainer import Trainer, pretrain
 pytestmark = pytest.mark.gpu
 
 
-def pretrain_on_cuda(values: dict) -> None:
-    pretrain(build_config(values, {"train": {"device": "cuda", "steps": 20}, "model": {"n_heads": 1}}))
-
-
-def steps_without_a_wait(values: dict) -> int:
-    """Steps in which torch refuses what makes the host wait for the GPU."""
+@on_every_rank(1)
+def test_a_step_is_queued_without_a_wait(tiny_values):
+    """torch refuses what makes the host wait for the GPU."""
     changes = {"train": {"device": "cuda", "steps": 6}, "model": {"n_heads": 1}, "data": {"valid": []}}
-    trainer = Trainer(build_config(values, {**changes, "checkpoint": {"interval": 0}}))
+    trainer = Trainer(build_config(tiny_values, {**changes, "checkpoint": {"interval": 0}}))
     launch = trainer._launch
 
     def launched(*arguments):
@@ -33,15 +30,12 @@ def steps_without_a_wait(values: dict) -> int:
 
     trainer._launch = launched
     trainer.run()
-    return trainer.step
+    assert trainer.step == 6
 
 
-def test_a_step_is_queued_without_a_wait(ranks, tiny_values):
-    assert ranks(1).run(steps_without_a_wait, tiny_values) == [6]
-
-
-def test_bfloat16_run(ranks, tmp_path, tiny_values):
-    ranks(1).run(pretrain_on_cuda, tiny_values)
+@on_every_rank(1)
+def test_bfloat16_run(tmp_path, tiny_values):
+    pretrain(build_config(tiny_values, {"train": {"device": "cuda", "steps": 20}, "model": {"n_heads": 1}}))
     found = losses(tmp_path / "run")
     assert len(found) == 20 and found[-1][1] < found[0][1]
 

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from testing import on_every_rank
 from tiny_runs import rows, sigterm_in, values_with, write_run
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -132,8 +133,8 @@ def test_r2_a_run_whose_last_save_fails_for_good_fails(ranks, tiny_values):
     assert names(values["run"]["dir"]) == [] and len(rows(values["run"]["dir"])) == 3
 
 
-def start_on_a_full_disk(values: dict) -> str:
-    """What ends a run whose start.json cannot be written."""
+@on_every_rank(1)
+def test_r10_a_disk_that_is_full_as_the_run_starts_is_one_sentence(tiny_values):
     write = Path.write_text
 
     def full(self, *arguments, **options):
@@ -142,13 +143,8 @@ def start_on_a_full_disk(values: dict) -> str:
         return write(self, *arguments, **options)
 
     with mock.patch.object(Path, "write_text", full), pytest.raises(ValueError) as error:
-        train(values)
-    return str(error.value)
-
-
-def test_r10_a_disk_that_is_full_as_the_run_starts_is_one_sentence(ranks, tiny_values):
-    (error,) = ranks(1).run(start_on_a_full_disk, tiny_values)
-    assert error == f"{tiny_values['run']['dir']}/start.json cannot be written: No space left on device"
+        train(tiny_values)
+    assert str(error.value) == f"{tiny_values['run']['dir']}/start.json cannot be written: No space left on device"
 
 
 def test_r6_a_run_directory_that_goes_ends_the_run(commands, tmp_path, tiny_values):

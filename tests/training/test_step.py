@@ -134,14 +134,11 @@ def test_low_precision_trains_as_float64_does(ranks, oracle, parallel, dtype):
         assert losses[-1] < losses[0]
 
 
-def first_scale(values: dict) -> float:
-    train = {"dtype": "float16", "global_batch_size": 6, "microbatch_size": 2, "steps": 1}
-    return float(Trainer(build_config(values, {"train": train})).scaler.scale)
-
-
-def test_the_first_scale_grows_with_the_microbatches(ranks, tiny_values):
+@on_every_rank(1)
+def test_the_first_scale_grows_with_the_microbatches(tiny_values):
     """For one microbatch it is 2**16; for three, four times as much: the next power of two."""
-    assert ranks(1).run(first_scale, tiny_values) == [2.0**18]
+    train = {"dtype": "float16", "global_batch_size": 6, "microbatch_size": 2, "steps": 1}
+    assert float(Trainer(build_config(tiny_values, {"train": train})).scaler.scale) == 2.0**18
 
 
 def test_an_overflow_halves_the_scale_on_all_ranks_alike(ranks):
