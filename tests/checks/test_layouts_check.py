@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 from commands import python
-from defects import without_reduction
 from pool import WorkerPool
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from bench.runner import machine, main
 from checks import layouts
@@ -135,6 +135,15 @@ def test_bfloat16_is_allowed_twice_the_error_of_one_process() -> None:
 
 
 set_divide_factor = FSDPModule.set_gradient_divide_factor
+
+
+def without_reduction(part: torch.nn.Module) -> None:
+    """Take partial gradients for whole ones."""
+    for parameter in part.parameters():
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and any(isinstance(place, Partial) for place in grad.placements):
+            places = [Replicate() if isinstance(place, Partial) else place for place in grad.placements]
+            parameter.grad = DTensor.from_local(grad.to_local(), grad.device_mesh, places, run_check=False)
 
 
 def train_with(defects: bool, config: RunConfig) -> Trained:
