@@ -2,6 +2,7 @@
 results have the bits that they have without recomputation."""
 
 import functools
+from itertools import product
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from steps import Results, each_case, gradients
 from testing import assert_identical
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tpformer.distributed import record_collectives
 from tpformer.layers import TensorParallel
@@ -102,13 +103,15 @@ def test_on_two_ranks_one_reduction_of_a_region_is_left_out(ranks, sequence_para
         assert with_again - calls == again * LAYERS - regions
 
 
-def sharded(mesh, interval: int) -> Results:
-    """FSDP2 shards each layer and frees its parameters after a forward, so a region's second run gathers them again."""
-    model = GPT(GPTConfig(**CONFIG), dtype=torch.float64, **of_regions(interval))
+def sharded(mesh, dtype: torch.dtype, options: dict) -> Results:
+    """FSDP2 shards each layer and frees its parameters after a forward, so a region's second run gathers them again. By
+    torch's own policy it also casts what a layer is called with."""
+    model = GPT(GPTConfig(**CONFIG), dtype=dtype, **options)
+    place = {"mesh": mesh} | ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16)} if dtype == torch.float32 else {})
     for layer in model.layers.values():
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, **place)
         assert not others_hook(layer._forward_hooks), "FSDP2's own hooks let a region leave out its last GEMM"
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, **place)
     results: Results = {}
     for step in (1, 2):
         ids = torch.randint(40, (BATCH, SEQ), generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -120,9 +123,11 @@ def sharded(mesh, interval: int) -> Results:
 
 
 def test_sharded_layers_of_a_region_keep_the_bits(ranks):
-    (_, plain), *others = each_case(ranks, 2, sharded, [(0,), (2,), (LAYERS,)])
-    for interval, recomputed in others:
-        assert_identical(recomputed, plain, f"{interval}")
+    """As do those of layers that are recomputed one by one. A second run draws the same dropout."""
+    modes = [{}, {"recompute": "mlp"}, *map(of_regions, (1, 2, LAYERS))]
+    plain: dict = {}
+    for (dtype, options), found in each_case(ranks, 2, sharded, product((torch.float64, torch.float32), modes)):
+        assert_identical(found, plain.setdefault(dtype, found), f"{dtype} {options}")
 
 
 def test_one_input_is_kept_for_each_region():

@@ -1,19 +1,16 @@
-"""A user's own parts: parameters between sequence-parallel blocks, whose gradients are summed if they are named and
-refused otherwise, and FSDP2 with torch's own policy around layers that are recomputed."""
+"""A user's own parameters between sequence-parallel blocks: their gradients are summed if they are named, and refused
+otherwise."""
 
 import pytest
 import torch
-import torch.distributed as dist
 from steps import Results, gradients
-from testing import assert_identical, assert_same
+from testing import assert_same
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from tpformer.distributed import build_mesh
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.layers import Positions, TensorParallel, TransformerBlock, init_weights
-from tpformer.models import GPT, GPTConfig
 from tpformer.parallel import reduce_partial_gradients
 
 HIDDEN, SEQ, SAMPLES = 12, 6, 2
@@ -81,25 +78,3 @@ def test_gradients_equal_one_process(ranks, t, sequence_parallel, data_parallel)
     expected = {name: p.grad for name, p in model.named_parameters()}
     for found in ranks(t * data_parallel).run(on_rank, t, sequence_parallel, data_parallel):
         assert_same(found, expected)
-
-
-def sharded_gradients(recompute: str) -> list[Tensor]:
-    """This rank's shards of a step's gradients, with dropout. Parameters are freed after every layer's forward."""
-    sizes = {"vocab_size": 60, "vocab_multiple": 4, "seq_length": 12, "n_layers": 3, "hidden_size": 32, "n_heads": 2}
-    model = GPT(GPTConfig(**sizes, dropout=0.1), recompute=recompute, seed=1)
-    # by torch's own policy FSDP2 also casts what a layer is called with
-    options: dict = {"mesh": init_device_mesh("cpu", (2,)), "mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
-    for layer in model.layers.values():
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
-    rank = dist.get_rank()
-    ids = torch.randint(60, (2, 12), generator=torch.Generator().manual_seed(rank))
-    model(ids, targets=ids, sample_index=torch.arange(2) + 2 * rank, step=1).backward()
-    return [p.grad.to_local().clone() for p in model.parameters()]
-
-
-def test_sharded_parameters_and_dropout_under_recomputation(ranks):
-    """A layer's second run gathers its parameters again, and draws the same dropout."""
-    kept, *again = (ranks(2).run(sharded_gradients, recompute) for recompute in ("none", "mlp", "full"))
-    assert all(gradient.any() for of_rank in kept for gradient in of_rank)
-    assert_identical(again, [kept, kept])
