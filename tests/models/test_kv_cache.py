@@ -189,11 +189,3 @@ def test_shards_of_parameters_take_a_cache_and_shards_of_sequences_do_not() -> N
     with torch.no_grad():
         found = torch.cat([model(IDS[:, a:b], cache=cache) for a, b in ((0, 9), (9, 10), (10, 20))], 1)
     assert_same(found, whole)
-
-
-@torch.no_grad()
-def test_a_block_alone_takes_a_cache():
-    module, cache, x = block(), LayerCache(4), torch.randn(2, 8, 48, dtype=torch.float64)
-    pieces = [(0, 5), (5, 6), (6, 8)]
-    found = [module(x[:, a:b], positions=Positions(2, b - a, offset=a), cache=cache) for a, b in pieces]
-    assert_same(torch.cat(found, 1), module(x))
