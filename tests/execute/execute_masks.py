@@ -74,15 +74,10 @@ EQUIVALENT = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.proof, id="all"), pytest.param(6, id="some")])
 @pytest.mark.parametrize("case", CASES)
-def test_accesses_at_some_remainders(interpreted: WorkerPool, case: str) -> None:
-    assert interpreted(1).run(verdict, case, slice(0, None, 6)) == [""]
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("case", CASES)
-def test_accesses_at_every_remainder(interpreted: WorkerPool, case: str) -> None:
-    assert interpreted(1).run(verdict, case, slice(None)) == [""]
+def test_accesses_at_remainders(interpreted: WorkerPool, case: str, step: int) -> None:
+    assert interpreted(1).run(verdict, case, slice(0, None, step)) == [""]
 
 
 def survivors(pool: WorkerPool, file: str, mutants: list[Mutant]) -> set[str]:

@@ -7,7 +7,6 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -21,7 +20,7 @@ import gemms  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
-from channels import virtual_channel  # noqa: E402
+from channels import apart, virtual_channel  # noqa: E402
 
 from checks.execute import schedule as scheduler  # noqa: E402
 from checks.execute.schedule import PLAIN, Schedule  # noqa: E402
@@ -71,17 +70,8 @@ def executing(
 
 
 def group(world: int, capacity: int = 1 << 14, writer_flags: int = 16, limit: int = 10**8) -> list[Channel]:
-    """Each rank's channel, as its own process has it: a launch serves one rank."""
-    whole = virtual_channel(world, capacity, writer_flags, epoch=gemms.BEFORE_WRAP, limit=limit)
-
-    def own(rank: int) -> Channel:
-        # copies: at one address of many, Triton would compile a kernel for the alignment of each rank's
-        words = ("data", "flags", "epoch", "error", "stopped", "counters")
-        slots = tuple(slot.view(world, -1)[rank] for slot in whole.slots)
-        own_words = {name: getattr(whole, name)[rank : rank + 1].clone() for name in words}
-        return replace(whole, rank=rank, served=1, slots=slots, **own_words)
-
-    return [own(rank) for rank in range(world)]
+    """Each rank's channel, as its own process has it."""
+    return apart(virtual_channel(world, capacity, writer_flags, epoch=gemms.BEFORE_WRAP, limit=limit))
 
 
 @triton.jit

@@ -4,11 +4,15 @@ Belongs here: the memory behind a Channel, filled so that a slot that is read to
 kernels.
 """
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
 from tpformer.distributed.shared_memory import SharedMemory
 from tpformer.kernels.protocol import ERROR_WORDS, Channel
@@ -71,6 +75,22 @@ def virtual_channel(
     # the slots are views of `memory`: they keep the flags alive, too
     areas = addresses(slots, capacity), addresses(flags, own_flags), (slots[0], slots[1])
     return channel_of(*areas, 0, writer_flags, epoch, limit)
+
+
+def apart(channel: Channel) -> list[Channel]:
+    """A channel for each rank of a virtual one, as its own process has it: a launch serves one rank. They share the
+    slots and flags. The rest are separate allocations, equally aligned, so that all ranks run one compiled kernel."""
+
+    def own(name: str, rank: int) -> Tensor:
+        words = getattr(channel, name)[rank : rank + 1]
+        return torch.empty_like(words, pin_memory=words.is_pinned()).copy_(words)
+
+    parts = []
+    for rank in range(channel.world):
+        words = {name: own(name, rank) for name in ("data", "flags", "epoch", "error", "stopped", "counters")}
+        slots = tuple(slot.view(channel.world, -1)[rank] for slot in channel.slots)
+        parts.append(replace(channel, rank=rank, served=1, slots=slots, **words))
+    return parts
 
 
 def poison(channel: Channel, epoch: int) -> None:

@@ -2,13 +2,9 @@
 
 from unittest import mock
 
-import pytest
+import gemms
 import torch
 import torch.distributed as dist
-
-pytest.importorskip("triton")
-
-import gemms
 from testing import assert_identical
 
 from tpformer.kernels.all_gather_grouped_matmul.kernel import all_gather_grouped_matmul, take_turn

@@ -8,12 +8,9 @@ import pytest
 import torch
 from gemms import in_interpreter
 from row_checks import between_nans, draw, with_gradients
+from test_matmul_kernel import TILE, close, shipped_tile
 from testing import assert_same, poisoned_memory
 from torch import Tensor
-
-pytest.importorskip("triton")
-
-from test_matmul_kernel import TILE, close, shipped_tile
 
 from tpformer.kernels.configurations import TILES
 from tpformer.kernels.grouped_matmul import reference

@@ -4,12 +4,9 @@ refuse; and by what a replay finds a plan. That a replay launches what the launc
 import math
 from types import SimpleNamespace
 
+import gemms
 import pytest
 import torch
-
-pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
-
-import gemms
 from channels import virtual_channel
 
 from tpformer.kernels import configurations

@@ -6,8 +6,6 @@ from gemms import TILE, in_interpreter
 from row_checks import between_nans, draw
 from testing import assert_kernel_close
 
-pytest.importorskip("triton")
-
 from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.configurations import TILES, tile_names
 from tpformer.kernels.launch import Tile

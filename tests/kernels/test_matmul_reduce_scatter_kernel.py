@@ -3,12 +3,8 @@
 from itertools import combinations
 from unittest import mock
 
-import pytest
-import torch
-
-pytest.importorskip("triton")
-
 import gemms
+import torch
 from torch import Tensor
 
 from tpformer.kernels.matmul_reduce_scatter import kernel

@@ -13,8 +13,6 @@ from testing import assert_identical, assert_kernel_close, poisoned_memory
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-pytest.importorskip("triton")
-
 from tpformer.kernels.activation import kernel as activations
 from tpformer.kernels.matmul.kernel import matmul_derivative
 from tpformer.kernels.norm import kernel as norms

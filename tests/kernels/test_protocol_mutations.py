@@ -7,11 +7,8 @@ compiled code, and tests/execute/execute_mutants.py executes them.
 """
 
 import pytest
-from pool import WorkerPool
-
-pytest.importorskip("triton")
-
 from mutations import Edit, move, mutated_packages, replace
+from pool import WorkerPool
 from schedules import BEFORE, NAMES, SCHEDULES, TWO_PHASES, run_all
 
 REPORT = [1, 2, BEFORE, BEFORE + 1]  # expired, peer, epoch seen, epoch wanted

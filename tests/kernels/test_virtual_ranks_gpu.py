@@ -17,24 +17,20 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-import pytest
-import torch
-from pool import WorkerPool
-
-pytest.importorskip("triton")
-
 import gemms
+import pytest
 import test_all_gather_matmul_kernel as gather
 import test_matmul_all_reduce_kernel as reduce
 import test_matmul_reduce_scatter_kernel as scatter
+import torch
 import triton
 import triton.language as tl
-from channels import poison, virtual_channel
+from channels import apart, poison, virtual_channel
 from gemms import BEFORE_WRAP, FINISH, Gemm, Tensors, cast, channel_for, run_on_virtual_ranks, stacked
+from pool import WorkerPool
 from testing import assert_identical
 
 from tpformer.distributed.kernel_workspace import wrap
@@ -79,22 +75,6 @@ def flags_of(channel: Channel) -> torch.Tensor:
     memory = torch.empty(0, dtype=torch.uint8, device=channel.slots[0].device)
     memory.set_(channel.slots[0].untyped_storage())
     return memory[2 * channel.world * channel.capacity :].view(torch.int32)
-
-
-def apart(channel: Channel) -> list[Channel]:
-    """A channel for each rank of a virtual one. They share only the slots and flags. The rest are separate allocations,
-    equally aligned, so that all ranks run one compiled kernel."""
-
-    def own(tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        return torch.empty_like(tensor[rank : rank + 1], pin_memory=tensor.is_pinned()).copy_(tensor[rank : rank + 1])
-
-    parts = []
-    for rank in range(channel.world):
-        names = ("data", "flags", "epoch", "error", "stopped", "counters")
-        words = {name: own(getattr(channel, name), rank) for name in names}
-        slots = tuple(slot.view(channel.world, -1)[rank] for slot in channel.slots)
-        parts.append(replace(channel, rank=rank, served=1, slots=slots, **words))
-    return parts
 
 
 class Late:
