@@ -67,23 +67,20 @@ def tree(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("file", "edit", "runs"),
-    [
-        ("tpformer/ops/a.py", ("x + 1", "x + 2"), [F, RUN]),
-        ("tpformer/ops/a.py", ("return 2", "return 3"), [G]),
-        ("tpformer/ops/a.py", ("@decorated", "@checked"), [G]),
-        ("tpformer/ops/a.py", ("LIMIT = 3", "LIMIT = 4"), [F, G, RUN]),
-        ("tpformer/ops/a.py", ("# why", "# because"), []),
-        ("tpformer/ops/a.py", ("def f(x):", "def h(x):"), [F, RUN]),
-        ("kernels/rows.py", ("return x", "return -x"), ["tests/ops/test_n.py", G]),
-        ("kernels/norm/kernel.py", ("load", "load, store"), ["tests/ops/test_n.py"]),
-        ("tpformer/ops/new.py", None, ["tests/ops/test_a.py", "tests/ops/test_b.py", "tests/ops/test_n.py"]),
-        ("tests/ops/test_b.py", ("pass", "assert 1"), ["tests/ops/test_b.py"]),
-        ("tests/helper.py", None, ["tests/ops/test_a.py", "tests/test_all.py"]),
-        ("tests/conftest.py", None, ["tests"]),
-    ],
-)
+@pytest.mark.parametrize(("file", "edit", "runs"), [
+    ("tpformer/ops/a.py", ("x + 1", "x + 2"), [F, RUN]),
+    ("tpformer/ops/a.py", ("return 2", "return 3"), [G]),
+    ("tpformer/ops/a.py", ("@decorated", "@checked"), [G]),
+    ("tpformer/ops/a.py", ("LIMIT = 3", "LIMIT = 4"), [F, G, RUN]),
+    ("tpformer/ops/a.py", ("# why", "# because"), []),
+    ("tpformer/ops/a.py", ("def f(x):", "def h(x):"), [F, RUN]),
+    ("kernels/rows.py", ("return x", "return -x"), ["tests/ops/test_n.py", G]),
+    ("kernels/norm/kernel.py", ("load", "load, store"), ["tests/ops/test_n.py"]),
+    ("tpformer/ops/new.py", None, ["tests/ops/test_a.py", "tests/ops/test_b.py", "tests/ops/test_n.py"]),
+    ("tests/ops/test_b.py", ("pass", "assert 1"), ["tests/ops/test_b.py"]),
+    ("tests/helper.py", None, ["tests/ops/test_a.py", "tests/test_all.py"]),
+    ("tests/conftest.py", None, ["tests"]),
+])  # fmt: skip
 def test_what_a_change_reaches(tree, capsys, file, edit, runs):
     path = tree / file
     path.write_text("x = 1\n" if edit is None else path.read_text().replace(*edit))

@@ -34,15 +34,12 @@ def test_a_command_whose_output_nobody_reads_ends_by_sigpipe_without_a_word(comm
     assert (code, err) == (-signal.SIGPIPE, "")
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["pretrian", "run.toml"], "did you mean `tpformer pretrain`?"),
-        (["data", "biuld"], "did you mean `tpformer data build`?"),
-        (["data"], "choose one of data build, data stdlib, "),
-        (["--verison"], "did you mean `tpformer --version`?"),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), [
+    (["pretrian", "run.toml"], "did you mean `tpformer pretrain`?"),
+    (["data", "biuld"], "did you mean `tpformer data build`?"),
+    (["data"], "choose one of data build, data stdlib, "),
+    (["--verison"], "did you mean `tpformer --version`?"),
+])  # fmt: skip
 def test_a_command_that_does_not_exist_gets_a_suggestion(commands, given, said):
     code, out, err = commands.run(*given)
     assert code == 2 and said in err and err.count("\n") == 1 and not out

@@ -128,20 +128,17 @@ def test_layers_import_little_beside_torch_and_use_it_before_the_rest(results):
     assert {name.split(".")[0] for name in names} - sys.stdlib_module_names - LAYERS <= {"__mp_main__"}
 
 
-@pytest.mark.parametrize(
-    ("code", "arguments", "said"),
-    [
-        (0, ["--version"], "tpformer 0."),
-        (0, ["--help"], "tpformer COMMAND"),
-        (0, ["pretrain", "--help"], "--model.n-layers"),
-        (2, ["generate", "missing"], "missing is not a run"),
-        (2, ["pretrain", "examples/absent.toml"], "no configuration file examples/absent.toml"),
-        (2, ["pretrain", "run.toml", "--model.n-layer", "3"], "--model.n-layer"),
-        (2, ["pretrain", "run.toml", "--parallel.tensor-parallel", "5"], "n_heads=12 cannot be split"),
-        (2, ["pretrain", "run.toml"], "missing.bin does not exist"),
-        (2, ["pretrain", EXAMPLE], "data/stdlib_train.bin does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("code", "arguments", "said"), [
+    (0, ["--version"], "tpformer 0."),
+    (0, ["--help"], "tpformer COMMAND"),
+    (0, ["pretrain", "--help"], "--model.n-layers"),
+    (2, ["generate", "missing"], "missing is not a run"),
+    (2, ["pretrain", "examples/absent.toml"], "no configuration file examples/absent.toml"),
+    (2, ["pretrain", "run.toml", "--model.n-layer", "3"], "--model.n-layer"),
+    (2, ["pretrain", "run.toml", "--parallel.tensor-parallel", "5"], "n_heads=12 cannot be split"),
+    (2, ["pretrain", "run.toml"], "missing.bin does not exist"),
+    (2, ["pretrain", EXAMPLE], "data/stdlib_train.bin does not exist"),
+])  # fmt: skip
 def test_help_and_mistakes_are_answered_without_torch(tmp_path, monkeypatch, code, arguments, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text('[data]\ntrain = ["missing"]\n[model]\nvocab_size = 100\n')
