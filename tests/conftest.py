@@ -135,7 +135,7 @@ TURNS = 3  # the longest proofs take turns by the commit's hash: `make proofs` r
 # and leaves the others idle. The Makefile keeps xdist from beginning with files of many tests, most of which are short.
 LONGEST = (
     "driver/test_driver.py", "layers/test_compile_layer.py", "parallel/test_split_backward.py",
-    "kernels/test_all_gather_matmul_kernel.py", "inference/test_model_examples.py", "inference/test_chat.py",
+    "kernels/test_all_gather_matmul_kernel.py", "test_readme.py", "inference/test_chat.py",
     "inference/test_evaluate.py", "parallel/test_zero_bytes.py", "layers/test_habits.py",
     "in_place/test_verify_in_place.py", "in_place/test_language_models.py",
     "kernels/test_matmul_reduce_scatter_kernel.py", "ops/test_fused_op.py", "inference/test_generate.py",

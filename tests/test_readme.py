@@ -2,7 +2,7 @@
 
 Commands run in the order of the pages, in a fresh clone, but for those whose comment says what else they need. Those of
 the front door make their own environment there; those of all other pages use this one, and a run of a few steps.
-The scripts of examples/ run by the commands in their docstrings, and check their own results.
+The scripts of examples/ run by the commands in their docstrings, and check their own results, as does the notebook.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from commands import python
 from test_repo import PROSE, ROOT, name
 
 from tpformer.config import build_config, read_toml, to_toml
@@ -190,3 +191,16 @@ def test_a_scripts_command_runs(command, tmp_path):
     ours = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, cwd=tmp_path, env=os.environ | ours, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
+
+
+@pytest.mark.proof
+def test_the_notebook_runs(tmp_path):
+    """Its cells are plain Python, so they run as one script; matplotlib draws without a screen."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    cells = json.loads((ROOT / "examples/walk.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert all(not cell["outputs"] for cell in cells if cell["cell_type"] == "code"), "kept without outputs"
+    script = tmp_path / "walk.py"
+    script.write_text("import matplotlib\nmatplotlib.use('Agg')\n" + "\n".join(code))
+    assert "logits differ by" in python(script)

@@ -9,7 +9,7 @@ from versions import why_too_old
 
 # nodeid -> (whether it is marked `gpu`, whether an older torch skips it)
 ITEMS = {
-    "tests/parallel/test_split.py::test_balanced": (False, True),
+    "tests/parallel/test_layout.py::test_balanced": (False, True),
     "tests/training/test_run.py::test_resume": (False, True),
     "tests/training/test_run_gpu.py::test_bfloat16_run": (True, False),
     "tests/training/test_run_gpu.py::test_a_pipeline_on_one_gpu": (True, True),

@@ -1,10 +1,18 @@
-"""Items 1, 2, 4, 5 and 8: installing needs no compiler, and importing no package beyond those declared."""
+"""Items 1, 2, 4, 5 and 8: installing needs no compiler, and importing no package beyond those declared.
 
+README.md has a row for each of the 48 items, which names tests that exist; every test here is in its items' rows and
+says when it fails.
+"""
+
+import ast
+import re
 import sys
 import tomllib
+from pathlib import Path
 
 from test_repo import FILES, LIBRARY, ROOT, imports, name
 
+HERE = Path(__file__).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -39,3 +47,26 @@ def test_item_08_triton_is_asked_for_on_linux_only():
     that everything but the fused transport works without it."""
     (line,) = (line for line in PROJECT["project"]["dependencies"] if line.startswith("triton"))
     assert line.replace('"', "'").endswith("; platform_system == 'Linux'")
+
+
+def functions(path: Path) -> dict[str, str]:
+    """The docstrings of a file's functions by name; tests that a helper makes have none."""
+    body = ast.parse(path.read_text()).body
+    made = {each.id: "" for node in body for each in getattr(node, "targets", ()) if isinstance(each, ast.Name)}
+    return made | {node.name: ast.get_docstring(node) or "" for node in body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_item_has_a_row_and_every_test_in_it_exists():
+    rows = dict(re.findall(r"^\| (\d+) \|(.*)\|$", (HERE / "README.md").read_text(), re.M))
+    assert list(rows) == [str(number) for number in range(1, 49)]
+    found = [pair for path in HERE.glob("test_*.py") for pair in functions(path).items()]
+    ours = {name: text for name, text in found if name.startswith(("test_item_", "test_items_"))}
+    for number, row in rows.items():
+        named = re.findall(r"`(?:(tests/[\w/]+\.py)::)?(test_\w+)`", row)
+        assert named, f"item {number} names no test"
+        for file, test in named:
+            assert test in (functions(ROOT / file) if file else ours), f"item {number}: {file or HERE.name}::{test}"
+    for test, text in ours.items():
+        assert "Fails " in text, f"{test} does not say when it fails"
+        for number in re.findall(r"_(\d\d)(?=_)", test):
+            assert f"`{test}`" in rows[str(int(number))], f"{test} is missing from the row of item {int(number)}"
