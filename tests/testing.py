@@ -8,7 +8,7 @@ Belongs here: what tests of several folders judge results with, and give to what
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from inspect import signature
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Any
 
@@ -135,15 +135,19 @@ def all_exponents(x: Tensor) -> Tensor:
 def on_every_rank(*sizes: int, pool: str = "ranks") -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test of the function that follows: every rank of a world calls it, once for each of these sizes.
 
-    pool: the fixture that has the worlds. What the function takes are fixtures, too; ranks get copies of their values.
+    pool: the fixture that has the worlds. What the function takes are fixtures or parameters, as of any test; ranks get
+    copies of their values.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        @pytest.mark.parametrize("size", sizes)
-        def test(request: pytest.FixtureRequest, size: int) -> None:
-            given = map(request.getfixturevalue, signature(function).parameters)
-            request.getfixturevalue(pool)(size).run(function, *given)
+        asked = signature(function).parameters
 
+        @pytest.mark.parametrize("size", sizes)
+        def test(request: pytest.FixtureRequest, size: int, **given: Any) -> None:
+            request.getfixturevalue(pool)(size).run(function, *(given[name] for name in asked))
+
+        own = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("request", "size", *asked)]
+        test.__signature__ = Signature(own)  # type: ignore[attr-defined]  # by which pytest finds fixtures
         test.__name__, test.__doc__, test.__module__ = function.__name__, function.__doc__, function.__module__
         test.function = function  # type: ignore[attr-defined]
         function.__qualname__ = f"{function.__name__}.function"  # the name by which a worker finds it

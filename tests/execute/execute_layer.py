@@ -15,9 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from execution import executing, small_tiles
-from pool import WorkerPool
 from steps import gradients
-from testing import assert_kernel_close
+from testing import assert_kernel_close, on_every_rank
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -102,8 +101,9 @@ def step(kind: str, dtype: torch.dtype, mesh: DeviceMesh, transport: str) -> dic
     return {"loss": loss.detach(), "dx": x.grad} | gradients(block)
 
 
-def on_rank(kind: str) -> set[str]:
-    """Compare this rank's results; returns the names of the kernels that were executed."""
+@pytest.mark.parametrize("kind", KINDS)
+@on_every_rank(2)
+def test_a_layer_by_compiled_code_equals_the_sequential_transport(kind: str) -> None:
     mesh = build_mesh("cpu", tensor_parallel=2)["tp"]
     launched: set[str] = set()
     with compiled(launched):
@@ -112,10 +112,4 @@ def on_rank(kind: str) -> set[str]:
     assert found.keys() == oracle.keys() == baseline.keys()
     for name, value in found.items():
         assert_kernel_close(value, oracle[name], baseline[name], name)  # type: ignore[arg-type]
-    return launched
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_by_compiled_code_equals_the_sequential_transport(ranks: WorkerPool, kind: str) -> None:
-    for launched in ranks(2).run(on_rank, kind):
-        assert launched == SHARED | KINDS[kind][2]
+    assert launched == SHARED | KINDS[kind][2]

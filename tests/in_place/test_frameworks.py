@@ -11,7 +11,7 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file
-from testing import assert_identical, assert_same
+from testing import assert_identical, assert_same, on_every_rank
 from tiny import batch, tiny, train, values
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -46,20 +46,17 @@ def without_outputs(found, trained):
     return {name: x for name, x in found.items() if not name.startswith(("loss", "logits"))}, trained
 
 
-def under_fsdp(family, sequence_parallel):
+@pytest.mark.parametrize(("family", "sequence_parallel"), [("qwen2", False), ("gpt2", True)])
+@on_every_rank(4)
+def test_fsdp_on_top(family, sequence_parallel):
+    """One has tied tables, and a key-value head that two ranks share; one has fused projections."""
+    expected = without_outputs(*expected_of(tiny(family, torch.float64)))
     model, mesh = parallel(family, 2, sequence_parallel)
     layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
     for part in (*layers, model):
         fully_shard(part, mesh=mesh)
     samples = [{name: x.chunk(2)[mesh.get_local_rank()] for name, x in each.items()} for each in BATCHES]
-    return without_outputs(*train(model, samples, clip))
-
-
-@pytest.mark.parametrize(("family", "sequence_parallel"), [("qwen2", False), ("gpt2", True)])
-def test_fsdp_on_top(ranks, family, sequence_parallel):
-    """One has tied tables, and a key-value head that two ranks share; one has fused projections."""
-    expected = without_outputs(*expected_of(tiny(family, torch.float64)))
-    assert_same(ranks(4).run(under_fsdp, family, sequence_parallel), [expected] * 4)
+    assert_same(without_outputs(*train(model, samples, clip)), expected)
 
 
 def adapted(model):

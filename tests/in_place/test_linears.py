@@ -178,8 +178,9 @@ def in_every_case(block, compute=None):
     return found, counts
 
 
-def siblings_on_rank(kind):
-    """What siblings in place compute, what plain ones do of this rank's columns, and the collectives of each case."""
+@pytest.mark.parametrize("kind", ["called", "copied", "compiled", "recomputed", "recomputed from the first"])
+@on_every_rank(2)
+def test_columns_that_get_one_tensor_communicate_once_for_all(kind):
     block, tp = Siblings(), TensorParallel(build_mesh("cpu", tensor_parallel=2)["tp"])
     for linear in (block.q, block.k, block.v):
         make_column(linear, tp)
@@ -196,13 +197,6 @@ def siblings_on_rank(kind):
         compute = partial(checkpoint, block, use_reentrant=False)
     found, counts = in_every_case(block, compute)
     plain, _ = in_every_case(Siblings())
-    wanted = {name: y.chunk(2, -1)[tp.rank] if name.startswith("y") else y for name, y in plain.items()}
-    return found, wanted, counts
-
-
-@pytest.mark.parametrize("kind", ["called", "copied", "compiled", "recomputed", "recomputed from the first"])
-def test_columns_that_get_one_tensor_communicate_once_for_all(ranks, kind):
-    for found, wanted, counts in ranks(2).run(siblings_on_rank, kind):
-        assert_same(found, wanted)
-        assert counts[:2] == {"recomputed": [1, 1], "recomputed from the first": [3, 3]}.get(kind, [3, 1])
-        assert counts[-1] == (3 if "first" in kind else 1)
+    assert_same(found, {name: y.chunk(2, -1)[tp.rank] if name.startswith("y") else y for name, y in plain.items()})
+    assert counts[:2] == {"recomputed": [1, 1], "recomputed from the first": [3, 3]}.get(kind, [3, 1])
+    assert counts[-1] == (3 if "first" in kind else 1)

@@ -48,21 +48,15 @@ class Scaled(nn.Module):
         return self.down(self.up(x).tanh() * self.scale)
 
 
-def plain_on_rank(x):
-    found = []
-    for model in (encoder(), Scaled().double()):
+@on_every_rank(4)
+def test_plain_modules_compiled_or_not():
+    for make in (encoder, lambda: Scaled().double()):
+        model, x = make(), torch.rand(2, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        expected = run(make(), x)
         parallelize(model, tp_mesh(), example=torch.rand(2, 3, 16, dtype=torch.float64))
         with torch.no_grad():  # the encoder's fast path would read the weights of its linears
-            y = model(x)
-        found.append([{"": y}, run(model, x), run(torch.compile(model, backend="aot_eager"), x)])
-    return found
-
-
-def test_plain_modules_compiled_or_not(ranks):
-    x = torch.rand(2, 5, 16, dtype=torch.float64)
-    expected = [run(model, x) for model in (encoder(), Scaled().double())]
-    for found in ranks(4).run(plain_on_rank, x):
-        assert_same(found, [[{"": each[""]}, each, each] for each in expected])
+            assert_same(model(x), expected[""])
+        assert_same([run(model, x), run(torch.compile(model, backend="aot_eager"), x)], [expected] * 2)
 
 
 REASONS = (
@@ -117,8 +111,9 @@ def stepped(tp: bool):
     return {name: full_tensor(each.detach()).clone() for name, each in model.named_parameters()}
 
 
-def test_optimizers_step_with_the_defaults_of_a_gpu(ranks):
-    assert_same(ranks(2).run(stepped, True), [stepped(False)] * 2)
+@on_every_rank(2)
+def test_optimizers_step_with_the_defaults_of_a_gpu():
+    assert_same(stepped(True), stepped(False))
 
 
 @on_every_rank(2)

@@ -1,7 +1,10 @@
 """Each fused style gives what torch's gives with its arguments, and the plain module: results and all gradients."""
 
+from itertools import product
+
 import pytest
 import torch
+from steps import tp_mesh
 from testing import assert_same, on_every_rank
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -78,25 +81,12 @@ def sharded(mesh, style, kind, before, after, options, given_dtensor):
     return {name: full_tensor(part) for name, part in found.items()}
 
 
-def on_rank(t):
-    mesh = build_mesh("cpu", tensor_parallel=t)["tp"]
-    return {
-        f"{style.__name__} {kind.__name__} {options} {given_dtensor}": (
-            kind,
-            sharded(mesh, style, kind, *layouts, options, given_dtensor),
-        )
-        for styles, kind, *layouts, options in CASES
-        for style in styles
-        for given_dtensor in (False, True)
-    }
-
-
-@pytest.mark.parametrize("t", [2, 4])
-def test_same_as_torch_styles(ranks, t):
-    for found in ranks(t).run(on_rank, t):
-        assert len(found) == 4 * len(CASES)
-        for name, (kind, results) in found.items():
-            assert_same(results, plain(kind), name)
+@on_every_rank(2, 4)
+def test_same_as_torch_styles():
+    for styles, kind, *layouts, options in CASES:
+        for style, given_dtensor in product(styles, (False, True)):
+            found = sharded(tp_mesh(), style, kind, *layouts, options, given_dtensor)
+            assert_same(found, plain(kind), f"{style.__name__} {kind.__name__} {options} {given_dtensor}")
 
 
 def applied(style, module):

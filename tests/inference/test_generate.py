@@ -6,6 +6,7 @@ from itertools import count
 import pytest
 import torch
 from made import greedy
+from testing import on_every_rank
 
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.inference.generate import generate, generate_text, next_logits
@@ -78,22 +79,15 @@ def test_samples_are_the_texts_of_their_own_seeds():
     assert together == alone and len({tuple(text) for text in together}) == 6
 
 
-def counted(tp: int, config: GPTConfig) -> list[list[tuple[str, int]]]:
-    model, cache, recorded = build(config, tp=tp), KVCache(), []
-    for rows in (PROMPTS, [[1]] * 4):
+@pytest.mark.parametrize("config", [LLAMA, EXPERTS], ids=["dense", "experts"])
+@on_every_rank(2)
+def test_collectives_of_a_step(config):
+    """Two all-reduces a layer, one for the embedding, one gather of the last tokens' logits, in prefill and decode."""
+    model, cache, hidden, size = build(config, tp=2), KVCache(), 48, 8
+    for rows, tokens in ((PROMPTS, 4 * 6), ([[1]] * 4, 4)):
         with record_collectives() as found:
             next_logits(model, rows, cache)
-        recorded.append(found)
-    return recorded
-
-
-@pytest.mark.parametrize("config", [LLAMA, EXPERTS], ids=["dense", "experts"])
-def test_collectives_of_a_step(ranks, config):
-    """Two all-reduces a layer, one for the embedding, one gather of the last tokens' logits, in prefill and decode."""
-    rows, hidden, size = [4 * 6, 4], 48, 8
-    for found in ranks(2).run(counted, 2, config):
-        for tokens, step in zip(rows, found, strict=True):
-            assert step == [("all_reduce", tokens * hidden * size)] * 5 + [("all_gather", 4 * 384 * size)]
+        assert found == [("all_reduce", tokens * hidden * size)] * 5 + [("all_gather", 4 * 384 * size)]
 
 
 def test_texts_end_where_they_should():

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from made import greedy
-from testing import assert_same
+from testing import assert_same, on_every_rank
 
 from tpformer.distributed import build_mesh
 from tpformer.inference.evaluate import Prompt, answer_shared, greedy_texts
@@ -133,16 +133,13 @@ class Stopping(ByteTokenizer):
     stop_tokens = (ord("j"),)
 
 
-def spoken():
-    mesh = build_mesh("cpu", tensor_parallel=2, data_parallel_replicate=2)["tp"]
-    model = GPT(SPOKEN, tp=TensorParallel(mesh), seed=1, dtype=torch.float64).eval()
-    return answer_shared(model, PROMPTS, lambda share: greedy_texts(model, Stopping(), share, 3))
-
-
-def test_greedy_texts_equal_a_plain_loop(ranks):
+@on_every_rank(4)
+def test_greedy_texts_equal_a_plain_loop():
     """Each ends by its own limit, its own stops or a stop token, whatever is beside it."""
     model = GPT(SPOKEN, seed=1, dtype=torch.float64).eval()
     whole = [ByteTokenizer().decode(greedy(model, prompt.ids, prompt.limit)) for prompt in PROMPTS]
     assert ">" in whole[0][1:] and 0 < whole[1].index("\n") < whole[1].index("j"), "otherwise it would show little"
     expected = [whole[0], whole[1].partition("j")[0], whole[2], whole[0].partition(">")[0], whole[1].partition("\n")[0]]
-    assert ranks(4).run(spoken) == [expected] * 4
+    mesh = build_mesh("cpu", tensor_parallel=2, data_parallel_replicate=2)["tp"]
+    model = GPT(SPOKEN, tp=TensorParallel(mesh), seed=1, dtype=torch.float64).eval()
+    assert answer_shared(model, PROMPTS, lambda share: greedy_texts(model, Stopping(), share, 3)) == expected

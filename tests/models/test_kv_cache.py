@@ -60,23 +60,15 @@ def ragged(model: GPT, whole: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(found), torch.stack(expected)
 
 
-def with_and_without(tp: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """By configuration and pieces: logits with a cache, and those of whole texts without one."""
-    pairs = {}
-    for config in CONFIGS:
-        model = build(config, tp)
-        whole = model(IDS).detach()
-        pairs |= {f"{config} in {pieces}": (in_pieces(model, pieces), whole) for pieces in PIECES}
-        pairs[f"{config} ragged"] = ragged(model, whole)
-    return pairs
-
-
 # 4 ranks share 1 key-value head, or have 1.5 of 6: a rank then keeps two, and one of them for each query
-@pytest.mark.parametrize("tp", [1, 4])
-def test_logits_equal_those_without_a_cache(ranks, tp):
-    for pairs in ranks(tp).run(with_and_without, tp):
-        for name, pair in pairs.items():
-            assert_same(*pair, name)
+@on_every_rank(1, 4)
+def test_logits_equal_those_without_a_cache() -> None:
+    for config in CONFIGS:
+        model = build(config, dist.get_world_size())
+        whole = model(IDS).detach()
+        for pieces in PIECES:
+            assert_same(in_pieces(model, pieces), whole, f"{config} in {pieces}")
+        assert_same(*ragged(model, whole), f"{config} ragged")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

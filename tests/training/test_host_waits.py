@@ -1,9 +1,8 @@
 """A step reads nothing from the device but its numbers, and those when the next step is queued."""
 
-from collections import Counter
-
 import pytest
 import torch
+from testing import on_every_rank
 from tiny_runs import values_with
 from waits import CPU_READS, counted_waits
 
@@ -29,26 +28,21 @@ FREE = (
 )
 
 
-def waits(values: dict, parallel: dict, dtype: str) -> tuple[Counter[str], int]:
-    """What waits in a run's steps, and how many were skipped."""
+@pytest.mark.parametrize(("parallel", "dtype"), [(TP2, "float32"), (PP2, "float32"), (ZERO3, "float16")], ids=str)
+@on_every_rank(2)
+def test_steps_read_their_numbers_and_nothing_else(tiny_values, parallel, dtype):
     sections = {"parallel": parallel, "model": {"dropout": 0.1}, "data": {"valid": []}}
     log = {"norm_interval": 2, "noise_interval": 2, "interval": 2}
     train = {"steps": STEPS, "dtype": dtype, "microbatch_size": 1}
-    trainer = Trainer(build_config(values_with(values, **sections, log=log, train=train)))
+    trainer = Trainer(build_config(values_with(tiny_values, **sections, log=log, train=train)))
     trainer.saves.save, trainer.speed = lambda *_, **__: None, Speed(0)
-    with trainer._watched, counted_waits() as found:
+    with trainer._watched, counted_waits() as waits:
         trainer._train(None, [])
-    return found, trainer.tally.skipped
-
-
-@pytest.mark.parametrize(("parallel", "dtype"), [(TP2, "float32"), (PP2, "float32"), (ZERO3, "float16")], ids=str)
-def test_steps_read_their_numbers_and_nothing_else(ranks, tiny_values, parallel, dtype):
-    for found, skipped in ranks(2).run(waits, tiny_values, parallel, dtype):
-        found = {place: number for place, number in found.items() if not place.startswith(FREE)}
-        schedules = 1 + 2 * (STEPS // 2)  # every second step runs half a batch before
-        votes = {f"{VOTE} {what}": schedules for what in ("tensor", "_local_scalar_dense")}
-        expected = {READ: STEPS, **({SKIPPED: skipped} if skipped else {})}
-        assert found == expected | (votes if "pipeline_parallel" in parallel else {})
+    found = {place: number for place, number in waits.items() if not place.startswith(FREE)}
+    schedules = 1 + 2 * (STEPS // 2)  # every second step runs half a batch before
+    votes = {f"{VOTE} {what}": schedules for what in ("tensor", "_local_scalar_dense")}
+    expected = {READ: STEPS, **({SKIPPED: trainer.tally.skipped} if trainer.tally.skipped else {})}
+    assert found == expected | (votes if "pipeline_parallel" in parallel else {})
 
 
 @pytest.mark.parametrize("wait", [
