@@ -12,7 +12,7 @@ import theirs
 import torch
 import torch.distributed as dist
 from steps import Results, gradients, tp_mesh, with_keys_in_one
-from testing import assert_kernel_close
+from testing import assert_kernel_close, on_every_rank
 from torch import nn
 
 from tpformer import ops
@@ -164,18 +164,15 @@ def test_the_loss_is_the_one_that_runs(edit, operation, reason):
     assert made.called == (operation == ALL_LOGITS)
 
 
-def predictions() -> tuple[str, str]:
-    """The table of LLaMA-70B's MLP at t = 2, if this CPU were an H100, and one of linears that keep nothing sharded."""
+@on_every_rank(2)
+def test_predictions_are_those_of_the_cost_model() -> None:
+    """In the table of LLaMA-70B's MLP, if this CPU were an H100, and one of linears that keep nothing sharded."""
     gathers = ColumnParallelLinear(8, 12, gather_output=True, tp=tp_mesh())
     edges = nn.Sequential(gathers, RowParallelLinear(12, 8, input_is_parallel=False, tp=tp_mesh()))
     with mock.patch.object(cost, "MACHINES", (cost.Machine("cpu", 989e12, 700e12, 380e9, 3e12),)):
         options = {"tp": TensorParallel(tp_mesh(), True), "device": "meta", "dtype": torch.bfloat16, "bias": False}
         model = nn.ModuleList([MLP(8192, ffn_hidden_size=28672, activation="swiglu", **options)])
-        return explain(model, 8192), explain(edges, 8)
-
-
-def test_predictions_are_those_of_the_cost_model(ranks):
-    text, edges = ranks(2).run(predictions)[0]
+        text, edges = explain(model, 8192), explain(edges, 8)
     assert "; as a module it gathers its output" in edges and "; as a module it takes an unsharded input" in edges
     header, gate, down, note = text.splitlines()
     assert header.split()[-3:] == ["break-even", "width", "reason"]

@@ -8,7 +8,7 @@ import pytest
 import small_runs
 import torch
 from small_runs import build, built, take_step, taken_gradients
-from testing import assert_kernel_close, assert_same
+from testing import assert_kernel_close, assert_same, on_every_rank
 
 from tpformer.config import RunConfig
 from tpformer.distributed.dtensor import full_tensor
@@ -141,18 +141,16 @@ def test_item_48_with_few_targets_or_none_loss_and_gradients_are_those_of_one_pr
         assert found["none"][0] == 0 and not any(each.any() for each in found["none"][1].values()), "no targets"
 
 
-def balance_alone(targets: float) -> tuple[float, dict[str, torch.Tensor]]:
-    """What a balance loss adds to the loss and to its gradients, where this share of the tokens are targets."""
-    models = (build(run_config(MODEL, {}, balance_loss=coefficient))[0] for coefficient in (0.0, 1.0))
-    (without, less), (loss, found) = (gradients(model, targets) for model in models)
-    return loss - without, {name: gradient - less[name] for name, gradient in found.items()}
-
-
-def test_item_48_a_balance_loss_is_a_mean_over_tokens_whatever_part_of_them_are_targets(ranks):
+@on_every_rank(1)
+def test_item_48_a_balance_loss_is_a_mean_over_tokens_whatever_part_of_them_are_targets() -> None:
     """Fails if a balance loss, a sum over all tokens, is divided by the number of targets, as losses of targets are."""
-    few, many = (ranks(1).run(balance_alone, share)[0] for share in (0.3, 1.0))
-    assert few[0] > 1
-    assert_same(few, many)
+    plain, balanced = (built(run_config(MODEL, {}, balance_loss=coefficient)) for coefficient in (0.0, 1.0))
+    added = []
+    for share in (0.3, 1.0):
+        (without, less), (loss, found) = (gradients(model, share) for model in (plain, balanced))
+        added.append((loss - without, {name: gradient - less[name] for name, gradient in found.items()}))
+    assert added[0][0] > 1
+    assert_same(*added)
 
 
 def test_items_32_38_39_an_expert_without_tokens_has_a_gradient_of_zero(run):

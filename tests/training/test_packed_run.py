@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from pool import WorkerPool
 from small_runs import build, run_config, take_step
-from testing import all_exponents, assert_identical
+from testing import all_exponents, assert_identical, on_every_rank
 from tiny_runs import rows, values_with
 
 from tpformer.config import RunConfig, build_config
@@ -89,18 +89,15 @@ def test_a_step_that_overflows_on_one_rank_is_computed_again_on_all_and_no_other
         assert repeats == [int(each in LAYOUTS[name][2][1:2]) for each in range(1, STEPS + 1)]
 
 
-def trained(values: dict) -> list[list[dict]]:
-    """The rows of a run without packing and of one with it."""
+@on_every_rank(1)
+def test_rows_of_metrics_say_what_was_packed(tiny_values) -> None:
+    train, found = {"steps": 2, "dtype": "bfloat16", "device": "cpu"}, []
+    values = values_with(tiny_values, model=MODEL | {"vocab_size": 257}, train=train, data={"valid": []})
     for packs in (False, True):
         run = {"dir": f"{values['run']['dir']}-{packs}"}
         Trainer(build_config(values, {"run": run, "parallel": {"pack_activations": packs}})).run()
-    return [rows(f"{values['run']['dir']}-{packs}") for packs in (False, True)]
-
-
-def test_rows_of_metrics_say_what_was_packed(ranks: WorkerPool, tiny_values) -> None:
-    train = {"steps": 2, "dtype": "bfloat16", "device": "cpu"}
-    values = values_with(tiny_values, model=MODEL | {"vocab_size": 257}, train=train, data={"valid": []})
-    for row, other in zip(*ranks(1).run(trained, values)[0], strict=True):
+        found.append(rows(run["dir"]))
+    for row, other in zip(*found, strict=True):
         assert all(row[key] == other[key] for key in ("step_loss", "grad_norm"))
         assert "pack_escapes" not in row
         assert 0 < other["pack_escapes"] < 1e-3 and other["pack_left"] == other["pack_repeats"] == 0

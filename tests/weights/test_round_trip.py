@@ -5,9 +5,10 @@ import json
 import oracle
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from testing import assert_identical, assert_same
+from testing import assert_identical, assert_same, on_every_rank
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -108,26 +109,23 @@ def test_old_files_are_read(tmp_path):
     assert_same(ours(tmp_path / "llama"), theirs(model))
 
 
-def loaded_on_shards(folder: str) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """The whole parameters that 2 x 2 ranks have loaded, and the tensors of experts that this rank has read."""
+@on_every_rank(4)
+def test_ranks_that_fsdp2_shards_read_a_quarter_of_the_experts_each(tmp_path):
+    """Without FSDP2 tests/training/test_source.py asks it, and that every layout loads the same."""
+    if dist.get_rank() == 0:
+        oracle.make("mixtral", tmp_path)
+    dist.barrier()
     mesh = build_mesh("cpu", tensor_parallel=2, data_parallel_shard=2)
-    source, read = open_source(folder), []
+    source, read = open_source(tmp_path), []
+    alone = GPT(source.architecture)
+    source.load([alone])
     model = GPT(source.architecture, tp=mesh["tp"], device="meta")
     fully_shard(model, mesh=mesh["dp_shard"])
     model.to_empty(device="cpu")
     slice_of = source.files.slice
     source.files.slice = lambda name: [read.append(name), slice_of(name)][1]
     source.load([model])
-    whole = {name: full_tensor(value).clone() for name, value in model.state_dict().items()}
-    return whole, {name for name in read if ".experts." in name}
-
-
-def test_ranks_that_fsdp2_shards_read_a_quarter_of_the_experts_each(ranks, tmp_path):
-    """Without FSDP2 tests/training/test_source.py asks it, and that every layout loads the same."""
-    oracle.make("mixtral", tmp_path)
-    source = open_source(tmp_path)
-    alone = GPT(source.architecture)
-    source.load([alone])
-    for found, read in ranks(4).run(loaded_on_shards, str(tmp_path)):
-        assert_identical(found, dict(alone.state_dict()))
-        assert len(read) == 3 * 3 * 4 // 4  # of 3 layers with 3 matrices in each of 4 experts
+    found = {name: full_tensor(value).clone() for name, value in model.state_dict().items()}
+    assert_identical(found, dict(alone.state_dict()))
+    # of 3 layers with 3 matrices in each of 4 experts
+    assert len({name for name in read if ".experts." in name}) == 3 * 3 * 4 // 4
