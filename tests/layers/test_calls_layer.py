@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from steps import draw, each_case
-from testing import assert_identical, assert_same
+from steps import draw, tp_mesh
+from testing import assert_identical, assert_same, on_every_rank
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -71,9 +71,15 @@ def test_a_model_without_samples_has_loss_zero(tied, options, recompute):
         assert loss == 0 and all(not p.grad.any() for p in model.parameters())
 
 
-def wanted_alone(mesh, transport: str, sequence_parallel: bool, queued: bool) -> None:
+ON_TRANSPORTS = list(product(("sequential", "pipelined"), (False, True)))  # with and without sequence shards
+
+
+@pytest.mark.parametrize("queued", [False, True])
+@pytest.mark.parametrize("transport, sequence_parallel", ON_TRANSPORTS)
+@on_every_rank(2)
+def test_no_gradient_that_nobody_wants(transport: str, sequence_parallel: bool, queued: bool) -> None:
     """A row linear whose input needs no gradient gathers once and makes no dx, as does a linear after a frozen norm."""
-    tp = TensorParallel(mesh, sequence_parallel, transport)
+    tp = TensorParallel(tp_mesh(), sequence_parallel, transport)
     x, weight, results = torch.randn(4, K), torch.randn(N, K, requires_grad=True), []
     gemm, queue = 2 * 4 * K * N, ops.WeightGradientQueue()
     for needed in (True, False):
@@ -99,29 +105,20 @@ def wanted_alone(mesh, transport: str, sequence_parallel: bool, queued: bool) ->
     assert flops.get_total_flops() == gemm
 
 
-ON_TRANSPORTS = list(product(("sequential", "pipelined"), (False, True)))  # with and without sequence shards
-
-
-def test_no_gradient_that_nobody_wants(ranks):
-    assert [*each_case(ranks, 2, wanted_alone, [(*case, queued) for case in ON_TRANSPORTS for queued in (False, True)])]
-
-
-def trained(mesh, transport: str, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("transport, sequence_parallel", ON_TRANSPORTS)
+@on_every_rank(2)
+def test_training_after_inference_has_the_same_gradients(transport: str, sequence_parallel: bool) -> None:
     """What inference_mode leaves behind, such as views of shared memory, can be used in training."""
+    assert {*TRANSPORTS} - {"auto", "fused"} == {each for each, _ in ON_TRANSPORTS}
     ids, results, config = torch.arange(12).view(3, 4), [], GPTConfig(**SMALL, vocab_multiple=4)
     for infer_first in (False, True):
-        model = GPT(config, tp=TensorParallel(mesh, sequence_parallel, transport), seed=1)
+        model = GPT(config, tp=TensorParallel(tp_mesh(), sequence_parallel, transport), seed=1)
         with torch.inference_mode():
             for targets in (None, ids) if infer_first else ():
                 model(ids, targets=targets)
         model(ids, targets=ids).backward()
         results.append([p.grad.to_local() for p in model.parameters()])
     assert_identical(*results)
-
-
-def test_training_after_inference_has_the_same_gradients(ranks):
-    assert {*TRANSPORTS} - {"auto", "fused"} == {transport for transport, _ in ON_TRANSPORTS}
-    assert [*each_case(ranks, 2, trained, ON_TRANSPORTS)]
 
 
 def test_objects_that_a_user_keeps():

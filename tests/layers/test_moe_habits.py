@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 import torch
-from steps import Results, assert_ranks_have, each_case, gradients, own, step
+from steps import Results, assert_ranks_have, each_case, gradients, own, step, tp_mesh
 from test_moe_layer import BATCH, EXPERTS, HIDDEN, SEQ, TOKENS, WIDTH, by_loop, inputs, make_moe
-from testing import assert_identical, assert_kernel_close, assert_same
+from testing import assert_identical, assert_kernel_close, assert_same, on_every_rank
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
@@ -230,14 +230,12 @@ def test_inference_in_training_mode_is_counted_and_padding_is_neither_counted_no
     assert_same(losses[0], parts[0] + parts[1])
 
 
-def one_token(mesh, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@on_every_rank(4)
+def test_one_token_on_four_ranks(sequence_parallel: bool) -> None:
     dim = 0 if sequence_parallel else None
-    moe, whole = make_moe("sigmoid-bias-shared", mesh, sequence_parallel), make_moe("sigmoid-bias-shared")
-    x = inputs()[0].flatten(0, 1)[: mesh.size() if sequence_parallel else 1]
+    moe, whole = make_moe("sigmoid-bias-shared", tp_mesh(), sequence_parallel), make_moe("sigmoid-bias-shared")
+    x = inputs()[0].flatten(0, 1)[: 4 if sequence_parallel else 1]
     y = moe(own(x, dim))
     assert_same(y, own(whole(x), dim))
     y.sum().backward()
-
-
-def test_one_token_on_four_ranks(ranks):
-    assert [*each_case(ranks, 4, one_token, [(True,), (False,)])]
