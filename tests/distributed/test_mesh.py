@@ -1,4 +1,5 @@
-"""The world starts without a launcher, the mesh has its axes, and wrong sizes and environments are refused."""
+"""The world starts without a launcher, the mesh's groups have their timeout, and wrong sizes and environments are
+refused. tests/planner/test_placement.py has the axes of the mesh."""
 
 from datetime import timedelta
 
@@ -9,16 +10,6 @@ from pool import PROCESS_GROUP_TIMEOUT
 from testing import on_every_rank
 
 from tpformer.distributed import build_mesh, initialize
-
-
-@on_every_rank(4)
-def test_axes_outer_to_inner() -> None:
-    mesh, rank = build_mesh("cpu", tensor_parallel=2, data_parallel_shard=2), dist.get_rank()
-    assert mesh.mesh_dim_names == ("pp", "dp_replicate", "dp_shard", "tp")
-    assert list(mesh.get_coordinate()) == [0, 0, rank // 2, rank % 2]
-    groups = {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in mesh.mesh_dim_names}
-    shard, tp = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
-    assert groups == {"pp": [rank], "dp_replicate": [rank], "dp_shard": shard, "tp": tp}
 
 
 @on_every_rank(2)

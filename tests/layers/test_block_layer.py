@@ -204,11 +204,6 @@ def test_a_layer_alone_and_an_attention_of_other_people_on_shards_equal_the_whol
             assert_ranks_have(found, expected, 1, f"{case} on {t}")
 
 
-def test_dropout_is_in_training_only():
-    x, _ = inputs()
-    assert torch.equal(make_block("gelu-erf", dropout=0.5).eval()(x), make_block("gelu-erf")(x))
-
-
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
 def test_no_tokens_are_no_error(shape):
     mask, block = torch.zeros(shape, dtype=torch.bool), make_block("mqa")

@@ -116,15 +116,6 @@ def test_default_sizes():
     assert layers.VocabParallelEmbedding(256, 1, device="meta").weight.shape == (256, 1)
 
 
-def test_placement_dtype_and_device_are_passed_on():
-    """A norm on sequence shards beside linears on whole samples would be trained with wrong gradients."""
-    place = layers.TensorParallel(sequence_parallel=True)
-    block = layers.TransformerBlock(8, 2, tp=place, device="meta", dtype=torch.bfloat16)
-    assert all(part.tp is place for part in block.modules() if isinstance(part, layers.ParallelModule))
-    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in block.parameters())
-    assert not layers.TransformerBlock(16, 4).tp.sequence_parallel
-
-
 # on 3 ranks the MLP and the vocabulary are uneven, and each rank has both key-value heads
 CONFIG = GPTConfig(
     vocab_size=VOCAB, vocab_multiple=4, seq_length=6, n_layers=1, hidden_size=HIDDEN, n_heads=6, n_kv_heads=2,
