@@ -2,7 +2,7 @@
 refuse; and by what a replay finds a plan. That a replay launches what the launcher would is in tests/driver."""
 
 import math
-from types import SimpleNamespace
+from collections.abc import Iterator
 
 import gemms
 import pytest
@@ -22,15 +22,14 @@ from tpformer.kernels.matmul_all_reduce.kernel import band_rows, matmul_all_redu
 from tpformer.kernels.matmul_all_reduce.kernel import plan as plan_all_reduce
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
 from tpformer.kernels.replay import describe
+from tpformer.planner.devices import as_if_on, load_device
 
 
 @pytest.fixture
-def h100(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+def h100() -> Iterator[torch.device]:
     """A device that torch takes for an H100."""
-    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=228 << 10)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    return torch.device("cuda")
+    with as_if_on(load_device("h100")) as device:
+        yield device
 
 
 def test_tiles_are_few_and_used(h100) -> None:

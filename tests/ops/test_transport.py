@@ -13,6 +13,7 @@ from tpformer.kernels import cost
 from tpformer.ops import transport
 from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER, Grouped, Request, record_transport
 from tpformer.ops.transports.prediction import send_by_copies
+from tpformer.planner.devices import as_if_on, load_device
 
 H100 = "NVIDIA H100 80GB HBM3"
 CUDA, CPU = device("cuda"), device("cpu")
@@ -34,9 +35,6 @@ def request(op=GATHER, m=8192, n=1792, k=4096, ranks=8, dtype=BF16, where=CUDA, 
 def node(monkeypatch):
     """node(fused=reason, backend=..., name=...) describes a node of H100s; by default one with fused kernels."""
     pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
-    properties = SimpleNamespace(name=H100, multi_processor_count=132, shared_memory_per_multiprocessor=228 << 10)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
     def describe(fused=None, backend="nccl", name=H100, copied_flags=None) -> None:
         answers = {"why_not_fused": fused, "why_copied_flags": copied_flags}
@@ -44,7 +42,8 @@ def node(monkeypatch):
             monkeypatch.setattr(transport, function, lambda *_, answer=answer: answer)
 
     describe()
-    yield describe
+    with as_if_on(load_device("h100")):
+        yield describe
     ops.use_measured_table(None)
 
 
