@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from testing import on_every_rank
 
 from bench import nvlink
 from bench.ratios import means
@@ -16,9 +17,10 @@ from tpformer.config.transport_table import read_transport_table
 from tpformer.ops.transports.interface import GATHER, OPERATIONS, SCATTER
 
 
-def linears_on_processes() -> tuple[list[str], dict[str, list[float]], str, list[tuple[int, ...]]]:
-    """(providers that agree with float64, seconds of the slowest rank, what is said when rank 1 is wrong, shapes of
-    torch's operations), over gloo, where rank r takes r + 1 seconds."""
+@on_every_rank(2)
+def test_transports_agree_and_the_slowest_rank_counts() -> None:
+    """Over gloo, where rank r takes r + 1 seconds. One rank's mistake is raised by all. torch's own operations are
+    called as they are declared, with tensors without memory."""
 
     def cold(call, repetitions, flushed):
         def sample() -> float:
@@ -43,28 +45,15 @@ def linears_on_processes() -> tuple[list[str], dict[str, list[float]], str, list
             nvlink.check_shape(shape)
             names += list(nvlink.providers(shape))
         seconds = nvlink.measure(shape, Effort(2, 1))
-        with mock.patch.object(nvlink, "providers", wrong_on_rank_1), pytest.raises(AssertionError) as caught:
+        said = pytest.raises(AssertionError, match="rank 1 tiny linear 8x6x10 pipelined: error")
+        with mock.patch.object(nvlink, "providers", wrong_on_rank_1), said:
             nvlink.check_shape(shape)
-    return names, seconds, str(caught.value), torch_shapes()
-
-
-def torch_shapes() -> list[tuple[int, ...]]:
-    """What torch's operations give for tensors without memory: that they are called as they are declared."""
-    size, shapes = dist.get_world_size(), []
-    for op, rows in ((GATHER, 8 // size), (SCATTER, 8)):
-        x, w = torch.empty(rows, 10, device="meta"), torch.empty(6, 10, device="meta")
-        operation = nvlink.torch_operation(Shape("tiny", "linear", op, 8, 6, 10, size), x, w, nvlink.world())
-        shapes.append(tuple(operation().shape))
-    return shapes
-
-
-def test_transports_agree_and_the_slowest_rank_counts(ranks):
-    """One rank's mistake is raised by all. torch's own operations are called as they are declared."""
-    (names, seconds, said, shapes), second = ranks(2).run(linears_on_processes)
-    assert second == (names, seconds, said, shapes) and shapes == [(8, 6), (4, 6)]
     assert names == ["sequential", "pipelined"] * 3
     assert seconds == {"sequential": [2.0, 2.0], "pipelined": [2.0, 2.0]}
-    assert "rank 1 tiny linear 8x6x10 pipelined: error" in said
+    for op, rows, result in ((GATHER, 4, (8, 6)), (SCATTER, 8, (4, 6))):
+        x, w = torch.empty(rows, 10, device="meta"), torch.empty(6, 10, device="meta")
+        operation = nvlink.torch_operation(Shape("tiny", "linear", op, 8, 6, 10, 2), x, w, nvlink.world())
+        assert operation().shape == result
 
 
 def test_rows_and_table(tmp_path):
