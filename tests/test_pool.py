@@ -39,9 +39,8 @@ def return_a_lambda(_: int) -> object:
 def test_results_are_in_rank_order(ranks: WorkerPool) -> None:
     for size in (1, 2, 3):
         total = sum(range(size)) + 10 * size
-        assert ranks(size).run(rank_and_sum, 10) == [
-            (rank, size, torch.get_num_threads(), total) for rank in range(size)
-        ]
+        wanted = [(rank, size, torch.get_num_threads(), total) for rank in range(size)]
+        assert ranks(size).run(rank_and_sum, 10) == wanted
 
 
 @pytest.mark.parametrize(("function", "options", "said"), [

@@ -100,9 +100,8 @@ def test_a_folder_gets_results_of_a_part_and_of_a_changed_tree(tmp_path, monkeyp
     monkeypatch.setattr(runner, "RESULTS", tmp_path / "results")
     asked: list[bool] = []
     for options in ([], ["--quick"]):
-        assert (
-            main(["toy", *options, "--into", str(tmp_path / "there")], [toy(asked.append)], tmp_path / "results") == 0
-        )
+        arguments = ["toy", *options, "--into", str(tmp_path / "there")]
+        assert main(arguments, [toy(asked.append)], tmp_path / "results") == 0
     assert asked == [False, True] and not (tmp_path / "results").exists()
     assert "differ from the commit" not in capsys.readouterr().out
     whole, quick = (json.loads((tmp_path / "there" / name).read_text()) for name in ("toy.json", "toy-quick.json"))

@@ -68,9 +68,8 @@ def test_stages_are_late_as_the_formula_says(stages):
         inputs, options["targets"] = rows(minibatch)[:, :-1], rows(minibatch)[:, 1:]
         loss = torch.func.functional_call(model, used, (inputs,), options)
         losses.append(float(loss.detach()) / 12)
-        for parameter, gradient in zip(
-            model.parameters(), torch.autograd.grad(loss, [*used.values()], torch.full_like(loss, 1 / 12)), strict=True
-        ):
+        gradients = torch.autograd.grad(loss, [*used.values()], torch.full_like(loss, 1 / 12))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient
         optimizer.update(lr, torch.zeros(()))
         past.append({name: each.detach().clone() for name, each in model.named_parameters()})

@@ -49,10 +49,10 @@ def gradients(fields: dict) -> tuple[list[float], bool, dict[str, torch.Tensor]]
 
 
 LAYOUTS = [{"cpu_offload": True}, *({"pipeline_schedule": schedule} for schedule in SCHEDULES)]
-for schedule, zero in (("1F1B", 1), ("1F1B", 3), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 1)):
-    LAYOUTS.append(
-        {"data_parallel_shard": 2, "pipeline_split": "time", "pipeline_schedule": schedule, "zero_stage": zero}
-    )
+LAYOUTS += [
+    {"data_parallel_shard": 2, "pipeline_split": "time", "pipeline_schedule": schedule, "zero_stage": zero}
+    for schedule, zero in (("1F1B", 1), ("1F1B", 3), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 1))
+]
 
 
 @pytest.mark.parametrize("fields", LAYOUTS, ids=str)

@@ -103,6 +103,5 @@ COMMANDS = re.findall(r"```bash\ntpformer plan (.*)\n```\n```\n((?:.*\n)*?)```",
 def test_crossovers(command, printed, capsys):
     plan_command(shlex.split(command))
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if " is the fastest" in line or line.startswith("no layout works")] == (
-        printed.splitlines()
-    )
+    verdicts = [line for line in lines if " is the fastest" in line or line.startswith("no layout works")]
+    assert verdicts == printed.splitlines()
