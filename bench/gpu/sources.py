@@ -4,6 +4,7 @@ Belongs here: what kernels import of one another, so that an item names its oper
 """
 
 import ast
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,13 +13,19 @@ from .. import provenance
 KERNELS = "kernels"
 
 
+@functools.cache  # many items have the same kernels
+def imports(text: str) -> list[tuple[int, str, list[str]]]:
+    """(dots, module, names) of each relative import of a source."""
+    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and node.level)
+    return [(node.level, node.module or "", [alias.name for alias in node.names]) for node in nodes]
+
+
 def imported(path: Path, root: Path) -> set[Path]:
     """The files of kernels/ that one of them imports. A name may be a module, or something in one."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
-            found |= {base.with_suffix(".py"), *(base / f"{alias.name}.py" for alias in node.names)}
+    for dots, module, names in imports(path.read_text()):
+        base = path.parents[dots - 1].joinpath(*module.split("."))
+        found |= {base.with_suffix(".py"), *(base / f"{name}.py" for name in names)}
     return {each for each in found if each.is_file() and each.is_relative_to(root / KERNELS)}
 
 

@@ -42,11 +42,14 @@ class State:
         self.path, self.machine = path, dict(machine)
         found = json.loads(path.read_text()) if path.exists() else {"items": {}}
         self.entries = {name: Entry(**fields) for name, fields in found["items"].items()}
+        self.keys: dict[tuple[Item, tuple[str, ...]], str] = {}  # all of them take seconds, and are asked for each item
 
     def key(self, item: Item, arguments: tuple[str, ...]) -> str:
-        """What a result of this command depends on."""
-        parts = [digest(files(item.sources)), sorted(self.machine.items()), arguments, item.environment]
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+        """What a result of this command depends on, with the sources as they are when a call first asks."""
+        if (item, arguments) not in self.keys:
+            parts = [digest(files(item.sources)), sorted(self.machine.items()), arguments, item.environment]
+            self.keys[item, arguments] = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+        return self.keys[item, arguments]
 
     def done(self, name: str, key: str) -> bool:
         """Whether the item was measured with this key."""
