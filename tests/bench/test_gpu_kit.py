@@ -116,14 +116,16 @@ def sleepers() -> set[str]:
 
 
 def test_an_item_is_ended_at_its_limit_with_its_children(tmp_path, monkeypatch):
-    monkeypatch.setattr(Item, "limit", 2)
-    monkeypatch.setattr(schedule, "GRACE", 0.5)
+    monkeypatch.setattr(Item, "limit", property(lambda item: item.seconds))
+    monkeypatch.setattr(schedule, "GRACE", 0.1)
+    monkeypatch.setattr(schedule, "SPARE", 0)
     before = sleepers()
-    run(session(tmp_path, [toy("endless", 10, 1, LONG), toy("next", 1, 1)]))
+    run(session(tmp_path, [toy("endless", 100, 1, LONG), toy("next", 1, 60)]))
     assert outcomes(tmp_path) == {"endless": LIMIT, "next": MEASURED} and sleepers() <= before
-    monkeypatch.setattr(Item, "limit", 100)
-    run(session(tmp_path / "another", [toy("endless", 10, 1, LONG)], seconds=8))
+    monkeypatch.setattr(schedule, "MARGIN", 0)
+    run(session(tmp_path / "another", [toy("endless", 10, 60, LONG)], seconds=1))
     assert outcomes(tmp_path / "another") == {"endless": STOPPED}, "the time was over"
+    assert sleepers() <= before
 
 
 def call_with_toys(folder: str) -> None:
@@ -245,6 +247,7 @@ def test_items_are_in_their_order_and_have_all_kernels():
         command.chosen(["noorm"], ITEMS)
 
 
+@pytest.mark.proof
 def test_a_rehearsal_of_a_real_item(tmp_path):
     """In a process of its own, as Triton looks for its driver once."""
     cheapest = ["-m", "bench", "gpu", "--rehearse", "--only", "ceilings", "--only", "update", "--out", str(tmp_path)]
