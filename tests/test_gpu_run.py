@@ -3,12 +3,13 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import gpu_run
 import pytest
-from gpu_run import Job, files, jobs, main
+from gpu_run import NOT_RUN, Job, files, jobs, main, merged
 
 TESTS = Path(__file__).parent
 GPU = "import os, pathlib, pytest\npytestmark = pytest.mark.gpu\n"
@@ -19,12 +20,23 @@ def test_counted():
     place = pathlib.Path(__file__).with_name("runs")
     place.write_text(place.read_text() + "x" if place.exists() else "x")
 """
+started = subprocess.run
 KILLED = "def test_killed():\n    if not pathlib.Path(__file__).with_name('ready').exists(): os.kill(os.getpid(), 9)\n"
+
+
+def forked(command: list[str], **options) -> subprocess.CompletedProcess:
+    """In place of a new Python, which would import torch: a fork of this process, which has."""
+    if command[:3] != [sys.executable, "-m", "pytest"]:
+        return started(command, **options)
+    if (pid := os.fork()) == 0:
+        os.dup2(options["stdout"].fileno(), 1)
+        os._exit(int(pytest.main(command[3:])))
+    return subprocess.CompletedProcess(command, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def call(folder: str, arguments: list[str]) -> None:
     sys.path[:0] = [str(TESTS.parent), str(TESTS)]
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+    gpu_run.subprocess.run = forked
     sys.exit(main([*arguments, "--into", f"{folder}/report.json", "--processes", "2"]))
 
 
@@ -47,6 +59,16 @@ def test_reports_of_processes_become_one(commands, tmp_path):
         code, report, out = run(commands, tmp_path, "test_counted.py", "test_killed.py")
         assert code == 0 and report["counts"] == {"passed": 2}, out
     assert (tmp_path / "runs").read_text() == "x", "what has passed is not run again"
+
+
+def test_what_did_not_run_is_of_no_weight(tmp_path):
+    """A part's report names tests of other parts, too, which it did not run."""
+    reports = [tmp_path / name for name in ("first", "second")]
+    for report, ran in zip(reports, ("a", "b"), strict=True):
+        tests = [{"test": test, "outcome": "passed" if test == ran else NOT_RUN} for test in "abc"]
+        report.write_text(json.dumps({"tests": tests}))
+    expected = {"a": "passed", "b": "passed", "c": NOT_RUN}
+    assert {test["test"]: test["outcome"] for test in merged(reports)} == expected
 
 
 def test_parts_are_the_same_on_the_same_code(tmp_path, monkeypatch):
