@@ -20,6 +20,7 @@ from . import (
     layer,
     learning_rate,
     matmul,
+    matmul_trials,
     memory,
     moe,
     nvlink,
@@ -67,7 +68,7 @@ BENCHES: tuple[Bench, ...] = (
         protocol.BENCH,
         host.BENCH,
     ),
-    *(ceilings.BENCH, constants.BENCH, gates(KERNELS), *KERNELS, nvlink.BENCH),
+    *(ceilings.BENCH, constants.BENCH, matmul_trials.BENCH, gates(KERNELS), *KERNELS, nvlink.BENCH),
 )
 
 if __name__ == "__main__":  # worker processes import this module again

@@ -6,6 +6,7 @@ Belongs here: a way for each kind of results. The whole of them is in the file.
 import json
 from pathlib import Path
 
+from ..matmul_trials import TRIAL
 from ..ratios import Row
 
 ASSUMED = "kernels/cost.py"  # the baseline of what the model has constants for
@@ -24,6 +25,9 @@ def figure(path: Path) -> str:
         return f"{len(rows) - len(wrong)} of {len(rows)} pass" + (f", not {', '.join(wrong)}" if wrong else "")
     if "tokens_per_second" in rows[0]:
         return "; ".join(f"{row['tokens_per_second']:,.0f} tokens/s" for row in rows)
+    trials = [f"{row['provider']} {row['ratio']:.3f}" for row in rows if row["case"] == TRIAL]
+    if trials:
+        return "; ".join(trials)
     return constants(rows) if rows[0]["baseline"] == ASSUMED else ratio(rows)
 
 

@@ -86,6 +86,7 @@ SCATTER = (*kernels("matmul_reduce_scatter", "matmul"), *FUSED)
 ALL_REDUCE = (*kernels("matmul_all_reduce", "matmul"), *FUSED)
 GROUPED = (*kernels("grouped_matmul"), "bench/grouped_matmul.py")
 GATHERED = (*GROUPED, *kernels("all_gather_grouped_matmul"), "bench/gathered_experts.py")
+TRIALS = (*GEMM, "bench/matmul_trials.py", "bench/specialised.py")
 CONSTANTS = (*GATHER, *SCATTER, *ALL_REDUCE, "bench/constants.py", "bench/release.py")
 LAYER = ("kernels/**/*.py", "tpformer/**/*.py", "bench/layer.py", "bench/plain.py")
 PRETRAIN = ("kernels/**/*.py", "tpformer/**/*.py", "bench/pretrain.py")
@@ -196,6 +197,7 @@ ITEMS = (
     quick("rope", 35, 8, bar=COPY, prediction="0.93"),
     profiled("matmul", 80, 20, GEMM),
     profiled("matmul_reduce_scatter", 78, 20, SCATTER),
+    quick("matmul_trials", 76, 20, TRIALS, prediction="1.01 to 1.02; 1.02 to 1.05"),
     quick("layer", 90, 25, LAYER, prediction="620 TFLOP/s"),
     tests("other tests", 315, 90, "--others", f"{KERNEL_TESTS}/test_philox_kernel.py"),
     whole("matmul", 120, GEMM),
