@@ -45,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", type=part, help="run one of so many parts, as 1/6; all take about as long")
     where = "bench/results/<the GPU's name>/<marker>_tests.json; of a changed tree, build/results/..."
     parser.addoption("--report", help=f"where the report goes ({where})")
+    parser.addoption("--times", type=int, default=1, help="run each test so many times, under as many names")
     if not TIMEOUTS:
         parser.addini("timeout", "seconds of a test; without pytest-timeout nothing ends one")
 
@@ -65,6 +66,17 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.path.append(str(STAND_INS))
         os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(STAND_INS)])
     config.pluginmanager.register(Report(config), "gpu-report-of-this-run")
+
+
+@pytest.fixture
+def time_of_many(request: pytest.FixtureRequest) -> None:
+    """Which of --times this is."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.config.option.times > 1:
+        metafunc.fixturenames.append("time_of_many")
+        metafunc.parametrize("time_of_many", range(metafunc.config.option.times), indirect=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -28,7 +28,8 @@ PRETENDING = ("-m", "checks.driver.pretend")
 UNJUDGED = ("-p", "pretending")
 PART_SECONDS = 30  # of a process's tests, by an earlier report
 TEST_SECONDS = 100  # after which a test is ended, where pytest-timeout is installed
-PROCESSES = max(1, (os.cpu_count() or 1) - 2)
+COMPILING_SECONDS = 900  # the same where each kernel has to be compiled, on a few cores
+CORES = os.cpu_count() or 1
 
 
 class Job(NamedTuple):
@@ -97,10 +98,11 @@ def run(job: Job, folder: Path, pretends: bool) -> None:
     report = job.report(folder)
     if ended(report, job.part):
         return
+    seconds = COMPILING_SECONDS if pretends else TEST_SECONDS
     command = [
         sys.executable, *(PRETENDING if pretends else ()), "-m", "pytest", *(UNJUDGED if pretends else ()),
         "-q", "-p", "gpu_report", "-p", "no:cacheprovider", "--override-ini",
-        f"timeout={TEST_SECONDS}", "-m", MARKER, job.file, "--part", f"{job.part}/{job.parts}", "--report", str(report),
+        f"timeout={seconds}", "-m", MARKER, job.file, "--part", f"{job.part}/{job.parts}", "--report", str(report),
     ]  # fmt: skip
     with report.with_suffix(".txt").open("w") as log:
         code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT).returncode
@@ -130,7 +132,7 @@ def main(arguments: list[str]) -> int:
     group.add_argument("--fused", action="store_true", help="those of communicating kernels, and of what they need")
     group.add_argument("--others", action="store_true", help="all others")
     parser.add_argument("--into", type=Path, required=True, metavar="FILE", help="the report")
-    parser.add_argument("--processes", type=int, default=PROCESSES, help="how many at a time")
+    parser.add_argument("--processes", type=int, help="how many at a time; most of the cores, with --pretend all")
     parser.add_argument("--pretend", action="store_true", help="without a GPU: what the tests find then means nothing")
     options = parser.parse_args(arguments)
     every = options.files or [
@@ -140,7 +142,7 @@ def main(arguments: list[str]) -> int:
     folder = options.into.parent / "logs" / options.into.stem
     listed = jobs(every, folder)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # its processes, of the same group, get one of their own
-    pool = ThreadPoolExecutor(options.processes)
+    pool = ThreadPoolExecutor(options.processes or (CORES if options.pretend else max(1, CORES - 2)))
     try:
         list(pool.map(lambda job: run(job, folder, options.pretend), listed))
     finally:

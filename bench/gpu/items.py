@@ -43,10 +43,10 @@ class Item(NamedTuple):
     def compilation(self) -> Command | None:
         """The command on a driver that runs no kernel, with all its sizes: what it compiles, it would compile on a GPU.
 
-        None if it compiles nothing of its own, or needs a GPU's process group.
+        None if it compiles nothing that another item does not, or needs a GPU's process group.
         """
         arguments, result = self.command
-        if self.tool or self.environment or self.command == GATES or "pretrain" in arguments:
+        if self.tool or self.environment or "pretrain" in arguments or "pytest" in arguments:
             return None
         if "bench" not in arguments:
             return Command((*arguments, "--pretend"), result)
@@ -79,6 +79,7 @@ def pretended(command: Command) -> Command:
 
 QUICK = ("--quick",)
 KERNEL_TESTS = "tests/kernels"
+GATHER_TESTS, ON_GPU = f"{KERNEL_TESTS}/test_all_gather_matmul_kernel.py", "test_virtual_ranks_on_gpu"
 GEMM = (*kernels("matmul"), "bench/matmul.py", "bench/shapes.py")
 FUSED = ("bench/fused*.py", "bench/shapes.py", "bench/channels.py")
 GATHER = (*kernels("all_gather_matmul"), *FUSED)
@@ -125,24 +126,14 @@ def tests(name: str, value: int, seconds: int, group: str, *rehearsed: str) -> I
     return Item(name, value, seconds, *commands, TESTS, "no failure")
 
 
-def watched(name: str, value: int, seconds: int, test: str) -> Item:
-    """A test of kernels under NVIDIA's memory checker."""
+def gather(name: str, value: int, seconds: int, times: int, tool: tuple[str, ...] = ()) -> Item:
+    """The test of the gather that once had values which were not finite, so many times; in a rehearsal a small one."""
     result = f"{name.replace(' ', '_')}.json"
-    options = (
-        "-q",
-        "-p",
-        "gpu_report",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "gpu",
-        f"{KERNEL_TESTS}/{test}",
-        "--report",
-        f"{INTO}/{result}",
-    )
-    command = Command(("-m", "pytest", *options), result)
-    tool = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "3")
-    return Item(name, value, seconds, command, pretended(command), TESTS, "no error", "none", tool)
+    pytest = ("-m", "pytest", "-q", "-p", "gpu_report", "-p", "no:cacheprovider", "-m", "gpu", GATHER_TESTS)
+    into = ("--report", f"{INTO}/{result}", "-k")
+    rehearsal = Command((*PRETENDING, *pytest, "-p", "pretending", *into, f"{ON_GPU} and small-2"), result)
+    command = Command((*pytest, "--times", str(times), *into, f"{ON_GPU} and large-8"), result)
+    return Item(name, value, seconds, command, rehearsal, TESTS, "no failure", "none", tool)
 
 
 def profiled(kernel: str, value: int, seconds: int, sources: tuple[str, ...]) -> Item:
@@ -182,7 +173,8 @@ ITEMS = (
     ),
     quick("matmul", 228, 35, GEMM, "0.95 of cuBLAS", "0.88"),
     assembled(224, 35),
-    watched("memcheck", 190, 30, "test_matmul_reduce_scatter_kernel.py::test_virtual_ranks_on_gpu[small-2]"),
+    gather("memcheck", 190, 30, 1, ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "3")),
+    gather("gather 20 times", 245, 40, 20),
     tests("tests of fused kernels", 480, 80, "--fused", "tests/distributed/test_symmetric.py"),
     quick("grouped_matmul", 170, 30, GROUPED, prediction="0.9 of torch's"),
     quick("all_gather_grouped_matmul", 165, 30, GATHERED, prediction="0.9 of the GEMM"),

@@ -28,6 +28,7 @@ from .state import DONE, FAILED, LIMIT, MEASURED, MISSED, STOPPED, State
 
 MARGIN, SPARE = 1.2, 5.0  # an item begins if so many times its seconds, and so many more, are left
 MEASURE, REHEARSE, FILL = "measure", "rehearse", "fill"
+COMPILING = 3600.0  # seconds of an item that is only compiled, after which it is ended
 GRACE = 5.0  # seconds between asking a process to end and ending it
 LOOKS = 0.05  # seconds
 
@@ -80,6 +81,10 @@ class Session(NamedTuple):
             return item.compilation is not None
         return self.pretends or not item.tool or shutil.which(item.tool[0]) is not None
 
+    def limit(self, item: Item) -> float:
+        """Seconds after which an item is ended."""
+        return COMPILING if self.way == FILL else item.limit
+
     def log(self, item: Item) -> Path:
         return self.folder / "logs" / f"{item.name.replace(' ', '_')}.txt"
 
@@ -111,10 +116,10 @@ def take(session: Session, item: Item, left: float) -> None:
     result, log = session.folder / session.command(item).result, session.log(item)
     before = stamp(result)
     begun = time.monotonic()
-    code = execute(session, item, begun + min(item.limit, left))
+    code = execute(session, item, begun + min(session.limit(item), left))
     seconds = time.monotonic() - begun
     if code is None:
-        outcome = STOPPED if session.stop.asked or seconds < item.limit else LIMIT
+        outcome = STOPPED if session.stop.asked or seconds < session.limit(item) else LIMIT
     elif code in (0, 1) and stamp(result) != before:
         outcome = MISSED if code else MEASURED
     else:
