@@ -2,9 +2,9 @@
 
     python -m checks.driver.pretend -m bench norm --quick
 
-What tensors hold then means nothing, nor do times. Random numbers, and products of matrices without gradients, are
-memory that nobody touches, so that sizes of a GPU cost little here. This is for rehearsals of what needs a GPU, and to
-fill Triton's cache.
+What tensors hold then means nothing, nor do times. Random numbers, products of matrices without gradients, and
+attention are memory that nobody touches, so that sizes of a GPU cost little here. This is for rehearsals of what needs
+a GPU, and to fill Triton's cache.
 
 Belongs here: what of torch.cuda and of tensors has to seem otherwise, besides what Stub changes.
 """
@@ -15,6 +15,7 @@ import runpy
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,13 +32,26 @@ CAPABILITY = 90
 NAME = "H100 of a rehearsal"  # with a name by which kernels/cost.py knows the machine
 RANDOM = (torch.randn, torch.rand)
 PRODUCTS = (torch.matmul, torch.mm, torch.addmm, F.linear, Tensor.matmul, Tensor.__matmul__, Tensor.mm)
-IN_PLACE = (Tensor.normal_, Tensor.uniform_, Tensor.random_)
+IN_PLACE = (Tensor.normal_, Tensor.uniform_, Tensor.random_, Tensor.addmm_)
 
 
 def placed(value: Any) -> Any:
     """The CPU in place of a GPU."""
     name = value.type if isinstance(value, torch.device) else value
     return "cpu" if isinstance(name, str) and (name == "cuda" or name.startswith("cuda:")) else value
+
+
+class Attention(torch.autograd.Function):
+    """In place of attention, which would take most of the time of a layer here."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.like = q.shape, k.shape, v.shape
+        return memory(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(memory(*shape, dtype=gradients[0].dtype) for shape in ctx.like)
 
 
 class Pretence(TorchFunctionMode):
@@ -54,6 +68,8 @@ class Pretence(TorchFunctionMode):
         args = tuple(map(placed, args))
         if func in RANDOM and "generator" not in given:
             return as_good_as_random(args, given)
+        if func is F.scaled_dot_product_attention:
+            return Attention.apply(*args[:3])
         if func in PRODUCTS and "out" in given:
             return given["out"]
         tensors = [each for each in (*args, *given.values()) if isinstance(each, Tensor)]
@@ -102,6 +118,12 @@ def nothing(*arguments: Any, **options: Any) -> None:
     """In place of what only a GPU can do."""
 
 
+def within(function: Callable, *arguments: Any, **options: Any) -> Any:
+    """Call it within a Pretence. torch leaves that while it runs a backward, as it does within any function of its."""
+    with Pretence():
+        return function(*arguments, **options)
+
+
 def begin(folder: Path) -> Stub:
     """This process believes that it has a GPU, until it ends. The driver is built in the folder."""
     if (needed := missing()) is not None:
@@ -125,6 +147,8 @@ def begin(folder: Path) -> Stub:
     for name in ("synchronize", "empty_cache", "_sleep", "reset_peak_memory_stats", "set_device", "manual_seed_all"):
         setattr(cuda, name, nothing)
     cuda.is_current_stream_capturing = lambda: False
+    autograd: Any = torch.autograd
+    autograd._engine_run_backward = partial(within, autograd._engine_run_backward)
     return stub
 
 

@@ -263,6 +263,34 @@ def test_a_rehearsal_of_a_real_item(tmp_path):
     assert {entry["figure"] for entry in json.loads((tmp_path / "state.json").read_text())["items"].values()} == {""}
 
 
+BACKWARD = """
+import torch
+
+class Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        assert x.is_cuda
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        assert dy.is_cuda, "else a layer's backward would take no kernels"
+        return dy
+
+x = torch.ones(3, device="cuda", requires_grad=True)
+Function.apply(x).sum().backward()
+assert x.grad.sum() == 3
+"""
+
+
+@pytest.mark.proof
+def test_a_backward_pretends_too(tmp_path):
+    (tmp_path / "program.py").write_text(BACKWARD)
+    call = [sys.executable, "-m", "checks.driver.pretend", str(tmp_path / "program.py")]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 def test_without_a_gpu_it_says_so(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(command.torch.cuda, "is_available", lambda: False)
     assert command.main(["--out", str(tmp_path)]) == 0 and "no CUDA device" in capsys.readouterr().out
