@@ -2,9 +2,9 @@
 
     python -m checks.driver.pretend -m bench norm --quick
 
-What tensors hold then means nothing, nor do times. Random numbers, products of matrices without gradients, and
-attention are memory that nobody touches, so that sizes of a GPU cost little here. This is for rehearsals of what needs
-a GPU, and to fill Triton's cache.
+What tensors hold then means nothing, nor do times. Random numbers, large tensors that are filled, products of matrices
+without gradients, and attention are memory that nobody touches, so that sizes of a GPU cost little here. This is for
+rehearsals of what needs a GPU, and to fill Triton's cache.
 
 Belongs here: what of torch.cuda and of tensors has to seem otherwise, besides what Stub changes.
 """
@@ -31,6 +31,7 @@ from .stub import GPUS, VARIABLE, Stub, build, memory, missing
 CAPABILITY = 90
 NAME = "H100 of a rehearsal"  # with a name by which kernels/cost.py knows the machine
 RANDOM = (torch.randn, torch.rand)
+LARGE = 1 << 20  # elements that it takes long to fill
 PRODUCTS = (torch.matmul, torch.mm, torch.addmm, F.linear, Tensor.matmul, Tensor.__matmul__, Tensor.mm)
 IN_PLACE = (Tensor.normal_, Tensor.uniform_, Tensor.random_, Tensor.addmm_)
 
@@ -68,6 +69,8 @@ class Pretence(TorchFunctionMode):
         args = tuple(map(placed, args))
         if func in RANDOM and "generator" not in given:
             return as_good_as_random(args, given)
+        if func is torch.full and "dtype" in given and torch.Size(args[0]).numel() > LARGE:
+            return memory(*args[0], dtype=given["dtype"])
         if func is F.scaled_dot_product_attention:
             return Attention.apply(*args[:3])
         if func in PRODUCTS and "out" in given:
