@@ -54,13 +54,18 @@ def entries() -> set[str]:
     return {path.name for path in FOLDER.iterdir()} if FOLDER.is_dir() else set()
 
 
+def absent(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
+    """What of a file is not there yet. Another process may have loaded what is there, and would crash by a change."""
+    return None if (FOLDER / member.name).is_file() else tarfile.data_filter(member, folder)
+
+
 def unpack(files: Iterable[Path]) -> None:
-    """Put what these files have into the cache."""
+    """Put what these files have, and the cache has not, into the cache."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     for path in files:
         if path.exists():
             with tarfile.open(path) as archive:
-                archive.extractall(FOLDER, filter="data")
+                archive.extractall(FOLDER, filter=absent)
 
 
 def pack(path: Path, names: Iterable[str]) -> int:

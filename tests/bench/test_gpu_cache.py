@@ -56,11 +56,13 @@ def test_a_copy_of_the_tree_compiles_nothing(folder, tmp_path):
     assert "has all that was called" in cache.end(before, cache.packed())
 
 
-def entry(folder: Path, name: str, size: int, age: int) -> None:
+def entry(folder: Path, name: str, size: int, age: int) -> Path:
     (folder / name).mkdir(parents=True)
-    (folder / name / "kernel.cubin").write_bytes(os.urandom(size))
-    (folder / name / "kernel.ttir").write_bytes(b"text")
+    kernel = folder / name / "kernel.cubin"
+    kernel.write_bytes(os.urandom(size))
+    kernel.with_suffix(".ttir").write_bytes(b"text")
     os.utime(folder / name, (10**9 - age, 10**9 - age))
+    return kernel
 
 
 def test_what_has_come_is_packed_and_added(folder, tmp_path, monkeypatch, capsys):
@@ -74,7 +76,9 @@ def test_what_has_come_is_packed_and_added(folder, tmp_path, monkeypatch, capsys
     entry(folder, "old", 1 << 19, 5)
     assert cache.end({"older"}, cache.packed()).startswith(str(cache.packed()))
     shutil.rmtree(folder)
+    kept = entry(folder, "old", 5, 5)
     cache.main([str(tmp_path / "brought.tar.xz")])
+    assert kept.stat().st_size == 5, "what is there stays: another process may have loaded it"
     assert cache.entries() == {"new", "old", "older"} and not (folder / "new" / "kernel.ttir").exists()
     assert "0 entries left out" in capsys.readouterr().out
     monkeypatch.setattr(cache, "LIMIT", 2 * cache.HELD)
