@@ -48,5 +48,9 @@ def specialised(a: Tensor, b: Tensor, stages: int = TILE.stages) -> Tensor:
     m, n, tile = len(a), len(b), TILE._replace(stages=stages)
     out = a.new_empty(m, n)
     programs = persistent_programs(a.device, triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n), tile)
-    specialised_kernel[(programs,)](a, b, out, m, n, a.shape[1], tile, num_warps=tile.warps, num_stages=tile.stages)
+    compiled = specialised_kernel[(programs,)](
+        a, b, out, m, n, a.shape[1], tile, num_warps=tile.warps, num_stages=tile.stages
+    )
+    if compiled.metadata.num_warps == tile.warps:
+        raise AssertionError("triton has given the warps no parts")
     return out

@@ -68,9 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Report(config), "gpu-report-of-this-run")
 
 
-@pytest.fixture
-def time_of_many(request: pytest.FixtureRequest) -> None:
-    """Which of --times this is."""
+time_of_many = pytest.fixture(lambda request: request.param, name="time_of_many")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

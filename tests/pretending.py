@@ -2,13 +2,13 @@
 its calls. What Triton compiles for them then lies in its cache.
 
 Belongs here: which questions are not asked, what a kernel that did not run has to have left, and which tests are left
-out by name.
+out, with the reason.
 """
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ import torch
 
 CAPACITY, REPEAT = 1 << 24, 2  # of a virtual channel, and how often an operation is repeated: once for each parity
 EPOCHS = 25  # of late ranks: one batch
-# other processes have no pretence, and ranks of one GPU wait for one another's kernels
-NO_RANKS = "ranks are processes that do not pretend"
+NO_RANKS = "ranks are processes that do not pretend, and would wait for one another's kernels"
 
 
 def unasked(*arguments: Any, **options: Any) -> bool:
@@ -26,27 +25,14 @@ def unasked(*arguments: Any, **options: Any) -> bool:
     return True
 
 
-@contextmanager
-def unchanged() -> Iterator[None]:
-    yield
-
-
-class Here:
+class Here(nullcontext):
     """In place of a pool of ranks: one that needs no process group is this process."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        pass
+        super().__init__(self)
 
     def __call__(self, size: int) -> "Here":
-        if size > 1:
-            pytest.skip(NO_RANKS)
-        return self
-
-    def __enter__(self) -> "Here":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+        return self if size == 1 else pytest.skip(NO_RANKS)
 
     def run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
         try:
@@ -58,15 +44,10 @@ class Here:
 
 
 def pytest_load_initial_conftests() -> None:
-    """Before tests and fixtures import these by their names."""
+    """Replace what tests and fixtures import by their names."""
     sys.path.insert(0, str(Path(__file__).parent / "kernels"))
-    import pool
-
-    pool.WorkerPool = Here  # type: ignore[assignment, misc]
-
-
-def pytest_configure(config: pytest.Config) -> None:
     import channels
+    import pool
     import testing
 
     from tpformer.kernels import protocol
@@ -78,20 +59,17 @@ def pytest_configure(config: pytest.Config) -> None:
         channel.epoch.add_(1)
 
     protocol.bump = bumped
-    channels.poison = unasked
+    pool.WorkerPool = Here  # type: ignore[assignment, misc]
+    channels.poison = torch.equal = torch.use_deterministic_algorithms = unasked
+    testing.assert_kernel_close = testing.assert_identical = testing.assert_same = unasked
+    testing.poisoned_memory = nullcontext
+
+
+def pytest_configure(config: pytest.Config) -> None:
     import gemms
 
-    for name in ("assert_kernel_close", "assert_identical", "assert_same"):
-        setattr(testing, name, unasked)
-        if hasattr(gemms, name):
-            setattr(gemms, name, unasked)
-    gemms.compare = unasked
-    gemms.captured = lambda operate: operate
-    torch.equal = unasked
-    torch.use_deterministic_algorithms = unasked
-    testing.poisoned_memory = gemms.poisoned_memory = unchanged
-    run = gemms.run_on_virtual_ranks
-    parameters = inspect.signature(run)
+    gemms.compare, gemms.captured = unasked, lambda operate: operate
+    run, parameters = gemms.run_on_virtual_ranks, inspect.signature(gemms.run_on_virtual_ranks)
 
     def smaller(*arguments: Any, **options: Any) -> None:
         given = parameters.bind(*arguments, **options).arguments

@@ -21,15 +21,8 @@ def test_bad(): assert 1 == 2, "unequal"
 def test_absent(): pass
 """
 INTERRUPTED = "def test_long(): raise KeyboardInterrupt\ndef test_next(): pass\n"
-KILLED = """
-def test_first(): pass
-def test_second(): os.kill(os.getpid(), 9)
-def test_third(): pass
-"""
-MANY = """
-@pytest.mark.parametrize("number", range(4))
-def test_one(number): assert number != 1
-"""
+KILLED = "def test_first(): pass\ndef test_second(): os.kill(os.getpid(), 9)\ndef test_third(): pass\n"
+MANY = "@pytest.mark.parametrize('number', range(4))\ndef test_one(number): assert number != 1\n"
 
 
 def report(folder: str, options: list[str]) -> None:

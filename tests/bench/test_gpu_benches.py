@@ -8,7 +8,6 @@ several GPUs in test_nvlink_bench.py.
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -21,7 +20,6 @@ from bench.__main__ import BENCHES
 from bench.grouped_matmul import DGRAD, DOWN, FORWARD, UP, WGRAD, Grouped
 from bench.plain import plain_block
 from bench.runner import main
-from checks.compile.compiler import compile_only, unavailable
 from tpformer.kernels.grouped_matmul import reference
 from tpformer.models import GPTConfig
 
@@ -177,20 +175,6 @@ def gate_of_a_gather(case: str, layer: str) -> str:
         with pytest.raises(AssertionError) as caught:
             gathered_experts.check_gathered(found)
     return str(caught.value)
-
-
-@pytest.mark.proof
-@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
-def test_the_trial_of_producer_warps_has_them(monkeypatch):
-    from bench.specialised import specialised
-
-    gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=228 << 10)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    with compile_only(90) as kernels:
-        for stages in (3, 4):
-            specialised(*(torch.empty(512, 1024, device="meta", dtype=torch.bfloat16) for _ in range(2)), stages)
-    assert [(kernel.warps, kernel.spills, kernel.warnings) for kernel in kernels] == [(12, 0, ())] * 2
-    assert all(kernel.shared <= 227 << 10 and "setmaxnreg.dec" in kernel.ptx for kernel in kernels)
 
 
 @pytest.mark.parametrize("case, layer", [(FORWARD, UP), (DGRAD, DOWN)])

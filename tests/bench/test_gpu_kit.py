@@ -1,6 +1,7 @@
 """`python -m bench gpu` without a GPU: order, skipping, limits, what is left when it is killed, the table; items that
 are toys, and the cheapest real one."""
 
+import contextlib
 import json
 import os
 import signal
@@ -107,11 +108,8 @@ def sleepers() -> set[str]:
     """The processes of LONG's kind that are alive: the sleeps that it starts."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if path.read_bytes() == b"sleep\x00300\x00":
-                found.add(path.parent.name)
-        except OSError:
-            pass
+        with contextlib.suppress(OSError):  # it has ended
+            found |= {path.parent.name} if path.read_bytes() == b"sleep\x00300\x00" else set()
     return found
 
 
@@ -234,9 +232,7 @@ def test_figures_of_every_kind_of_result(tmp_path):
 def test_items_are_in_their_order_and_have_all_kernels():
     ordered = sorted(ITEMS, key=lambda item: -item.value / item.seconds)
     assert [item.name for item in ordered] == [item.name for item in ITEMS], "by value per second"
-    assert len({item.name for item in ITEMS}) == len(ITEMS) and len({item.command.result for item in ITEMS}) == len(
-        ITEMS
-    )
+    assert len({item.name for item in ITEMS}) == len({item.command.result for item in ITEMS}) == len(ITEMS)
     assert "kernels/philox/kernel.py" in sources.files(["kernels/dropout/*.py"]), "what kernels import counts"
     for bench in KERNELS:
         assert {bench.name, f"whole {bench.name}"} <= {item.name for item in ITEMS}
@@ -251,10 +247,7 @@ def test_items_are_in_their_order_and_have_all_kernels():
 def test_a_rehearsal_of_a_real_item(tmp_path):
     """In a process of its own, as Triton looks for its driver once."""
     cheapest = ["-m", "bench", "gpu", "--rehearse", "--only", "ceilings", "--only", "update", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, *cheapest], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = subprocess.run([sys.executable, *cheapest], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith(("ceilings  ", "update  "))]
     assert len(lines) == 2 and all(line.count("rehearsed") == 2 for line in lines)
@@ -263,36 +256,15 @@ def test_a_rehearsal_of_a_real_item(tmp_path):
     assert {entry["figure"] for entry in json.loads((tmp_path / "state.json").read_text())["items"].values()} == {""}
 
 
-BACKWARD = """
-import torch
-
-class Function(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        assert x.is_cuda
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        assert dy.is_cuda, "else a layer's backward would take no kernels"
-        return dy
-
-x = torch.ones(3, device="cuda", requires_grad=True)
-Function.apply(x).sum().backward()
-assert x.grad.sum() == 3
-"""
-
-
 @pytest.mark.proof
 def test_a_backward_pretends_too(tmp_path):
-    (tmp_path / "program.py").write_text(BACKWARD)
-    call = [sys.executable, "-m", "checks.driver.pretend", str(tmp_path / "program.py")]
-    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    program = "import torch; x = torch.ones(1, device='cuda', requires_grad=True)"
+    (tmp_path / "x.py").write_text(f"{program}; x.register_hook(lambda dx: print(dx.is_cuda)); x.sum().backward()")
+    call = [sys.executable, "-m", "checks.driver.pretend", str(tmp_path / "x.py")]
+    assert subprocess.run(call, cwd=ROOT, capture_output=True, text=True).stdout == "True\n", "or no kernel is taken"
 
 
 def test_without_a_gpu_it_says_so(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(command.torch.cuda, "is_available", lambda: False)
     assert command.main(["--out", str(tmp_path)]) == 0 and "no CUDA device" in capsys.readouterr().out
     assert command.main(["--only", "noorm"]) == 2 and not list(tmp_path.iterdir())
-    assert schedule.MARGIN >= 1
