@@ -8,7 +8,7 @@ out, with the reason.
 import inspect
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def pytest_load_initial_conftests() -> None:
     pool.WorkerPool = Here  # type: ignore[assignment, misc]
     channels.poison = torch.equal = torch.use_deterministic_algorithms = unasked
     testing.assert_kernel_close = testing.assert_identical = testing.assert_same = unasked
-    testing.poisoned_memory = nullcontext
+    testing.poisoned_memory = contextmanager(lambda: (yield))  # type: ignore[arg-type, misc]  # it also decorates
 
 
 def pytest_configure(config: pytest.Config) -> None:
