@@ -124,7 +124,7 @@ def refused(results: Path, state: Mapping[str, Any]) -> bool:
 
 def say(console: Console, text: str) -> None:
     """A line of text as it is, however long."""
-    console.print(text, highlight=False, soft_wrap=True)
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def readable(value: Any, indent: str = "") -> str:

@@ -27,7 +27,7 @@ from tpformer.training.checkpoint_files import step_path, steps
 from tpformer.training.data import build_dataset
 from tpformer.training.metrics import read_metrics
 
-from .faulty_run import Command, Fault
+from .faulty_run import BATCH, Command, Fault
 
 EACH, QUICK_EACH = 10, 1
 TIMEOUT = 10.0  # run.timeout, seconds
@@ -80,7 +80,7 @@ class Job:
             "model": {"seq_length": 16, "n_layers": 4, "hidden_size": 32, "n_heads": 4},
             "data": {"train": [str(data)]},
             "parallel": LAYOUTS[layout],
-            "train": {"steps": STEPS, "global_batch_size": 4, "max_skipped_steps": 3},
+            "train": {"steps": STEPS, "global_batch_size": BATCH, "max_skipped_steps": 3},
             "optimizer": {"warmup_steps": 2},
             "checkpoint": {"interval": INTERVAL, "keep": 1000},
             "log": {"interval": 1, "plot": False, "tensorboard": False},

@@ -22,6 +22,8 @@ from tpformer.distributed.dtensor import is_dtensor
 
 PRELOAD = ["tpformer.cli.training", "tpformer.training.trainer", "torch.distributed.checkpoint", "checks.faulty_run"]
 
+BATCH = 4  # samples of a step, by whose numbers a step is known
+
 
 class Fault(NamedTuple):
     """What goes wrong: on which rank, in or after which step. file: the name of a checkpoint's file."""
@@ -54,14 +56,14 @@ def _spoil_gradients(fault: Fault, folder: Path) -> None:
     original = ModelParts.gradients
 
     def gradients(self: ModelParts, batch: torch.Tensor, **options: Any) -> torch.Tensor:
-        here = int(os.environ["RANK"]) == fault.rank
+        here, step = int(os.environ["RANK"]) == fault.rank, options["first_sample"] // BATCH + 1
         parameter = list(self.parameters())[2]
-        if here and options["step"] == fault.step and fault.kind == "raise" and once(folder):
+        if here and step == fault.step and fault.kind == "raise" and once(folder):
             raise LookupError(f"injected in step {fault.step}")
-        if here and options["step"] == fault.step and fault.kind == "NaN in a weight":
+        if here and step == fault.step and fault.kind == "NaN in a weight":
             _spoil(parameter)
         loss = original(self, batch, **options)
-        if here and options["step"] >= fault.step and fault.kind == "NaN in a gradient":
+        if here and step >= fault.step and fault.kind == "NaN in a gradient":
             assert parameter.grad is not None
             _spoil(parameter.grad)
         return loss

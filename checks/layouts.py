@@ -91,7 +91,7 @@ def train(config: RunConfig, mesh: DeviceMesh, keep_parameters: bool) -> Trained
     data = open_data(config).train
     losses, norms, steps = [], [], config.train.steps
     start = time.perf_counter()
-    with recording(model) as routed:
+    with recording(model, BATCH) as routed:
         for step in range(1, steps + 1):
             first, share = model.own_samples((step - 1) * BATCH, BATCH)
             lr = learning_rate(step, steps, config.optimizer)

@@ -30,16 +30,18 @@ class Routed(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """A forward of a part begins: its step, samples, and the layers that have experts."""
+    """A forward of a part begins: its samples, and the layers that have experts."""
 
-    step: int
     samples: list[int]
     layers: list[int]
 
 
 @contextmanager
-def recording(model: ModelParts) -> Iterator[dict[Key, Routed]]:
-    """Yield a dictionary that has, when the context is left, where this rank's layers sent each token."""
+def recording(model: ModelParts, batch: int) -> Iterator[dict[Key, Routed]]:
+    """Yield a dictionary that has, when the context is left, where this rank's layers sent each token.
+
+    batch: samples of a step, by whose numbers a step is known.
+    """
     found: dict[Key, Routed] = {}
     with record_routing() as events:
         hooks = [part.register_forward_pre_hook(_begin(events), with_kwargs=True) for part in model.parts]
@@ -55,7 +57,7 @@ def recording(model: ModelParts) -> Iterator[dict[Key, Routed]]:
             begun, left = event, list(event.layers)
             continue
         assert begun is not None
-        _add(found, begun, left.pop(0), *event)
+        _add(found, begun, batch, left.pop(0), *event)
     if left:
         raise ValueError(f"layers {left} routed nothing in {begun}")
 
@@ -63,12 +65,14 @@ def recording(model: ModelParts) -> Iterator[dict[Key, Routed]]:
 def _begin(events: list[Any]) -> Any:
     def hook(part: nn.Module, args: tuple, options: dict[str, Any]) -> None:
         layers = [int(name) for name in part.layers if part.config.has_experts(int(name))]
-        events.append(_Forward(options["step"], options["sample_index"].tolist(), layers))
+        events.append(_Forward(options["sample_index"].tolist(), layers))
 
     return hook
 
 
-def _add(found: dict[Key, Routed], begun: _Forward, layer: int, router: ops.Router, decided: Decided) -> None:
+def _add(
+    found: dict[Key, Routed], begun: _Forward, batch: int, layer: int, router: ops.Router, decided: Decided
+) -> None:
     assert decided.routing is not None
     experts = decided.routing.experts
     gaps = None
@@ -78,7 +82,7 @@ def _add(found: dict[Key, Routed], begun: _Forward, layer: int, router: ops.Rout
     length = len(experts) // len(begun.samples)
     for place, sample in enumerate(begun.samples):
         tokens = slice(place * length, (place + 1) * length)
-        key = (begun.step, layer, sample)
+        key = (sample // batch + 1, layer, sample)
         if key in found:
             raise ValueError(f"step, layer and sample {key} were routed twice")
         found[key] = Routed(experts[tokens].numpy().copy(), None if gaps is None else gaps[tokens].copy())
