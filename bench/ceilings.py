@@ -10,7 +10,7 @@ import torch
 from .predict import present_machine
 from .ratios import Row, compared, draw_ratios, ratios
 from .runner import Bench
-from .timing import FULL, QUICK, Call, measure
+from .timing import FULL, QUICK, Call, copying, measure
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 COPIED = 2**30  # bytes read, and as many written
@@ -20,9 +20,9 @@ MEASURED, ASSUMED = "measured", "kernels/cost.py"
 
 def rows(quick: bool) -> list[Row]:
     effort, machine = QUICK if quick else FULL, present_machine()
-    source = torch.randint(256, (COPIED,), dtype=torch.uint8, device=DEVICE)
-    copy = Call(partial(torch.empty_like(source).copy_, source))
-    seconds = measure({MEASURED: copy}, effort) | {ASSUMED: [2 * COPIED / machine.memory] * effort.rounds}
+    seconds = measure({MEASURED: Call(copying(COPIED, DEVICE))}, effort) | {
+        ASSUMED: [2 * COPIED / machine.memory] * effort.rounds
+    }
     pair = [(MEASURED, ASSUMED)]
     found = compared("copy", f"{COPIED} bytes", seconds, pair, unit="TB/s", amount=2 * COPIED / 1e12)
     for side in SIDES:

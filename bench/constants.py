@@ -17,7 +17,7 @@ from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 from .ratios import Row, compared, draw_ratios, ratios
 from .runner import Bench
 from .shapes import Shape
-from .timing import FULL, QUICK, Call, Effort, measure
+from .timing import FULL, QUICK, Call, Effort, copying, measure
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 MEASURED, ASSUMED = "measured", "kernels/cost.py"
@@ -101,9 +101,7 @@ def copy_rows(rounds: int) -> list[Row]:
     gemm, found = partial(torch.matmul, a, b), []
     gemm()
     for size in MOVED:
-        source = torch.randint(256, (size << 20,), dtype=torch.uint8, device=DEVICE)
-        copy = partial(torch.empty_like(source).copy_, source)
-        works = {"copy": (copy, side), "GEMM": (gemm, here)}
+        works = {"copy": (copying(size << 20, DEVICE), side), "GEMM": (gemm, here)}
         alone = {name: [together({name: work}, count)[name] for _ in range(rounds)] for name, work in works.items()}
         both = [together(works, count) for _ in range(rounds)]
         for name in works:

@@ -44,7 +44,7 @@ def milliseconds(microseconds: float, steps: int) -> float:
 
 
 def united(spans: Sequence[tuple[float, float]]) -> float:
-    """The length of what sorted spans cover together."""
+    """How much time sorted spans cover; where they overlap, it counts once."""
     covered, until = 0.0, float("-inf")
     for begin, end in spans:
         covered += max(0.0, end - max(begin, until))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import platform
 import re
 import subprocess
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tpformer.processes.files import replace_file
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -68,8 +69,6 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a file whose readers, and whose writer if it is killed, only ever see whole."""
+    """Write a JSON file, and its folder. Readers find it whole at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(new, path)
+    replace_file(path, json.dumps(content, indent=1) + "\n")

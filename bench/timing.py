@@ -5,6 +5,7 @@ Belongs here: samples, rounds, medians, ratios. Nothing about what is timed, no 
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -116,6 +117,12 @@ def cold(call: Call, repetitions: int, flushed: Tensor) -> Sample:
         return median(start.elapsed_time(end) for start, end in events) * 1e-3
 
     return sample
+
+
+def copying(nbytes: int, device: str) -> Callable[[], Tensor]:
+    """A copy of so many random bytes, which reads and writes as many. On zeros a GPU is faster."""
+    source = torch.randint(256, (nbytes,), dtype=torch.uint8, device=device)
+    return partial(torch.empty_like(source).copy_, source)
 
 
 def measure(calls: Mapping[str, Call], effort: Effort) -> Seconds:

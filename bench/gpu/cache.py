@@ -36,7 +36,7 @@ def triton_key() -> str:
 
 
 def packed() -> Path:
-    """The file of what this Triton takes."""
+    """The packed cache that fits the Triton which is installed."""
     return PACKED / f"triton-{triton_key()}.tar.xz"
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from rich.console import Console
 
 from ..provenance import CHANGED, commit, place, versions
+from ..runner import say
 from . import cache
 from .items import ITEMS, Item
 from .schedule import FILL, MEASURE, REHEARSE, Session, Stop, run
@@ -35,7 +37,7 @@ def chosen(patterns: Sequence[str], items: Sequence[Item]) -> list[Item]:
 
 
 def machine(way: str) -> dict[str, Any]:
-    """What results depend on besides sources: the GPU and the versions of what compiles and runs kernels."""
+    """The GPU, and the versions of Python, torch, triton and numpy: results depend on them as on sources."""
     gpu = torch.cuda.get_device_name() if way == MEASURE else f"none, to {way}"
     return {"GPU": gpu, **versions("torch", "triton", "numpy")}
 
@@ -94,12 +96,11 @@ def main(arguments: Sequence[str]) -> int:
     of, stop = machine(way), Stop()
     stop.listen()
     before = cache.begin() if way != REHEARSE else set()
-    say = lambda text: console.print(text, highlight=False, soft_wrap=True)  # noqa: E731
     state = State(folder / "state.json", of)
-    session = Session(items, folder, state, begun + options.seconds, stop, way, say, Counter())
+    session = Session(items, folder, state, begun + options.seconds, stop, way, partial(say, console), Counter())
     run(session)
     if way != REHEARSE:
-        say(cache.end(before, folder / "cache.tar.xz" if way == MEASURE else cache.packed()))
+        say(console, cache.end(before, folder / "cache.tar.xz" if way == MEASURE else cache.packed()))
     for part in table(session, identity(of, way)):
         console.print(part, highlight=False, no_wrap=True, crop=True)
     right = (MEASURED,) if way == MEASURE else DONE

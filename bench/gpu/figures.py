@@ -38,7 +38,7 @@ def constants(rows: list[Row]) -> str:
 
 
 def ratio(rows: list[Row]) -> str:
-    """The last mean of what was measured, else the range of ratios; and how many bars hold."""
+    """The last mean that has a bar, else the last mean, else the first ratio; and how many bars hold."""
     measured = [row for row in rows if not row["case"].startswith("prediction") and "predicted" not in row["provider"]]
     means = [row for row in measured if row["case"] == "geometric mean"] or measured[:1]
     best = next((row for row in reversed(means) if row["bar"] is not None), means[-1])

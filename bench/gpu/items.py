@@ -54,7 +54,7 @@ class Item(NamedTuple):
 
     @property
     def limit(self) -> int:
-        """Seconds after which it is ended: to compile takes a multiple of what compiled kernels take."""
+        """The item is ended after so many seconds, which leave time to compile its kernels first."""
         return 60 + 4 * self.seconds
 
 

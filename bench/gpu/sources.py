@@ -5,7 +5,7 @@ Belongs here: what kernels import of one another, so that an item names its oper
 
 import ast
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from .. import provenance
@@ -29,13 +29,19 @@ def imported(path: Path, root: Path) -> set[Path]:
     return {each for each in found if each.is_file() and each.is_relative_to(root / KERNELS)}
 
 
+def reached(begin: Iterable[Path], following: Callable[[Path], Iterable[Path]]) -> set[Path]:
+    """These files, those that follow each of them, and so on."""
+    found: set[Path] = set()
+    new = set(begin)
+    while new:
+        found |= new
+        new = {each for path in new for each in following(path)} - found
+    return found
+
+
 def files(patterns: Iterable[str]) -> list[str]:
     """The files that these globs name, and all that those of kernels/ import, as paths in the repository."""
     root = provenance.ROOT
-    found: set[Path] = set()
-    new = {path for pattern in patterns for path in root.glob(pattern)}
-    while new:
-        found |= new
-        inner = (path for path in new if path.is_relative_to(root / KERNELS))
-        new = {each for path in inner for each in imported(path, root)} - found
+    named = {path for pattern in patterns for path in root.glob(pattern)}
+    found = reached(named, lambda path: imported(path, root) if path.is_relative_to(root / KERNELS) else ())
     return sorted(str(path.relative_to(root)) for path in found)

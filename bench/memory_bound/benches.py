@@ -13,7 +13,7 @@ from ..accuracy import require_accurate
 from ..predict import present_machine
 from ..ratios import Row, compared, draw_ratios, means, ratios, table
 from ..runner import Bench
-from ..timing import FULL, QUICK, Call, Effort, flush_buffer, measure
+from ..timing import FULL, QUICK, Call, Effort, copying, flush_buffer, measure
 from . import liger
 from .case import COMPILED, LIGER, TORCH, Case, Function, Work, each, flat
 from .cases import CASES, KEPT
@@ -128,8 +128,7 @@ def calls_of(case: Case, work: Work, quick: bool = False) -> dict[str, Call]:
     functions = {OURS: work.ours, **rivals(work, quick)}
     calls = {name: Call(partial(function, *work.inputs), restore) for name, function in functions.items()}
     if case.nbytes is not None:  # read and written in all
-        source = torch.randint(256, (case.nbytes // 2,), dtype=torch.uint8, device=DEVICE)
-        calls[COPY] = Call(partial(torch.empty_like(source).copy_, source))
+        calls[COPY] = Call(copying(case.nbytes // 2, DEVICE))
     return calls
 
 

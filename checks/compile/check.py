@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench.gpu.sources import imported
+from bench.gpu.sources import imported, reached
 
 from . import compiler
 from .cases import CAPABILITIES, Case
@@ -104,11 +104,11 @@ class Sources:
         self._common = json.dumps(versions()).encode() + b"".join(path.read_bytes() for path in sorted(own))
 
     def files(self, kernel: str) -> set[Path]:
-        """Of a kernel: those that define a function of its name, their importers, and what all of them import."""
+        """The files that define a function of the kernel's name, files that import these, and all that they import."""
         defines = f"def {kernel}(".encode()
-        found = {path for path, text in self._texts.items() if defines in text}
-        found |= _reached(found, lambda path: {each for each in self._imports if path in self._imports[each]})
-        return _reached(found, self._imports.__getitem__)
+        defining = [path for path, text in self._texts.items() if defines in text]
+        users = reached(defining, lambda path: [each for each in self._imports if path in self._imports[each]])
+        return reached(users, self._imports.__getitem__)
 
     @functools.cache  # noqa: B019 - there are few
     def fingerprint(self, kernel: str) -> str:
@@ -117,15 +117,6 @@ class Sources:
         for path in sorted(self.files(kernel)):
             digest.update(path.name.encode() + self._texts[path])
         return digest.hexdigest()
-
-
-def _reached(begin: set[Path], following: Callable[[Path], set[Path]]) -> set[Path]:
-    """`begin`, and what follows step by step."""
-    found, new = set(begin), set(begin)
-    while new:
-        new = {each for path in new for each in following(path)} - found
-        found |= new
-    return found
 
 
 class Cache:

@@ -7,6 +7,7 @@ the device does stays as it is, so numbers do, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -90,14 +91,16 @@ def captured(step: Callable[[], StepResult]) -> tuple[Callable[[], object], Step
     return graph.replay, results
 
 
-class Inputs(NamedTuple):
-    """What differs from step to step, in memory that a recorded step reads."""
+class Recorded(NamedTuple):
+    """A step that can be replayed: in memory that it reads, what differs from step to step; and its results."""
 
     batch: Tensor
     first_sample: Tensor
     """int64 ()."""
     lr: Tensor
     """float64 ()."""
+    replay: Callable[[], object]
+    results: StepResult
 
 
 class StepGraph:
@@ -126,10 +129,8 @@ class StepGraph:
         self.strict, self.report, self.capture = strict, report, capture
         self._of: tuple[object, ...] = ()  # what the graph, or the warm-up for it, is of
         self._taken = 0
+        self._recorded: Recorded | None = None
         self._broken = False
-        self._inputs: Inputs | None = None
-        self._replay: Callable[[], object] | None = None
-        self._results: StepResult | None = None
 
     def __call__(
         self,
@@ -143,51 +144,46 @@ class StepGraph:
     ) -> StepResult:
         """A step, as train_step's. Results are copies, which later steps leave as they are."""
         options = {"clip_norm": clip_norm, "scaler": scaler}
-        of = (batch.shape, clip_norm, scaler)
+        eager = partial(self.step, batch, first_sample=first_sample, lr=lr, **options)
         if watch is not None or self._broken:
-            return self.step(batch, first_sample=first_sample, lr=lr, watch=watch, **options)
+            return eager(watch=watch)
+        of = (batch.shape, clip_norm, scaler)
         if of != self._of:
-            self._of, self._taken = of, 0
-            self._inputs = self._replay = self._results = None
+            self._of, self._taken, self._recorded = of, 0, None
         self._taken += 1
         if self._taken <= WARM_UP:
-            return self.step(batch, first_sample=first_sample, lr=lr, **options)
-        if self._replay is None and not self._record(batch, options):
-            return self.step(batch, first_sample=first_sample, lr=lr, **options)
-        return self._play(batch, first_sample, lr)
+            return eager()
+        self._recorded = self._recorded or self._record(batch, options)
+        return eager() if self._recorded is None else self._play(self._recorded, batch, first_sample, lr)
 
-    def _record(self, batch: Tensor, options: dict) -> bool:
-        """Capture a step of this shape, which does nothing yet. Returns whether that went well."""
+    def _record(self, batch: Tensor, options: dict) -> Recorded | None:
+        """Capture a step of this shape, which does nothing yet. None if that fails, and then of every shape."""
+        batch = batch.clone()
         first = torch.zeros((), dtype=torch.int64, device=batch.device)
         rate = torch.zeros((), dtype=torch.float64, device=batch.device)
-        inputs = Inputs(batch.clone(), first, rate)
         self._refresh()
         try:
-            self._replay, self._results = self.capture(
-                lambda: self.step(inputs.batch, first_sample=inputs.first_sample, lr=inputs.lr, **options)
+            return Recorded(
+                batch, first, rate, *self.capture(partial(self.step, batch, first_sample=first, lr=rate, **options))
             )
         except RuntimeError as error:
-            for parameter in self.model.parameters():
-                parameter.grad = None
+            self.model.drop_gradients()
             if self.strict:
                 raise
             self._broken = True
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             self.report(f'steps go on without a CUDA graph, as a capture failed: {reason} (train.cuda_graph = "off")')
-            return False
-        self._inputs = inputs
-        return True
+            return None
 
-    def _play(self, batch: Tensor, first_sample: int, lr: float) -> StepResult:
+    def _play(self, recorded: Recorded, batch: Tensor, first_sample: int, lr: float) -> StepResult:
         """Give the recorded step its inputs, and let it run."""
-        assert self._inputs is not None and self._replay is not None and self._results is not None
         self._refresh()
-        self._inputs.batch.copy_(batch)
-        self._inputs.first_sample.fill_(first_sample)
-        self._inputs.lr.fill_(lr)
+        recorded.batch.copy_(batch)
+        recorded.first_sample.fill_(first_sample)
+        recorded.lr.fill_(lr)
         self._set_rate(lr)
-        self._replay()
-        return StepResult(*(None if value is None else value.clone() for value in self._results))
+        recorded.replay()
+        return StepResult(*(None if value is None else value.clone() for value in recorded.results))
 
     def _refresh(self) -> None:
         """Round masters that somebody has written since the last step: a graph has no host that would look."""

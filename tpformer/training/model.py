@@ -156,9 +156,10 @@ class ModelParts:
 
         Returns that loss (without loss_scale), a float64 scalar equal on all ranks.
         batch: (samples, seq_length + 1) int64, this data-parallel rank's slice, equal on its tp and pp ranks: global
-        samples first_sample, first_sample + 1, ... A token that is no target is stored as -1 - id. Every microbatch's
-        summed loss is divided by the targets of the whole global batch, so the result depends neither on
-        microbatch_size nor on the layout. Without any target, loss and gradients are 0.
+        samples first_sample, first_sample + 1, ... A run has no number twice, and the numbers decide what is dropped. A
+        token that is no target is stored as -1 - id. Every microbatch's summed loss is divided by the targets of the
+        whole global batch, so the result depends neither on microbatch_size nor on the layout. Without any target, loss
+        and gradients are 0.
         Communication: the model's, FSDP2's, an all-reduce of the number of targets per data-parallel axis, and one of
         the loss per data-parallel and pipeline axis. The number stays on the device, so the host does not wait for it.
         With packed activations one of 4 numbers per mesh axis: if a tensor overflowed on any rank's GPU, all ranks
@@ -169,13 +170,17 @@ class ModelParts:
             return loss
         numbers = self._packing_numbers(loss.device)
         if repeated := bool(numbers[3]):
-            for parameter in self.parameters():
-                parameter.grad = None
+            self.drop_gradients()
             settle_compression(self.parts, torch.ones(()))  # what it keeps of such gradients is not used
             with unpacked_activations():
                 loss = self._gradients(batch, first_sample, loss_scale)
         self.packing = torch.cat([numbers[:3], torch.tensor([int(repeated)], device=numbers.device)])
         return loss
+
+    def drop_gradients(self) -> None:
+        """Set .grad of all parameters to None."""
+        for parameter in self.parameters():
+            parameter.grad = None
 
     def _packing_numbers(self, device: torch.device) -> Tensor:
         """(values that were packed, escapes, tensors left as they are, groups that overflowed) of all ranks, int64."""

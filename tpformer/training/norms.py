@@ -106,6 +106,5 @@ def batch_gradient_norm(model: ModelParts, rows: Tensor, first_sample: int, scal
     """The gradient norm of a batch that updates nothing. Arguments as of ModelParts.gradients; .grad is None after."""
     model.gradients(rows, first_sample=first_sample, loss_scale=scale)
     norm = model.gradient_norm() / scale
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.drop_gradients()
     return norm

@@ -48,8 +48,8 @@ class LossScaler:
 
     All ranks have the same scale, because they see the same global norm. The usual first scale, 2**16, suits the mean
     over a microbatch. Here a loss is divided by the tokens of the global batch, so multiply 2**16 by the number of
-    microbatches in it. device: that of the parameters, where the scale has one place: no step waits
-    for it, and a CUDA graph finds it.
+    microbatches in it. device: that of the parameters, where the scale has one place: no step
+    waits for it, and a CUDA graph finds it.
     Source: Micikevicius et al., arXiv:1710.03740, section 3.2.
     """
 
@@ -94,8 +94,8 @@ def train_step(
 
     The device decides that: on a GPU the host queues the step and waits for nothing, except with cpu_offload, where
     optimizers run on the host, and with packed activations. why_skipped says why.
-    batch, first_sample: as for ModelParts.gradients. step: 1, 2, ... lr: the learning rate of this step. clip_norm:
-    the largest gradient norm; 0 turns clipping off. scaler: for float16. watch: what measures norms by layer.
+    batch, first_sample: as for ModelParts.gradients. lr: the learning rate of this step. clip_norm: the largest
+    gradient norm; 0 turns clipping off. scaler: for float16. watch: what measures norms by layer.
     Gradients are None afterwards. Communication: that of ModelParts.gradients, gradient_norm and settle_experts.
     """
     scale = 1.0 if scaler is None else scaler.scale
