@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees operations below autocast
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # What torch.compile, activation checkpointing and FSDP1 put into the names of the modules that they wrap.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -166,6 +169,32 @@ def foreach_multiply_(tensors: list[Tensor], factor: float | Tensor) -> None:
         # of the tensors' dtype, torch multiplies all of them in one launch
         same = factor.to(dtype) if isinstance(factor, Tensor) and dtype.itemsize >= 4 else factor
         torch._foreach_mul_(own, same)
+
+
+# Within, functions of torch take tensors of any class as they are, so that a class can call what it has overridden.
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+def methods_of_the_object() -> Iterator[Any]:
+    """Tensor's methods that torch asks for what a tensor is, such as is_contiguous() and its private _is_view()."""
+    for name, method in vars(torch._C.TensorBase).items():
+        if name.startswith("is_") or name[0] == "_" != name[1]:
+            yield method
+
+
+def held_by(tensor: DTensor) -> Tensor:
+    """The very tensor that a DTensor holds. to_local() makes another object of the same memory for a parameter."""
+    return tensor._local_tensor
+
+
+def allow_foreach(kind: type[Tensor]) -> None:
+    """Let optimizers and clipping take tensors of this class to multi-tensor operations, as they do with DTensors."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for known in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        if kind not in known:
+            known.append(kind)
 
 
 def is_fake(x: Tensor) -> bool:

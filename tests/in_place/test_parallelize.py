@@ -2,7 +2,6 @@
 
 import re
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -89,31 +88,6 @@ def test_what_would_be_silently_wrong_is_refused():
     for call, reason in zip(calls, REASONS, strict=True):
         with pytest.raises(ValueError, match=re.escape(reason)):
             call()
-
-
-def stepped(tp: bool):
-    """Parameters after steps of optimizers with torch's defaults, where it takes many tensors at once as on a GPU."""
-    model = tiny("llama", torch.float64)
-    model = parallelize(model, tp_mesh()) if tp else model
-    supported = lambda: ["cpu", "cuda"]  # noqa: E731
-    with mock.patch.multiple("torch.optim.optimizer", _get_foreach_kernels_supported_devices=supported):
-        for kind in (torch.optim.AdamW, torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9), torch.optim.RMSprop):
-            optimizer = kind(model.parameters(), lr=1e-3)
-            for _ in range(2):
-                model(IDS, labels=IDS).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        for asked in ("foreach", "fused") if tp else ():
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **{asked: True})
-            model(IDS, labels=IDS).loss.backward()
-            with pytest.raises(ValueError, match=f"{asked}=True for plain parameters and DTensors in one group"):
-                optimizer.step()
-    return {name: full_tensor(each.detach()).clone() for name, each in model.named_parameters()}
-
-
-@on_every_rank(2)
-def test_optimizers_step_with_the_defaults_of_a_gpu():
-    assert_same(stepped(True), stepped(False))
 
 
 @on_every_rank(2)

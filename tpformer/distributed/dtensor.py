@@ -1,9 +1,11 @@
-"""Whether a tensor is a DTensor, without importing DTensor for the question."""
+"""Questions about tensors that may be DTensors, without importing DTensor for them."""
 
 from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING, TypeGuard
+
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,3 +24,21 @@ def full_tensor(tensor: Tensor) -> Tensor:
     Where ranks hold copies, each rank gets its own, so that a copy that differs is found.
     """
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
+
+
+def check_own_part(name: str, tensor: Tensor) -> None:
+    """ValueError if a tensor holds another rank's part: one that was read from that rank's file. Communicates nothing.
+
+    Where a DTensor goes into a file its mesh goes with it, and so does the place of the rank that wrote it.
+    """
+    if not is_dtensor(tensor) or not any(place.is_shard() for place in tensor.placements):
+        return
+    mesh = tensor.device_mesh
+    here = (mesh.mesh == dist.get_rank()).nonzero()
+    written, own = mesh.get_coordinate(), here[0].tolist() if len(here) else None
+    if written is not None and list(written) != own:
+        raise ValueError(
+            f"{name} is the part of rank {int(mesh.mesh[tuple(written)])}, which wrote this file, and this is rank "
+            f"{dist.get_rank()}: save tpformer.full_state_dict(model), called on all ranks, or by "
+            f"torch.distributed.checkpoint"
+        )

@@ -30,6 +30,8 @@ from tpformer.layers.optimizers import watch_optimizers
 from tpformer.ops.uncompiled import uncompiled
 from tpformer.torch_private import has_gradient_hooks, is_own_parameter, own_part
 
+from .tensors import parameter_from
+
 CONV1D = ("transformers.pytorch_utils", "Conv1D")  # transformers' linear with a weight (in_features, out_features)
 FALCON = ("transformers.models.falcon.modeling_falcon", "FalconLinear")  # an nn.Linear that adds its bias by itself
 REPLACED_BY = "_replaced_by"  # on a parameter: the DTensor that has taken its place, for modules that are tied
@@ -366,9 +368,7 @@ def _laid_out(name: str, whole: nn.Parameter, mesh: DeviceMesh, placement: Any) 
     value = DTensor.from_local(
         local.contiguous(), mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
     )
-    parameter = nn.Parameter(value, requires_grad=whole.requires_grad)
-    parameter.__dict__.update(whole.__dict__)
-    return parameter
+    return parameter_from(value, whole)
 
 
 def _swap(module: nn.Module, kind: Any, tp: TensorParallel, **attributes: Any) -> None:

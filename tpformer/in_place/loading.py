@@ -21,6 +21,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from tpformer.weights.files import TensorFiles, listed
 from tpformer.weights.tensors import equal_on_disk, own_part
 
+from .tensors import parameter_from
+
 META_COPY = "_meta_copy"  # on a parameter: the one without values that has taken its place
 
 
@@ -184,7 +186,7 @@ def _with_values(model: nn.Module, wanted: dict[str, Tensor]) -> dict[str, Tenso
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter.is_meta and id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(_empty(parameter, device), requires_grad=parameter.requires_grad)
+                made[id(parameter)] = parameter_from(_empty(parameter, device), parameter)
             if parameter.is_meta:
                 setattr(module, name, made[id(parameter)])
     return {name: made.get(id(value), value) for name, value in wanted.items()}

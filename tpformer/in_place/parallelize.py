@@ -27,6 +27,7 @@ from .sequence import SEQUENCE_DIM, shard_sequence
 from .sequence_trial import Linears
 from .siblings import share_inputs
 from .streams import Streams, find_streams
+from .tensors import globalize
 from .trial import Cut
 from .verify import verify
 
@@ -57,9 +58,10 @@ def parallelize(
     """Cut a model over tensor-parallel ranks, in place, and return it.
 
     Each rank calls it with the same model, then uses the model as before, on the same inputs as the others: results and
-    gradients are those of one process. Modules, names and global shapes stay as they are. Parameters that are cut
-    become DTensors; the others stay plain, equal on all ranks, with equal gradients. Call it before FSDP2, optimizers
-    and torch.compile. On a model that is parallel already it cuts the LoRA adapters that have been added since.
+    gradients are those of one process. Modules, names and global shapes stay as they are. All parameters become
+    GlobalTensors: DTensors, sharded where they are cut, else whole on every rank with equal gradients. Those mix with
+    plain tensors. Call it before FSDP2, optimizers and torch.compile. On a model that is parallel already it cuts the
+    LoRA adapters that have been added since.
     tp:      the ranks, a 1-D DeviceMesh or a TensorParallel.
     plan:    "auto" (auto_plan), or {pattern: style} as auto_plan returns it.
     gpus:    instead of tp, the number of processes: joins them, chooses how many share one copy of the model
@@ -76,6 +78,7 @@ def parallelize(
     before = next((vars(part)[APPLIED] for part in model.modules() if APPLIED in vars(part)), None)
     if before is not None:
         cut_adapters(model)
+        globalize(model, before.tp.mesh)
         share_inputs(model)
         _guard(model, before.plan, before.tp)
         return model
@@ -200,6 +203,7 @@ def cut(model: nn.Module, plan: Plan, tp: TensorParallel, streams: Streams) -> N
             if hasattr(parameter, REPLACED_BY):
                 module.register_parameter(name, getattr(parameter, REPLACED_BY))
     cut_adapters(model)
+    globalize(model, tp.mesh)
     share_inputs(model)
     if streams.chains:
         shard_sequence(model, streams, tp)

@@ -7,7 +7,7 @@ ranks, outputs that a rank has only a part of, and adapters that were added to l
 from __future__ import annotations
 
 import zlib
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,7 +101,7 @@ def sample_alike(model: nn.Module) -> None:
     """Let generate() of transformers' models refuse to sample where ranks would draw different tokens."""
     for part in model.modules():
         if hasattr(type(part), "generate"):
-            part.generate = MethodType(_generate, part)
+            part.generate = partial(_generate, part)
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:

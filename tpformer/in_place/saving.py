@@ -5,8 +5,12 @@ Belongs here: full_state_dict, and what makes a parallel model's own methods of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MethodType, SimpleNamespace
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from threading import Timer
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from tpformer.layers import TensorParallel
 from tpformer.torch_private import WRAPPERS
 
+PATIENCE = 60  # seconds
+
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """model.state_dict() with whole tensors in CPU memory on rank 0; empty on other ranks. All ranks call it.
@@ -26,7 +32,21 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     Memory: rank 0 has the whole at the end; another rank has one whole tensor at a time.
     Communication: an all-gather of each sharded tensor over each axis that it is sharded on.
     """
-    return _gathered(model, model.state_dict())
+    with _said("full_state_dict"):
+        return _gathered(model, model.state_dict())
+
+
+@contextmanager
+def _said(what: str) -> Iterator[None]:
+    """Within, a rank that waits for the others for long says why, once."""
+    words = f"{what} has waited {PATIENCE} s for other ranks: call it on all of them, not on one"
+    timer = Timer(PATIENCE, warnings.warn, [words])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @torch.no_grad()
@@ -63,7 +83,7 @@ def save_from_all_ranks(model: nn.Module, tp: TensorParallel) -> None:
     """
     for part in model.modules():
         if hasattr(type(part), "save_pretrained"):
-            part.save_pretrained = MethodType(_save_pretrained, part)
+            part.save_pretrained = partial(_save_pretrained, part)  # can be pickled, as a method cannot
             if tp.mesh is not None and tp.mesh.device_type != "cpu" and dist.get_world_size() == tp.size:
                 make_known(part, tp.size)
 
@@ -88,7 +108,8 @@ def _save_pretrained(self: Any, save_directory: Any, *, state_dict: Mapping[str,
 
     Errors: where rank 0 fails, RuntimeError on the others.
     """
-    state = _gathered(self, self.state_dict() if state_dict is None else state_dict)
+    with _said("save_pretrained"):
+        state = _gathered(self, self.state_dict() if state_dict is None else state_dict)
     if not dist.is_initialized():
         return type(self).save_pretrained(self, save_directory, state_dict=state, **options)
     failure: list[str | None] = [None]

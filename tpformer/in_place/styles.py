@@ -20,6 +20,7 @@ from tpformer.layers import TensorParallel
 from tpformer.layers.children import DROPOUTS
 
 from .linears import make_column, make_embedding, make_row, sum_gradients
+from .tensors import parameter_from
 
 NORM = re.compile("(RMSNorm|LayerNorm)$")  # classes of norms over the last dim, wherever they are from
 
@@ -202,5 +203,5 @@ class FusedSequenceParallel(_Fused):
             )
         for name, parameter in own.items():
             whole = DTensor.from_local(parameter.detach(), mesh, [Replicate()], run_check=False)
-            module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+            module.register_parameter(name, parameter_from(whole, parameter))
         sum_gradients(module, mesh)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpformer.distributed.dtensor import is_dtensor
+from tpformer.distributed.dtensor import check_own_part, is_dtensor
 from tpformer.kernels.philox.reference import philox_key, random_normal
 from tpformer.torch_private import is_own_parameter, own_part
 
@@ -162,9 +162,14 @@ class ParallelModule(nn.Module):
             parameter.grad = _laid_out(gradient, parameter, parameter.placements if rows is None else [Partial()])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """As nn.Module's, but a whole tensor is cut to this rank's shard. No communication."""
+        """As nn.Module's, but a whole tensor is cut to this rank's shard. No communication.
+
+        Errors: ValueError for a shard that another rank has saved.
+        """
         for name, parameter in self._parameters.items():
             value = state_dict.get(prefix + name)
+            if value is not None:
+                check_own_part(prefix + name, value)
             if not is_dtensor(parameter) or not isinstance(value, Tensor) or is_dtensor(value):
                 continue
             if value.shape != parameter.shape:
@@ -180,6 +185,18 @@ class ParallelModule(nn.Module):
             # A copy. With assign=True it becomes the parameter, and a view would keep the whole tensor alive.
             state_dict[prefix + name] = _laid_out(held.clone(), parameter, parameter.placements)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As nn.Module's. Errors: ValueError for a module that another rank has saved."""
+        super().__setstate__(state)
+        for name, parameter in self._parameters.items():
+            check_own_part(f"{name} of {type(self).__name__}", parameter)
+
+    def share_memory(self) -> Self:
+        """As nn.Module's. Errors: ValueError on ranks, as torch would crash."""
+        if any(is_dtensor(parameter) for parameter in self.parameters()):
+            raise ValueError("parameters that lie on ranks cannot be moved to shared memory: share plain copies")
+        return super().share_memory()
 
     def filled_from(self, plain: nn.Module) -> Self:
         """This layer, built on meta, with copies of a plain module's parameters, and with its mode."""

@@ -6,7 +6,9 @@ from typing import Any
 from torch import optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tpformer.distributed.dtensor import is_dtensor
+from tpformer.distributed.dtensor import check_own_part, is_dtensor
+
+CHECKED = "_tpformer_checked"  # an optimizer's attribute: the state that has been looked at
 
 
 @cache
@@ -17,10 +19,11 @@ def watch_optimizers() -> None:
     are the default, so such a group goes parameter by parameter, unless it asks for them.
     Adafactor's step sizes and factored statistics are those of whole tensors. For a sharded vector torch's Adafactor
     silently takes those of the shard; for a sharded matrix it raises from within. Optimizers that work element by
-    element, such as AdamW, are exact.
+    element, such as AdamW, are exact. A state that another rank has saved is refused.
     """
     register_optimizer_step_pre_hook(_part_by_part)
     register_optimizer_step_pre_hook(_refuse)
+    register_optimizer_step_pre_hook(_check_loaded)
 
 
 def _part_by_part(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -33,6 +36,17 @@ def _part_by_part(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dic
                 f"{asked} out, or make a group of each kind"
             )
         group["foreach"] = False
+
+
+def _check_loaded(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """ValueError if the state that was loaded since the last step is another rank's."""
+    state = optimizer.state
+    if vars(optimizer).get(CHECKED) is state:
+        return
+    for held in state.values():
+        for name, value in held.items() if isinstance(held, dict) else ():
+            check_own_part(f"{name} of {type(optimizer).__name__}", value)
+    vars(optimizer)[CHECKED] = state
 
 
 def _refuse(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
