@@ -6,7 +6,7 @@ of modules, plans or layers: these take `to_local()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from tpformer.torch_private import allow_foreach, held_by, methods_of_the_object, own_part, without_torch_function
+from tpformer.torch_private import (
+    allow_foreach,
+    held_by,
+    laid_out_as,
+    methods_of_the_object,
+    own_part,
+    without_torch_function,
+)
 
 TAKEN = "_taken_as_gradient"  # an attribute of a tensor that is some parameter's gradient
 
@@ -48,11 +55,11 @@ class GlobalTensor(DTensor):
                 return _marked(rule(function, *args, **kwargs))
             if getattr(function, "__name__", "") in ("__get__", "__set__", "__delete__"):  # what it is, not its values
                 return _marked(function(*args, **kwargs))
-            given = list(_tensors((args, kwargs)))
-            if any(map(_is_cut, given)):
-                return _marked(_on_shards(function, args, kwargs, given))
-            result, mesh = _on_locals(function, args, kwargs), next(x.device_mesh for x in given if _is_global(x))
-            return result if any(map(_is_plain, given)) else _whole(result, mesh)
+            plain, whole, cut = _sorted(args, kwargs)
+            if cut:
+                return _marked(_on_shards(function, args, kwargs, plain, cut))
+            result = _on_locals(function, args, kwargs)
+            return result if plain else _whole(result, whole[0])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of this class; torch's copies what clone() makes, and asks for the same class."""
@@ -100,34 +107,41 @@ def globalize(model: nn.Module, mesh: DeviceMesh) -> None:
         if held and not isinstance(held, Parameters):
             held = vars(module)["_parameters"] = Parameters(held)
         for name, parameter in list(held.items()):
-            if not _is_plain(parameter):
+            if parameter is None or isinstance(parameter, DTensor):
                 continue
             if parameter not in made:
-                made[parameter] = parameter_from(_replicated(parameter.detach(), mesh), parameter)
+                whole = DTensor.from_local(parameter.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+                made[parameter] = parameter_from(whole, parameter)
             setattr(module, name, made[parameter])  # torch's RNNs hear of it by this
 
 
-def _is_plain(x: Any) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, DTensor)
+def _is_cut(x: Tensor) -> bool:
+    if isinstance(x, DTensor):
+        for place in x.placements:
+            if type(place) is not Replicate:
+                return True
+    return False
 
 
-def _is_cut(x: Any) -> bool:
-    return isinstance(x, DTensor) and not all(place.is_replicate() for place in x.placements)
+def _sorted(args: tuple, kwargs: dict[str, Any]) -> tuple[list[Tensor], list[DTensor], list[DTensor]]:
+    """(plain, whole, sharded) tensors among the arguments of a function of torch."""
+    plain: list[Tensor] = []
+    whole: list[DTensor] = []
+    cut: list[DTensor] = []
 
+    def sort(values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, DTensor):
+                (cut if _is_cut(value) else whole).append(value)
+            elif isinstance(value, Tensor):
+                plain.append(value)
+            elif isinstance(value, list | tuple):
+                sort(value)
 
-def _is_global(x: Any) -> bool:
-    return isinstance(x, DTensor)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors within arguments of a function of torch."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+    sort(args)
+    if kwargs:
+        sort(kwargs.values())
+    return plain, whole, cut
 
 
 def _marked(value: Any) -> Any:
@@ -160,64 +174,69 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> Tensor:
         """The local tensor."""
-        ctx.mesh, ctx.held = tensor.device_mesh, held_by(tensor)
-        return ctx.held.view_as(ctx.held)
+        ctx.tensor, held = tensor, held_by(tensor)
+        return held.view_as(held)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> DTensor:
         """Its gradient, whole on this rank."""
         (gradient,) = gradients
-        if gradient.stride() != ctx.held.stride() or hasattr(gradient, TAKEN):
+        if gradient.stride() != held_by(ctx.tensor).stride() or hasattr(gradient, TAKEN):
             gradient = gradient.clone(memory_format=torch.contiguous_format)
         setattr(gradient, TAKEN, True)
-        return _marked(_replicated(gradient, ctx.mesh))
+        return _whole(gradient, ctx.tensor) if not gradient.requires_grad else _replicated(gradient, ctx.tensor)
 
 
 def _on_locals(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What a function makes of plain tensors and of the whole ones' local tensors."""
     replaced: dict[int, Any] = {}
+    recorded = torch.is_grad_enabled()
 
     def local(value: Any) -> Any:
         if isinstance(value, DTensor):
-            own = _Local.apply(value) if torch.is_grad_enabled() else held_by(value)
+            own = _Local.apply(value) if recorded else held_by(value)
             replaced[id(own)] = value
             return own
-        return type(value)(map(local, value)) if type(value) in (list, tuple) else value
+        return [local(part) for part in value] if isinstance(value, list | tuple) else value
 
-    result = function(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
+    result = function(*[local(each) for each in args], **{name: local(each) for name, each in kwargs.items()})
     return replaced.get(id(result), result)  # itself, where the function works in place
 
 
-def _on_shards(function: Any, args: tuple, kwargs: dict[str, Any], given: list[Tensor]) -> Any:
+def _on_shards(function: Any, args: tuple, kwargs: dict[str, Any], plain: list[Tensor], cut: list[DTensor]) -> Any:
     """What DTensor makes of tensors among which some are sharded."""
-    mesh = next(x.device_mesh for x in given if _is_cut(x))
 
     def scalar(value: Any) -> Any:  # a loss, say: its gradient has to be plain again
         if isinstance(value, Tensor):
-            return _replicated(value, mesh) if _is_plain(value) and value.ndim == 0 else value
-        return type(value)(map(scalar, value)) if type(value) in (list, tuple) else value
+            return value if isinstance(value, DTensor) or value.ndim else _replicated(value, cut[0])
+        return [scalar(part) for part in value] if isinstance(value, list | tuple) else value
 
+    if plain:
+        args, kwargs = tuple(scalar(args)), {name: scalar(value) for name, value in kwargs.items()}
     try:
-        return function(*map(scalar, args), **{name: scalar(value) for name, value in kwargs.items()})
+        return function(*args, **kwargs)
     except RuntimeError as error:
-        plain = next((tuple(x.shape) for x in given if _is_plain(x)), None)
-        if plain is None:
+        if not plain:
             raise
-        cut = next(tuple(x.shape) for x in given if _is_cut(x))
         raise type(error)(
-            f"{getattr(function, '__name__', function)} of a plain tensor {plain} and a parameter {cut} that is cut "
-            f"over ranks: use its .full_tensor(), or do this before parallelize"
+            f"{getattr(function, '__name__', function)} of a plain tensor {tuple(plain[0].shape)} and a parameter "
+            f"{tuple(cut[0].shape)} that is cut over ranks: use its .full_tensor(), or do this before parallelize"
         ) from error
 
 
-def _whole(result: Any, mesh: DeviceMesh) -> Any:
+def _whole(result: Any, like: DTensor) -> Any:
     """A result of operations on whole tensors: plain where autograd records it, as arithmetic goes on from it."""
-    if _is_plain(result) and not result.requires_grad:
-        return _marked(_replicated(result, mesh))
-    return type(result)(_whole(part, mesh) for part in result) if type(result) in (list, tuple) else result
+    if type(result) in (list, tuple):
+        return type(result)([_whole(part, like) for part in result])
+    if not isinstance(result, Tensor) or isinstance(result, DTensor) or result.requires_grad:
+        return result
+    held = held_by(like)
+    same = result.shape == held.shape and result.dtype == held.dtype and result.stride() == held.stride()
+    return _marked(laid_out_as(result, like) if same else _replicated(result, like))
 
 
-def _replicated(plain: Tensor, mesh: DeviceMesh) -> DTensor:
+def _replicated(plain: Tensor, like: DTensor) -> DTensor:
+    mesh = like.device_mesh
     return DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
@@ -243,12 +262,12 @@ def _unchanged(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _join(function: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
     """cat and stack, of values that have been made of sharded and of whole parameters."""
-    given = list(_tensors(tensors))
-    if any(map(_is_cut, given)):
-        mesh = next(x.device_mesh for x in given if _is_global(x))
-        return function([_replicated(x, mesh) if _is_plain(x) else x for x in given], *args, **kwargs)
-    result = _on_locals(function, (given, *args), kwargs)
-    return result if any(map(_is_plain, given)) else _whole(result, next(x.device_mesh for x in given))
+    plain, whole, cut = _sorted((tensors,), {})
+    if cut:
+        tensors = [x if isinstance(x, DTensor) else _replicated(x, cut[0]) for x in tensors]
+        return function(tensors, *args, **kwargs)
+    result = _on_locals(function, (tensors, *args), kwargs)
+    return result if plain else _whole(result, whole[0])
 
 
 def _of_whole(function: Any, tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
@@ -260,7 +279,7 @@ def _view(function: Any, tensor: DTensor) -> Any:
     """Attributes that are tensors."""
     if _is_cut(tensor):
         return function(tensor)
-    return _whole(_on_locals(function, (tensor,), {}), tensor.device_mesh)
+    return _whole(_on_locals(function, (tensor,), {}), tensor)
 
 
 def _of_memory(function: Any, tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
@@ -272,13 +291,13 @@ def _of_memory(function: Any, tensor: DTensor, *args: Any, **kwargs: Any) -> Any
 
 def _get_gradient(function: Any, tensor: DTensor) -> Any:
     gradient = function(tensor)
-    if gradient is not None and _is_plain(gradient):  # from a user's hook on this parameter
+    if gradient is not None and not isinstance(gradient, DTensor):  # from a user's hook on this parameter
         gradient = tensor.grad = _part_of(gradient, tensor)
     return gradient
 
 
 def _set_gradient(function: Any, tensor: DTensor, value: Any) -> None:
-    function(tensor, _part_of(value, tensor) if isinstance(value, Tensor) and _is_plain(value) else value)
+    function(tensor, value if value is None or isinstance(value, DTensor) else _part_of(value, tensor))
 
 
 @torch.no_grad()
