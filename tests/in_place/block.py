@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from tpformer import ops
-from tpformer.in_place.linears import make_column, make_embedding, make_row, sum_gradients
+from tpformer.in_place.linears import make_column, make_embedding, make_row
+from tpformer.in_place.summing import sum_gradients
 from tpformer.layers import TensorParallel
 
 HIDDEN = 10

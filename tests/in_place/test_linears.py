@@ -19,8 +19,9 @@ from transformers.pytorch_utils import Conv1D
 from tpformer.distributed import build_mesh
 from tpformer.distributed.collectives import record_collectives
 from tpformer.distributed.dtensor import full_tensor
-from tpformer.in_place.linears import make_column, make_embedding, make_row, sum_gradients
+from tpformer.in_place.linears import make_column, make_embedding, make_row
 from tpformer.in_place.siblings import share_inputs
+from tpformer.in_place.summing import sum_gradients
 from tpformer.layers import TensorParallel
 from tpformer.parallel import reduce_partial_gradients
 

@@ -15,8 +15,8 @@ KNOWN = (*FAMILIES, Family("ALBERT", "AlbertForMaskedLM", {**BERT, "embedding_si
 OPTIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("llama", "gemma2", "phi3", "olmo2"), {"num_key_value_heads": 2}),
     "qwen2": {"num_key_value_heads": 1, "tie_word_embeddings": True},
-    "mixtral": {"num_local_experts": 11, "intermediate_size": 48, "experts_implementation": "eager"},
-    "deepseekv3": {"experts_implementation": "eager"},  # the other ones lack float64
+    "mixtral": {"num_local_experts": 11, "intermediate_size": 48, "experts_implementation": "batched_mm"},
+    **dict.fromkeys(("deepseekv3", "gptoss"), {"experts_implementation": "eager"}),  # grouped_mm lacks float64
 }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
-from tpformer.distributed.collectives import all_reduce
+from tpformer.distributed.collectives import all_gather, all_reduce
 from tpformer.distributed.dtensor import is_dtensor
 from tpformer.layers import (
     ColumnParallelLinear,
@@ -27,6 +27,7 @@ from tpformer.layers import (
 )
 from tpformer.layers.embedding import check_lookup
 from tpformer.layers.optimizers import watch_optimizers
+from tpformer.ops.moves import Moves, move_rows
 from tpformer.ops.uncompiled import uncompiled
 from tpformer.torch_private import has_gradient_hooks, is_own_parameter, own_part
 
@@ -50,34 +51,35 @@ def make_column(
     Shapes:  x (..., in_features), equal on all ranks; result (..., this rank's output features), with gather_output
              (..., out_features). weight and bias keep their global shapes and become DTensors, Shard over the output
              features in chunks of ceil(out_features / t), the last maybe smaller.
-    rows:    this rank's output features, in the order of its result, for a weight that every rank keeps whole
-             (Replicate): blocks of a fused projection, or key-value heads that ranks share.
+    rows:    this rank's output features, in the order of its result, where they are not the chunk that it holds: blocks
+             of a fused projection, or key-value heads that ranks share. The bias is whole on every rank (Replicate).
     sequence_dim: with tp.sequence_parallel x is this rank's shard along that dim, and the result has all of it.
     Communication, per rank: forward that of ops.column_linear, and for gather_output an all-gather of the result;
-             backward an all-reduce of x's gradient (a reduce-scatter with sequence shards), and with `rows` one of the
-             gradients of weight and bias, which are whole on every rank. With `rows` the call itself all-reduces 8
-             bytes.
+             backward an all-reduce of x's gradient (a reduce-scatter with sequence shards). With `rows` also
+             ops.move_rows of the weight, both ways, and an all-reduce of the bias's gradient; the call itself
+             gathers 16 bytes for each slice, and all-reduces 8.
     Errors:  TypeError for another class. ValueError for parameters that have been replaced, have gradients or are
              DTensors already, for a rank that would hold no rows, for `rows` outside the weight, and for `rows` with
              gather_output.
     """
     tp = _check(module, tp, nn.Linear)
     n, k = _features(module)
-    if rows is None:
-        _check_share(module, "output features", n, tp)
-    else:
+    _check_share(module, "output features", n, tp)
+    moves, width = None, -(-n // tp.size)
+    if rows is not None:
         rows = tuple(rows)
         if gather_output:
             raise ValueError("rows with gather_output: ranks may compute the same rows, so leave one of them out")
         if not rows or any(not 0 <= part.start < part.stop <= n or part.step not in (None, 1) for part in rows):
             raise ValueError(f"rows={rows} have to be slices with a start and a stop within {n} output features")
-    shard = None if rows is not None else int(_is_conv1d(type(module)))
-    width = -(-n // tp.size) if rows is None else _most(sum(part.stop - part.start for part in rows), tp)
-    placements = _lay_out(module, tp, {"weight": shard, "bias": None if rows is not None else 0})
+        wanted = _of_all_ranks(rows, tp)
+        moves = Moves.of(wanted, tp.rank, width)
+        width = max(sum(part.stop - part.start for part in parts) for parts in wanted)  # all choose one transport
+    placements = lay_out(module, tp, {"weight": int(_is_conv1d(type(module))), "bias": None if rows is not None else 0})
     options: dict[str, Any] = {"gather_output": gather_output, "sequence_dim": sequence_dim, "used_rows": None}
     sizes = {"out_features": n, "in_features": k, "width": width}
     own = tp if sequence_dim is not None else tp.with_all_rows
-    _swap(module, Column, own, rows=rows, placements=placements, **options, **sizes)
+    _swap(module, Column, own, rows=rows, moves=moves, placements=placements, **options, **sizes)
 
 
 def make_row(
@@ -100,7 +102,7 @@ def make_row(
     tp = _check(module, tp, nn.Linear)
     n, k = _features(module)
     _check_share(module, "input features", k, tp)
-    placements = _lay_out(module, tp, {"weight": 0 if _is_conv1d(type(module)) else 1, "bias": None})
+    placements = lay_out(module, tp, {"weight": 0 if _is_conv1d(type(module)) else 1, "bias": None})
     width = -(-k // tp.size)
     columns = slice(tp.rank * width, min((tp.rank + 1) * width, k))
     options: dict[str, Any] = {"activation": None, "input_is_parallel": not split_input, "sequence_dim": sequence_dim}
@@ -110,50 +112,32 @@ def make_row(
 
 
 def make_embedding(
-    module: nn.Module, tp: TensorParallel | DeviceMesh | None, *, sequence_dim: int | None = None
+    module: nn.Module,
+    tp: TensorParallel | DeviceMesh | None,
+    *,
+    sequence_dim: int | None = None,
+    derived: bool = False,
 ) -> None:
     """Shard the vocabulary of an nn.Embedding in place, in chunks of ceil(num_embeddings / t) rows.
 
     Shapes:  ids (...) int64, equal on all ranks; result (..., embedding_dim), equal on all ranks; weight a DTensor,
              Shard(0), with the global shape that it had.
     sequence_dim: with tp.sequence_parallel the result is this rank's shard along that dim.
+    derived: takes a class that derives from nn.Embedding, too. Its forward may add to what nn.Embedding's gives, and
+             must not use the weight otherwise.
     Communication, per rank: forward an all-reduce of the result, backward none; with sequence shards a reduce-scatter,
              and an all-gather.
     Errors:  as in make_column; ValueError for max_norm, scale_grad_by_freq and sparse, and for ids outside the table.
     """
-    tp = _check(module, tp, nn.Embedding)
+    tp = _check(module, tp, type(module) if derived and isinstance(module, nn.Embedding) else nn.Embedding)
     assert isinstance(module, nn.Embedding)
     check_lookup(module)
     n = module.num_embeddings
     _check_share(module, "rows", n, tp)
-    placements = _lay_out(module, tp, {"weight": 0})
+    placements = lay_out(module, tp, {"weight": 0})
     sizes = {"vocab_size": n, "hidden_size": module.embedding_dim, "rows": n, "width": -(-n // tp.size)}
     own = tp if sequence_dim is not None else tp.with_all_rows
     _swap(module, _Embedding, own, placements=placements, sequence_dim=sequence_dim, **sizes)
-
-
-def sum_gradients(module: nn.Module, tp: TensorParallel | DeviceMesh | None) -> None:
-    """Let a module's own parameters, whole on every rank, get the sum of all ranks' gradients.
-
-    For a module of any class that works on this rank's part: its rows of the sequence, or its heads. Its parameters
-    stay as they are, plain or Replicate, and its children are left alone.
-    Communication, per rank: backward an all-reduce for each of its parameters.
-    Errors:  ValueError for parameters that are sharded, and where the gradients are summed already.
-    """
-    tp = TensorParallel.of(tp)
-    for name, parameter in module.named_parameters(recurse=False):
-        if is_dtensor(parameter) and not (
-            parameter.device_mesh == tp.mesh and all(place.is_replicate() for place in parameter.placements)
-        ):
-            raise ValueError(
-                f"{name} of {type(module).__name__} is a DTensor with {parameter.placements} on "
-                f"{parameter.device_mesh}: only gradients of parameters that each rank has whole can be summed"
-            )
-    if isinstance(module, _Summing):
-        raise ValueError(f"the gradients of this {type(module).__name__} are summed already")
-    own: Any = type(module)
-    module.__class__ = _class(_Summing, own)
-    module.summed_over = tp.with_all_rows
 
 
 class _InPlace(ParallelModule):
@@ -178,13 +162,14 @@ class _InPlace(ParallelModule):
         return super().forward(*args, **kwargs).contiguous()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _reduced(self, protocol)
+        return reduced(self, protocol)
 
 
 class Column(_InPlace, ColumnParallelLinear):
     """A linear of a model that has become column-parallel (make_column)."""
 
     rows: tuple[slice, ...] | None
+    moves: Moves | None  # how it gets these rows
     siblings: Any = None  # the Siblings that it shares its input with, where share_inputs has found some
 
     @uncompiled
@@ -198,10 +183,13 @@ class Column(_InPlace, ColumnParallelLinear):
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
         if self.rows is None:
             return super().local_parameters()
-        whole = (self.local(name, partial=True) for name in ("weight", "bias"))
-        weight, bias = (None if each is None else torch.cat([each[part] for part in self.rows]) for each in whole)
-        assert weight is not None
-        return weight, bias
+        weight, bias = self.local("weight"), self.local("bias", partial=True)
+        assert weight is not None and self.moves is not None
+        if self.tp.group is None:
+            weight = torch.cat([weight[part] for part in self.rows])
+        else:
+            weight = move_rows(weight, self.moves, self.tp.group)
+        return weight, None if bias is None else torch.cat([bias[part] for part in self.rows])
 
     def defers(self) -> bool:
         return self.rows is None and not self.transposed and super().defers()
@@ -235,47 +223,27 @@ class _Embedding(_InPlace, VocabParallelEmbedding):
         return f"{self.vocab_size}, {self.hidden_size}, tp={self.tp.size}"
 
 
-class _Summing(nn.Module):
-    """A module whose forward sees parameters that pass their gradients on as sums over ranks."""
-
-    summed_over: TensorParallel
-
-    @uncompiled
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        held = dict(self._parameters)
-        group = self.summed_over.group
-        try:
-            for name, parameter in held.items():
-                if parameter is not None:
-                    whole = parameter.to_local() if is_dtensor(parameter) else parameter
-                    self._parameters[name] = ops.sum_gradient(whole, group)
-            return super().forward(*args, **kwargs)
-        finally:
-            self._parameters.update(held)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _reduced(self, protocol)
-
-
 @cache
-def _class(kind: Any, own: Any) -> Any:
+def class_of(kind: Any, own: Any) -> Any:
     """The class of a module of class `own` that has become a `kind`."""
-    name = own.__name__ if kind is _Summing else kind.__bases__[-1].__name__
+    name = own.__name__ if kind.__bases__ == (nn.Module,) else kind.__bases__[-1].__name__
     names = {"__module__": own.__module__, "swapped": (kind, own), "transposed": _is_conv1d(own)}
+    if kind is _Embedding and own is not nn.Embedding:  # its forward calls super().forward
+        return type(own.__name__, (own, class_of(kind, nn.Embedding)), names)
     return type(name, (kind, own), names)
 
 
 def _rebuilt(kind: Any, own: Any) -> nn.Module:
-    swapped = _class(kind, own)
+    swapped = class_of(kind, own)
     return swapped.__new__(swapped)
 
 
-def _reduced(module: Any, protocol: Any) -> Any:
+def reduced(module: Any, protocol: Any) -> Any:
     """What copy and pickle need: no module of Python holds the class by its name, so it is made anew."""
-    reduced = nn.Module.__reduce_ex__(module, protocol)
-    if type(module) is not _class(*module.swapped):  # FSDP2 has derived from it, and refuses copies
-        return reduced
-    return _rebuilt, module.swapped, *reduced[2:]
+    usual = nn.Module.__reduce_ex__(module, protocol)
+    if type(module) is not class_of(*module.swapped):  # FSDP2 has derived from it, and refuses copies
+        return usual
+    return _rebuilt, module.swapped, *usual[2:]
 
 
 def is_linear(own: type[nn.Module]) -> bool:
@@ -304,7 +272,7 @@ def _check(module: nn.Module, tp: TensorParallel | DeviceMesh | None, kind: type
         )
     if "forward" in module.__dict__:
         raise ValueError(f"the forward of this {own.__name__} has been replaced: shard it in place before that")
-    for name in ("weight", "bias")[: 1 if kind is nn.Embedding else 2]:
+    for name in ("weight", "bias")[: 1 if issubclass(kind, nn.Embedding) else 2]:
         if not is_own_parameter(module, name):
             raise ValueError(
                 f"{name} of {own.__name__} is computed from other parameters: shard it in place before that"
@@ -327,14 +295,19 @@ def _check_share(module: nn.Module, what: str, n: int, tp: TensorParallel) -> No
         )
 
 
-def _most(used: int, tp: TensorParallel) -> int:
-    """The largest number of output features that a rank uses, so that all ranks choose the same transport."""
+def _of_all_ranks(rows: Sequence[slice], tp: TensorParallel) -> list[list[slice]]:
+    """Every rank's rows. Communicates: an all-reduce of 8 bytes, and an all-gather of 16 for each slice."""
     if tp.mesh is None:
-        return used
-    return int(all_reduce(torch.tensor([used], device=tp.mesh.device_type), tp.group, "max"))
+        return [list(rows)]
+    device = tp.mesh.device_type
+    most = int(all_reduce(torch.tensor([len(rows)], device=device), tp.group, "max"))
+    own = torch.zeros(1, most, 2, dtype=torch.int64)
+    own[0, : len(rows)] = torch.tensor([[part.start, part.stop] for part in rows])
+    found = all_gather(own.to(device), tp.group).tolist()
+    return [[slice(start, stop) for start, stop in parts if start < stop] for parts in found]
 
 
-def _lay_out(module: nn.Module, tp: TensorParallel, shards: dict[str, int | None]) -> dict[str, Any]:
+def lay_out(module: nn.Module, tp: TensorParallel, shards: dict[str, int | None]) -> dict[str, Any]:
     """Make each parameter a DTensor, sharded on that dim (None: Replicate), and return their placements."""
     if tp.mesh is None:
         return {}
@@ -373,6 +346,6 @@ def _laid_out(name: str, whole: nn.Parameter, mesh: DeviceMesh, placement: Any) 
 
 def _swap(module: nn.Module, kind: Any, tp: TensorParallel, **attributes: Any) -> None:
     own: Any = type(module)
-    module.__class__ = _class(kind, own)
+    module.__class__ = class_of(kind, own)
     for name, value in {"tp": tp, "initial": {}, "shares_gather": (), **attributes}.items():
         setattr(module, name, value)

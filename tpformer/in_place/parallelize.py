@@ -17,8 +17,11 @@ from tpformer.distributed.collectives import all_reduce
 from tpformer.layers import ParallelModule, TensorParallel, explain
 
 from .adapters import cut_adapters
-from .linears import REPLACED_BY, make_column, make_embedding, make_row, sum_gradients
-from .plan import COLUMNS, EMBEDDING, GATHERED, ROWS, SPLIT, SUMMED, Plan, auto_plan, check_plan
+from .alone import COLUMNS, EMBEDDING, EXPERTS, GATHERED, ROWS, SPLIT
+from .linears import REPLACED_BY, make_column, make_embedding, make_row
+from .matrices import make_matrices
+from .narrowed import Narrowed
+from .plan import Plan, auto_plan, check_plan
 from .ranks import share_out
 from .refusals import refuse_in_forward, sample_alike
 from .regions import example_of, is_adapted, pattern_of
@@ -27,9 +30,10 @@ from .sequence import SEQUENCE_DIM, shard_sequence
 from .sequence_trial import Linears
 from .siblings import share_inputs
 from .streams import Streams, find_streams
+from .summing import sum_gradients
 from .tensors import globalize
-from .trial import Cut
 from .verify import verify
+from .ways import Cut
 
 MOST_VERIFIED = 2**30  # bytes of parameters; parallelize(gpus=) verifies models up to this size
 TOKENS = 4096  # for which parallelize(gpus=) explains how linears are carried
@@ -166,7 +170,7 @@ def _streams(model: nn.Module, plan: Plan, example: Any) -> Streams:
     if any(is_adapted(module) for module in model.modules()):
         raise ValueError("sequence_parallel=True with LoRA's adapters is not supported: leave one of them out")
     named = [(name, plan.style(name)) for name, _ in model.named_modules()]
-    styles = COLUMNS, ROWS, (*GATHERED, *SPLIT, *EMBEDDING)
+    styles = COLUMNS, ROWS, (*GATHERED, *SPLIT, *EMBEDDING, *EXPERTS)
     linears = Linears(*([name for name, style in named if style in some] for some in styles))
     streams = find_streams(model, linears, *example_of(model, example))
     for name, reason in streams.kept.items():
@@ -177,12 +181,15 @@ def _streams(model: nn.Module, plan: Plan, example: Any) -> Streams:
 def cut(model: nn.Module, plan: Plan, tp: TensorParallel, streams: Streams) -> None:
     """Do to a model what the plan says."""
     cuts: dict[nn.Module, Cut] = {}
+    seen: dict[nn.Module, dict[str, int | None]] = {}
     for region, way in plan.regions.values():
         root = model.get_submodule(region.root)
         for holder, changes in way.attributes.items():
             for name, value in changes.items():
                 setattr(root.get_submodule(holder), name, value)
         cuts |= {root.get_submodule(name): found for name, found in way.cuts.items()}
+        for name, own in way.seen_by_rank().items():
+            seen.setdefault(root.get_submodule(name), {}).update(own)
     on_shards = streams.linears()
     for name, module in list(model.named_modules()):
         style = plan.style(name)
@@ -195,18 +202,23 @@ def cut(model: nn.Module, plan: Plan, tp: TensorParallel, streams: Streams) -> N
         elif style in (*ROWS, *SPLIT):
             make_row(base, tp, split_input=style in SPLIT, sequence_dim=dim)
         elif style in EMBEDDING:
-            make_embedding(module, tp)
-        elif style in SUMMED:
-            sum_gradients(module, tp)
+            make_embedding(module, tp, derived=True)
     for module in model.modules():  # what else holds a parameter that was cut
         for name, parameter in module.named_parameters(recurse=False):
             if hasattr(parameter, REPLACED_BY):
                 module.register_parameter(name, getattr(parameter, REPLACED_BY))
+    for module, own in seen.items():
+        sum_gradients(module, tp, own)
+    for name, division in plan.divisions.items():
+        make_matrices(model.get_submodule(name), division, tp)
     cut_adapters(model)
     globalize(model, tp.mesh)
     share_inputs(model)
     if streams.chains:
         shard_sequence(model, streams, tp)
+    for region, way in plan.regions.values():
+        for narrowed in Narrowed.of(region, way, tp.size):
+            narrowed.attach(model)  # behind what gathers the module's input
     _guard(model, plan, tp)
 
 

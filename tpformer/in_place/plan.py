@@ -8,21 +8,43 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from tpformer.torch_private import tree_leaves
 
-from .regions import Recording, Region, find_region, join, linear_of, linears, matches, pattern_of, record, sizes_of
+from .alone import (
+    COLUMNS,
+    EXPERTS,
+    GATHERED,
+    OUTSIDE,
+    ROWS,
+    SPLIT,
+    STYLES,
+    SUMMED,
+    WHOLE,
+    Alone,
+    reasons_of_the_rest,
+    why_not,
+)
+from .matrices import Division, find_division
+from .regions import (
+    Recording,
+    Region,
+    find_region,
+    join,
+    linears,
+    matches,
+    pattern_of,
+    record,
+)
 from .rehearsal import Rehearsal
-from .trial import Refused, Way, find_way
+from .trial import Refused, find_way
+from .ways import Way
 
-COLUMNS, ROWS, SUMMED = ("colwise", "packed_colwise"), ("rowwise",), ("replicated_with_grad_allreduce",)
-GATHERED, SPLIT = ("colwise_gather_output", "colwise_rep"), ("rowwise_split_input", "rowwise_rep")
-EMBEDDING, WHOLE = ("embedding_rowwise",), ("replicate",)
-STYLES = (*COLUMNS, *ROWS, *SUMMED, *GATHERED, *SPLIT, *EMBEDDING, *WHOLE)
 INDEX = ("layer_idx", "layer_id", "layer_number", "layer_index", "training")  # integers that change no computation
 
 
@@ -36,6 +58,9 @@ class Plan(dict[str, str]):
     whole on every rank, with gradients summed over ranks; replicate: whole.
     t:       the number of tensor-parallel ranks.
     kept:    {pattern: reason} for modules with matrices that stay whole on every rank.
+    gathered: {pattern: reason} for linears that are cut each by itself, because they cannot be cut together.
+    outside: the names of modules with a parameter that is used outside of their own forward.
+    divisions: how the parameters of modules with matrices of their own, such as experts, are divided.
     regions: how the linears of a region are cut together, by the name of its last linear.
     model:   identity() of the model that was measured.
     """
@@ -47,12 +72,17 @@ class Plan(dict[str, str]):
         kept: Mapping[str, str],
         regions: Mapping[str, tuple[Region, Way]],
         model: int,
+        gathered: Mapping[str, str] = MappingProxyType({}),
+        outside: Collection[str] = (),
+        divisions: Mapping[str, Division] = MappingProxyType({}),
     ) -> None:
         super().__init__(entries)
         self.t, self.kept, self.regions, self.model = t, dict(kept), dict(regions), model
+        self.gathered, self.outside, self.divisions = dict(gathered), frozenset(outside), dict(divisions)
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return Plan, (dict(self), self.t, self.kept, self.regions, self.model)
+        more = self.gathered, self.outside, self.divisions
+        return Plan, (dict(self), self.t, self.kept, self.regions, self.model, *more)
 
     def style(self, name: str) -> str:
         """The style of a module by its name; "replicate" if the plan does not have it."""
@@ -62,7 +92,9 @@ class Plan(dict[str, str]):
         """Both lists, as a table."""
         lines = [f"plan for {self.t} tensor-parallel ranks"]
         width = max(map(len, (*self, *self.kept)), default=0)
-        lines += [f"  {pattern:{width}}  {style}" for pattern, style in self.items()]
+        for pattern, style in self.items():
+            why = f"  ({self.gathered[pattern]})" if pattern in self.gathered and style not in COLUMNS else ""
+            lines.append(f"  {pattern:{width}}  {style}{why}")
         lines += ["whole on every rank"] * bool(self.kept)
         return "\n".join(lines + [f"  {pattern:{width}}  {reason}" for pattern, reason in self.kept.items()])
 
@@ -79,11 +111,22 @@ def auto_plan(model: nn.Module, t: int, *, example: Any = None) -> Plan:
     """
     recording = record(model, example)
     patterns = {name: pattern_of(name, model) for name in linears(model)}
-    plan = Plan({}, t, {}, {}, identity(model))
+    plan = Plan({}, t, {}, {}, identity(model), outside=recording.outside)
     _add_regions(plan, model, recording, patterns)
     _rehearse(plan, model, example)
-    _add_tables(plan, model, _transformers_plan(model))
-    _explain_rest(plan, model)
+    alone = Alone(model, recording, t, plan.style)
+    _add_matrices(plan, model, recording, alone)
+    for name, style, reason in list(alone.found(tuple(plan.divisions))):
+        pattern = pattern_of(name, model)
+        if reason is None:
+            plan[pattern] = style
+            why = plan.kept.pop(pattern, None)
+            if why is not None and not alone.is_head(name):  # a head is never cut together with others
+                plan.gathered[pattern] = why
+        else:
+            plan.kept[pattern] = reason
+    for name, reason in reasons_of_the_rest(model, plan.style):
+        plan.kept.setdefault(pattern_of(name, model) if name else "", reason)
     return plan
 
 
@@ -96,15 +139,16 @@ def _add_regions(plan: Plan, model: nn.Module, recording: Recording, patterns: M
     tried: dict[Any, Way | str] = {}
     taken: set[str] = set()
     for pattern, names in rows.items():
-        found = {}
+        found: dict[str, tuple[Region, Way]] = {}
         for name in names:
-            region = find_region(model, name, recording)
+            known = None if name in recording.sources else _like(model, name, found)
+            region = find_region(model, name, recording) if known is None else known[0]
             members = {name} if isinstance(region, str) else {name, *_columns(region)}
             if isinstance(region, str) or members & taken:
                 reason = region if isinstance(region, str) else "the linear that feeds it is cut already"
                 plan.kept.setdefault(pattern, reason)
                 break
-            way = _tried(model, region, recording, plan.t, tried)
+            way = _tried(model, region, recording, plan.t, tried) if known is None else known[1]
             if isinstance(way, str):
                 for member in members:
                     plan.kept[patterns[member]] = way
@@ -117,6 +161,61 @@ def _add_regions(plan: Plan, model: nn.Module, recording: Recording, patterns: M
                 for member, style in styles_of(name, region, way).items():
                     plan.kept.pop(patterns.get(member, member), None)
                     plan[pattern_of(member, model)] = style
+
+
+def _like(model: nn.Module, row: str, found: Mapping[str, tuple[Region, Way]]) -> tuple[Region, Way] | None:
+    """The region of a linear that did not run, such as that of an expert without tokens, after one that did."""
+
+    def looks(root: nn.Module) -> Any:
+        return type(root), repr(root), _settings(root), [parameter.shape for parameter in root.parameters()]
+
+    for region, way in found.values():
+        root = row.removesuffix(f".{region.row}")
+        if root != row and looks(model.get_submodule(root)) == looks(model.get_submodule(region.root)):
+            return Region(root, region.columns, region.row), way
+    return None
+
+
+def _add_matrices(plan: Plan, model: nn.Module, recording: Recording, alone: Alone) -> None:
+    """Divide modules that multiply with parameters of their own. All of one pattern are divided, or none is."""
+    rows: dict[str, list[str]] = defaultdict(list)
+    for name, module in model.named_modules():
+        several = sum(p.ndim > 1 for p in module.parameters(recurse=False)) > 1
+        if several and alone.is_large(name) and plan.style(name) == WHOLE[0]:
+            rows[pattern_of(name, model)].append(name)
+    tried: dict[Any, Division] = {}
+    for pattern, names in rows.items():
+        found: dict[str, Division] = {}
+        for name in names:
+            module = model.get_submodule(name)
+            try:
+                _check_alone(name, module, plan, recording)
+                call = recording.calls[name]
+                shapes = [getattr(x, "shape", x) for x in (*module.parameters(), *tree_leaves(call))]
+                key = (type(module), repr(module), *_settings(module), *shapes)
+                if key not in tried:
+                    tried[key] = find_division(module, call, plan.t)
+                found[name] = tried[key]
+            except Refused as refused:
+                plan.kept[pattern] = str(refused)
+                break
+        else:
+            plan[pattern] = EXPERTS[0]
+            plan.divisions |= found
+
+
+def _check_alone(name: str, module: nn.Module, plan: Plan, recording: Recording) -> None:
+    """Refused where something else than the module's own forward depends on its parameters."""
+    if name not in recording.calls:
+        raise Refused(f"a {type(module).__name__} is not an nn.Linear itself, and did not run in the example")
+    parts = [part for part, _ in module.named_modules(prefix=name)]
+    if any(part in recording.outside for part in parts):
+        raise Refused(OUTSIDE)
+    inside = next((part for part in parts if plan.style(part) != WHOLE[0]), None)
+    if inside is not None:
+        raise Refused(f"a {type(module).__name__} is not an nn.Linear itself, and {inside} in it is divided")
+    if any(id(p) in recording.tied for p in module.parameters()):
+        raise Refused("it is tied to another module")
 
 
 def _rehearse(plan: Plan, model: nn.Module, example: Any) -> None:
@@ -154,7 +253,7 @@ def styles_of(row: str, region: Region, way: Way) -> dict[str, str]:
     styles = {}
     for name in region.columns:
         styles[join(region.root, name)] = "colwise" if len(way.cuts[name].blocks) == 1 else "packed_colwise"
-    styles |= {join(region.root, name): SUMMED[0] for name in way.summed}
+    styles |= {join(region.root, name): SUMMED[0] for name in way.seen_by_rank()}
     return styles | {row: "rowwise"}
 
 
@@ -188,84 +287,6 @@ def _tried(model: nn.Module, region: Region, recording: Recording, t: int, tried
     return tried[key]
 
 
-def _transformers_plan(model: nn.Module) -> dict[str, str]:
-    """The plan that a transformers model brings, with names from `model`; empty for other models."""
-    for name, module in model.named_modules():
-        if isinstance(getattr(type(module), "tp_plan", None), property):
-            return {join(name, pattern): style for pattern, style in (module.tp_plan or {}).items()}
-    return {}
-
-
-def _add_tables(plan: Plan, model: nn.Module, given: Mapping[str, str]) -> None:
-    """Output layers, embeddings, and what the model's own plan gathers behind its linears or splits before them."""
-    wanted: dict[str, str] = {}
-    get_head = getattr(model, "get_output_embeddings", None)
-    head = get_head() if callable(get_head) else None
-    for name, module in model.named_modules():
-        own = next((style for pattern, style in given.items() if matches(pattern, name)), None)
-        if plan.style(name) != "replicate":
-            continue
-        if module is head:
-            wanted[name] = GATHERED[0]
-        elif own in (*GATHERED, *SPLIT, *EMBEDDING):
-            wanted[name] = own
-        elif own in STYLES or own is None:
-            continue
-        else:
-            plan.kept[pattern_of(name, model)] = f"the style {own} of the model's own plan is not supported"
-    tied: dict[int, list[str]] = defaultdict(list)
-    for name, module in model.named_modules():
-        for own, parameter in module.named_parameters(recurse=False):
-            if own == "weight":
-                tied[id(parameter)].append(name)
-    for names in [names for names in tied.values() if any(name in wanted for name in names)]:
-        styles = {name: wanted.get(name, _tied_style(model.get_submodule(name))) for name in names}
-        reasons = {name: why_not(model.get_submodule(name), style, plan.t) for name, style in styles.items()}
-        refused = next((name for name, reason in reasons.items() if reason is not None), None)
-        for name, style in styles.items():
-            pattern = pattern_of(name, model)
-            if refused is None:
-                plan[pattern] = style
-                plan.kept.pop(pattern, None)
-            else:
-                tie = "" if refused == name else f"it is tied to {refused}, and "
-                plan.kept[pattern] = f"{tie}{reasons[refused]}"
-
-
-def _tied_style(module: nn.Module) -> str:
-    return EMBEDDING[0] if isinstance(module, nn.Embedding) else GATHERED[0]
-
-
-def why_not(module: nn.Module, style: str, t: int) -> str | None:
-    """Why a module cannot have one of the styles that need no region; None if it can."""
-    if style in EMBEDDING:
-        if type(module) is not nn.Embedding:
-            return f"a {type(module).__name__} is not an nn.Embedding itself"
-        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            return "max_norm, scale_grad_by_freq and sparse gradients need the whole table"
-        size = module.num_embeddings
-    else:
-        linear = linear_of(module)
-        if linear is None:
-            return f"a {type(module).__name__} is not an nn.Linear itself"
-        size = sizes_of(linear)[style in GATHERED]
-    return None if size > (t - 1) * -(-size // t) else f"{t} ranks cannot share {size} features or rows"
-
-
-def _explain_rest(plan: Plan, model: nn.Module) -> None:
-    """A reason for every module with matrices that is in neither list."""
-    cut = {part for name in linears(model) for part in model.get_submodule(name).modules()}
-    for name, module in model.named_modules():
-        pattern = pattern_of(name, model) if name else ""
-        large = any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
-        if not large or module in cut or plan.style(name) != "replicate" or pattern in plan.kept:
-            continue
-        if isinstance(module, nn.Embedding):
-            plan.kept[pattern] = "neither a tied output layer nor the model's own plan asks for a cut vocabulary"
-        else:
-            plan.kept[pattern] = f"a {type(module).__name__} is not an nn.Linear itself"
-
-
 def check_plan(entries: Mapping[str, str], model: nn.Module, t: int, example: Any = None) -> Plan:
     """The plan of a user's own entries, where each is right. A Plan that was measured for t and such a model is not
     measured again.
@@ -288,7 +309,7 @@ def check_plan(entries: Mapping[str, str], model: nn.Module, t: int, example: An
         if not found:
             raise ValueError(f"{pattern}: no module of {type(model).__name__} has this name; '*' stands for a number")
         styles |= dict.fromkeys(found, style)
-    plan = Plan({}, t, measured.kept, {}, measured.model)
+    plan = Plan({}, t, measured.kept, {}, measured.model, measured.gathered, measured.outside)
     needed: set[str] = set()
     for row, (region, way) in measured.regions.items():
         members = styles_of(row, region, way)
@@ -309,10 +330,16 @@ def check_plan(entries: Mapping[str, str], model: nn.Module, t: int, example: An
     for name, style in styles.items():
         if style in WHOLE or name in needed:
             continue
-        if style in (*COLUMNS, *ROWS, *SUMMED):
-            reason = measured.kept.get(pattern_of(name, model), "nothing that is cut uses it")
+        if style in EXPERTS and name in measured.divisions:
+            plan.divisions[name] = measured.divisions[name]
+            continue
+        if style in (*COLUMNS, *ROWS, *SUMMED, *EXPERTS):
+            reasons = {**measured.kept, **measured.gathered}
+            reason = reasons.get(pattern_of(name, model), "nothing that is cut uses it")
             raise ValueError(f"{name} cannot be {style!r} on {t} ranks: {reason}")
-        refused = why_not(names[name], style, t)
+        if measured.get(pattern_of(name, model)) == style:
+            continue
+        refused = OUTSIDE if name in measured.outside else why_not(names[name], style, t)
         if refused is not None:
             raise ValueError(f"{name} cannot be {style!r} on {t} ranks: {refused}")
     for name, style in styles.items():

@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.distributed import build_mesh, initialize
 
-from .plan import WHOLE, Plan, auto_plan, check_plan
+from .alone import GATHERED, SUMMED, WHOLE
+from .plan import Plan, auto_plan, check_plan
+from .regions import pattern_of
 
 
 def share_out(model: nn.Module, gpus: int, plan: str | Mapping[str, str], example: Any) -> tuple[DeviceMesh, Plan]:
@@ -42,9 +44,12 @@ def share_out(model: nn.Module, gpus: int, plan: str | Mapping[str, str], exampl
 
 
 def weights_per_rank(model: nn.Module, plan: Plan) -> float:
-    """How many weights a rank computes with."""
+    """How many weights a rank computes with. What could not be cut together counts as whole: what is computed between
+    is not shared."""
     total = 0.0
     for name, module in model.named_modules():
-        share = 1 if plan.style(name) in WHOLE else plan.t
+        style = plan.style(name)
+        alone = style in GATHERED and name and pattern_of(name, model) in plan.gathered
+        share = 1 if alone or style in (*WHOLE, *SUMMED) else plan.t
         total += sum(parameter.numel() for parameter in module.parameters(recurse=False)) / share
     return total

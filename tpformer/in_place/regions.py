@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from tpformer.torch_private import (
     forward_hooks,
@@ -23,8 +24,15 @@ from tpformer.torch_private import (
     tree_map,
 )
 
+from .eager import eager_experts
 from .linears import is_linear
 
+# what may be asked of a tensor without its values or its length, and without its values
+HARMLESS = {
+    Tensor.is_floating_point,
+    *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "ndim")),
+}
+OF_SHAPES = {*HARMLESS, Tensor.shape.__get__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_meta.__get__}
 MOST_LINEARS = 16  # of the smallest module around a region, which the trial copies
 
 
@@ -47,13 +55,15 @@ class Recording:
     sources: for every linear that ran, in order, the linears whose outputs reach its inputs directly, call by call.
     results: the linears whose outputs reach the model's result directly.
     tied:    the ids of parameters that several modules hold.
-    calls:   (args, kwargs) of the first call of every module that holds others; tensors are copies.
+    calls:   (args, kwargs) of the first call of every module that holds others or matrices; tensors are copies.
+    outside: modules with a parameter that is used outside of their own forward.
     """
 
     sources: dict[str, list[frozenset[str]]] = field(default_factory=dict)
     results: frozenset[str] = frozenset()
     tied: frozenset[int] = frozenset()
     calls: dict[str, tuple[tuple, dict]] = field(default_factory=dict)
+    outside: set[str] = field(default_factory=set)
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -64,11 +74,20 @@ def is_adapted(module: nn.Module) -> bool:
 def linear_of(module: nn.Module) -> nn.Module | None:
     """The nn.Linear, or Conv1D of transformers, that a module is or that LoRA adapts. None for any other module, and
     for one whose forward or parameters have been replaced."""
-    if is_adapted(module):
-        module = module.base_layer
+    module = base_of(module)
     if "forward" in vars(module) or not (is_own_parameter(module, "weight") and is_own_parameter(module, "bias")):
         return None
     return module if is_linear(type(module)) else None
+
+
+def has_matrices(module: nn.Module) -> bool:
+    """Whether a module has parameters of its own with more than one dim."""
+    return any(p.ndim > 1 and p.is_floating_point() for p in module.parameters(recurse=False))
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """The linear that LoRA adapts, or the module itself."""
+    return module.base_layer if is_adapted(module) else module
 
 
 def sizes_of(linear: nn.Module) -> tuple[int, int]:
@@ -95,11 +114,13 @@ def join(root: str, name: str) -> str:
 
 
 def pattern_of(name: str, model: nn.Module) -> str:
-    """A module's name with '*' for the number of each block: a numbered module that holds others."""
+    """A module's name with '*' for the number of each block: a numbered module that holds others, beside one of its
+    class."""
     module, parts = model, []
     for part in name.split("."):
-        module = module.get_submodule(part)
-        parts.append("*" if part.isdigit() and any(module.children()) else part)
+        beside, module = module, module.get_submodule(part)
+        block = part.isdigit() and any(module.children())
+        parts.append("*" if block and sum(type(each) is type(module) for each in beside.children()) > 1 else part)
     return ".".join(parts)
 
 
@@ -169,7 +190,7 @@ def as_measured(model: nn.Module) -> Iterator[None]:
     for parameter in frozen:
         parameter.requires_grad_(True)
     try:
-        with torch.random.fork_rng(devices=gpus), torch.enable_grad():
+        with torch.random.fork_rng(devices=gpus), torch.enable_grad(), eager_experts(model):
             yield
     finally:
         for parameter in frozen:
@@ -211,6 +232,42 @@ class _Graph:
         return self.found[node]
 
 
+class _Uses(TorchFunctionMode):
+    """Notes the modules whose parameters are used while their own forward does not run. given: what stands in for
+    parameters."""
+
+    def __init__(self, model: nn.Module, given: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        used = {id(parameter): given.get(name, parameter) for name, parameter in model.named_parameters()}
+        self.held = [x for x in used.values()]  # alive, so that their ids stay theirs
+        self.modules: dict[str, nn.Module] = {}
+        self.holders: dict[int, list[str]] = {}
+        for name, module in model.named_modules():
+            own = base_of(module)
+            for parameter in own.parameters(recurse=False):
+                self.modules[name] = module
+                self.holders.setdefault(id(used[id(parameter)]), []).append(name)
+        self.running: list[str] = []
+        self.outside: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func not in OF_SHAPES:
+            for x in tree_leaves((args, kwargs)):
+                names = self.holders.get(id(x)) if isinstance(x, Tensor) else None
+                if names is not None and not any(name in self.running for name in names):
+                    self.outside.update(names)
+        return func(*args, **(kwargs or {}))
+
+    def attach(self) -> list[Any]:
+        """Hooks that say when a module's forward runs."""
+
+        def hooks(name: str, module: nn.Module) -> list[Any]:
+            enter = module.register_forward_pre_hook(lambda *_: self.running.append(name))
+            return [enter, module.register_forward_hook(lambda *_: self.running.remove(name), always_call=True)]
+
+        return [hook for name, module in self.modules.items() for hook in hooks(name, module)]
+
+
 def record(model: nn.Module, example: Any = None) -> Recording:
     """Run a model once, in evaluation mode and without a cache, and return what the run shows.
 
@@ -240,15 +297,18 @@ def record(model: nn.Module, example: Any = None) -> Recording:
     def leaves(name: str) -> Any:
         return lambda module, args, output: graph.cut(output, name)
 
+    given = stand_ins(model)
+    uses = _Uses(model, given)
+    hooks += uses.attach()
     for name, module in model.named_modules():
         if name in units:
             hooks.append(module.register_forward_pre_hook(arrives(name), with_kwargs=True))
             hooks.append(module.register_forward_hook(leaves(name)))
-        elif module not in inside and any(module.children()):
+        elif module not in inside and (any(module.children()) or has_matrices(module)):
             hooks.append(module.register_forward_pre_hook(calls(name), with_kwargs=True))
     try:
-        with as_measured(model):
-            result = functional_call(model, stand_ins(model), args, kwargs)
+        with as_measured(model), uses:
+            result = functional_call(model, given, args, kwargs)
     except Exception as error:
         raise ValueError(
             f"{type(model).__name__} cannot run the example that shows how its linears follow one another "
@@ -257,9 +317,10 @@ def record(model: nn.Module, example: Any = None) -> Recording:
     finally:
         for hook in hooks:
             hook.remove()
+    recording.outside = uses.outside
     recording.results = graph.sources(values_of(result))
-    holders = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    recording.tied = frozenset(key for key, number in holders.items() if number > 1)
+    times = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    recording.tied = frozenset(key for key, number in times.items() if number > 1)
     return recording
 
 
@@ -296,11 +357,15 @@ def find_region(model: nn.Module, row: str, recording: Recording) -> Region | st
             where = others[0] if others else "the result"
             return f"the output of {name} reaches it, and also {where}"
     for name in (*columns, row):
+        if name in recording.outside:
+            return f"a parameter of {name} is also used outside of its own forward"
         reason = _why_whole(model.get_submodule(name), recording.tied, is_row=name == row)
         if reason is not None:
             return f"{name} {reason}"
     names = [name.split(".") for name in (*columns, row)]
     depth = next(i for i in range(len(names[-1])) if len({name[i] for name in names if i < len(name)}) > 1)
+    while depth and ".".join(names[0][:depth]) not in recording.calls:
+        depth -= 1  # a list of modules is not called itself
     root = ".".join(names[0][:depth])
     holder = model.get_submodule(root)
     if any(name[depth].isdigit() and any(holder.get_submodule(name[depth]).children()) for name in names):
@@ -315,7 +380,7 @@ def find_region(model: nn.Module, row: str, recording: Recording) -> Region | st
 
 def _why_whole(linear: nn.Module, tied: frozenset[int], is_row: bool) -> str | None:
     """Why a linear of a region cannot be cut in place, whatever is computed between; None if it can."""
-    base = linear.base_layer if is_adapted(linear) else linear
+    base = base_of(linear)
     if any(id(p) in tied for p in base.parameters(recurse=False)):
         return "is tied to another module"
     for module in {linear, base}:

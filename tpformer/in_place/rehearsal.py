@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from torch.func import functional_call
 
 from tpformer.torch_private import tree_leaves
 
+from .narrowed import Narrowed
 from .refusals import drawing
 from .regions import Region, as_measured, inputs_of, join, stand_ins, values_of
-from .trial import TOLERANCE, Way
+from .trial import TOLERANCE
+from .ways import Way, own_slice
 
 Found = Mapping[str, tuple[Region, Way]]  # regions by the names of their last linears
 Hook = Callable[..., Any]
@@ -30,6 +33,31 @@ ELSEWHERE = "what its linears compute is also used elsewhere: detached, as a num
 
 class _Departs(Exception):
     """One rank's run is not its part of the ordinary run."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank sees otherwise. dims: {parameter or buffer: the dim of which it sees its part}."""
+
+    rank: int
+    t: int
+    dims: dict[str, int]
+    narrowed: list[Narrowed]
+
+    @classmethod
+    def of(cls, regions: Found, rank: int, t: int) -> Rank:
+        """As these regions say."""
+        dims = {
+            join(region.root, join(module, name)): dim
+            for region, way in regions.values()
+            for module, parts in way.parts.items()
+            for name, dim in parts.items()
+        }
+        return cls(rank, t, dims, [made for region, way in regions.values() for made in Narrowed.of(region, way, t)])
+
+    def parts(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Its parts of tensors that it does not see whole."""
+        return {name: own_slice(held[name], dim, self.rank, self.t) for name, dim in self.dims.items()}
 
 
 class _Ordinary:
@@ -64,16 +92,20 @@ class Rehearsal:
         made.results = [x.detach().clone() if isinstance(x, Tensor) else x for x in results]
         return made
 
-    def _run(self, before: dict[str, Hook], after: dict[str, Hook], training: bool, seed: int = 0) -> list[Any]:
+    def _run(
+        self, before: dict[str, Hook], after: dict[str, Hook], training: bool, seed: int = 0, rank: Rank | None = None
+    ) -> list[Any]:
         """All that a run leaves: its result, buffers, and tensors that modules keep."""
-        handles = [self.model.get_submodule(name).register_forward_pre_hook(hook) for name, hook in before.items()]
+        handles = [handle for each in (rank.narrowed if rank else ()) for handle in each.attach(self.model)]
+        handles += [self.model.get_submodule(name).register_forward_pre_hook(hook) for name, hook in before.items()]
         handles += [self.model.get_submodule(name).register_forward_hook(hook) for name, hook in after.items()]
         buffers = {name: x.clone() for name, x in self.model.named_buffers() if not x.is_meta}
         self.stand_ins = stand_ins(self.model) | buffers
+        given = self.stand_ins | (rank.parts({**dict(self.model.named_parameters()), **self.stand_ins}) if rank else {})
         try:
             with as_measured(self.model), _mode(self.model, training):
                 torch.manual_seed(seed)
-                result = functional_call(self.model, self.stand_ins, self.args, self.kwargs)
+                result = functional_call(self.model, given, self.args, self.kwargs)
         finally:
             for handle in handles:
                 handle.remove()
@@ -107,7 +139,7 @@ class Rehearsal:
             raise _Departs(ELSEWHERE)
         summed = {join(region.root, name) for region, way in regions.values() for name in way.summed}
         held = {**dict(self.model.named_parameters()), **self.stand_ins}
-        parameters = [p for name, p in held.items() if name.rpartition(".")[0] in summed and p.requires_grad]
+        parameters = [p for name, p in held.items() if name in summed and p.requires_grad]
         tops = [x.sum() for x in results if isinstance(x, Tensor) and x.requires_grad]
         if parameters and tops and any(g is not None for g in torch.autograd.grad(tops, parameters, allow_unused=True)):
             raise _Departs("a parameter is used on one rank's features in it, and also elsewhere")
@@ -128,7 +160,7 @@ class Rehearsal:
                 ]
         before, after = self._ends(regions, ordinary, rank)
         with _changed(attributes):
-            results = self._run(before, columns | after, training)
+            results = self._run(before, columns | after, training, rank=Rank.of(regions, rank, self.t))
         if not _same(results, ordinary.results):
             raise _Departs("an integer of one rank's part is also used elsewhere, or what its linears compute is")
 

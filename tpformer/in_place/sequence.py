@@ -19,9 +19,9 @@ from tpformer import ops
 from tpformer.layers import TensorParallel
 from tpformer.torch_private import in_backward, tree_map_with_path
 
-from .linears import sum_gradients
 from .sequence_trial import Layout, call_of, call_tree, real_leaves
 from .streams import Streams
+from .summing import sum_gradients
 
 SEQUENCE_DIM = -2  # of linears: dim 1 of (batch, seq, hidden), and dim 0 of rows (batch * seq / t, hidden)
 HIDDEN_STATES = "output_hidden_states"  # with it transformers' models return what passes between layers

@@ -104,7 +104,7 @@ def _held(x: Any) -> Any:
 
 
 @torch.no_grad()
-def _with_random_values(layer: nn.Module) -> nn.Module:
+def with_random_values(layer: nn.Module) -> nn.Module:
     """A copy whose parameters are random, so that no zero or one hides anything. What is on meta gets values."""
     layer, generator = deepcopy(layer), torch.Generator().manual_seed(0)
     for module in layer.modules():
@@ -136,7 +136,7 @@ class _Trial:
 
     def __init__(self, layer: nn.Module, tree: dict, stream: str, cut: Linears) -> None:
         self.dtype = torch.promote_types(real_leaves(tree)[stream].dtype, torch.float32)
-        self.layer = _with_random_values(layer).to(self.dtype).eval().requires_grad_(True)
+        self.layer = with_random_values(layer).to(self.dtype).eval().requires_grad_(True)
         self.columns, self.rows, self.others, self.stream = *cut, stream
         self.asked = {path for path, leaf in real_leaves(tree).items() if leaf.requires_grad or path == stream}
         self.tree = tree_map_with_path(

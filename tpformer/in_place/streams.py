@@ -19,15 +19,10 @@ from torch.overrides import TorchFunctionMode
 from tpformer.torch_private import tree_map_with_path
 
 from .plan import INDEX
-from .regions import as_measured, stand_ins
+from .regions import HARMLESS, as_measured, stand_ins
 from .sequence_trial import Layout, Linears, Misfit, call_tree, real_leaves, try_layer
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-# what may be asked of a stream without its values or its length
-HARMLESS = {
-    Tensor.is_floating_point,
-    *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "ndim")),
-}
 
 
 @dataclass

@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from tpformer.layers import TensorParallel
 from tpformer.layers.children import DROPOUTS
 
-from .linears import make_column, make_embedding, make_row, sum_gradients
+from .linears import make_column, make_embedding, make_row
+from .summing import sum_gradients
 from .tensors import parameter_from
 
 NORM = re.compile("(RMSNorm|LayerNorm)$")  # classes of norms over the last dim, wherever they are from

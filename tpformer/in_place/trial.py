@@ -1,6 +1,6 @@
 """Whether a region's linears can be cut over t ranks, found by trying it in one process, without communication.
 
-Belongs here: the ways a linear can be cut, the copies that stand for ranks, and what has to agree between them.
+Belongs here: the copies that stand for ranks, and what has to agree between them. What is tried: ways.py.
 
 The module around the region is copied in float64 and gets random parameters, so that no zero bias or norm of ones hides
 anything. It runs whole, and then as each rank would run it. Whatever it computes between its linears (heads, gates,
@@ -9,8 +9,10 @@ gradients that ranks compute are the whole ones, or add up to them where somethi
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,47 +20,12 @@ from torch import Tensor, nn
 
 from tpformer.torch_private import tree_leaves, tree_map
 
-from .regions import linear_of, sizes_of
+from .regions import join, linear_of, sizes_of
+from .ways import Shown, Way, own_slice, ways
 
-WIDTHS = ("size", "dim", "width", "features", "hidden")  # in names of integers that may be numbers of features
+MOST = 300  # ways that are tried
+NOISE = 1e-12  # of the largest of all gradients: what rounding leaves of those that are zero, as of biases of keys
 TOLERANCE = 1e-5  # of the largest element: models compute norms and positions in float32 whatever their dtype is
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a linear's output features are cut: blocks one after another, (features, parts) each.
-
-    A rank takes one part of every block. With fewer parts than ranks, neighbours share one.
-    """
-
-    blocks: tuple[tuple[int, int], ...]
-
-    def rows(self, rank: int, t: int) -> tuple[slice, ...]:
-        """The output features of this rank, as slices one after another."""
-        first, found = 0, []
-        for size, parts in self.blocks:
-            width, part = -(-size // parts), rank * parts // t
-            found.append(slice(first + part * width, first + min((part + 1) * width, size)))
-            first += size
-        return tuple(found)
-
-    def is_even(self, t: int) -> bool:
-        """Whether each rank has a slice of its own, and these one after another are the whole."""
-        return len(self.blocks) == 1 and self.blocks[0][1] == t
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a region is cut. Names are relative to its root.
-
-    attributes: for the modules that hold columns, the integers that become those of one rank.
-    summed:     modules whose parameters' gradients have to be summed over ranks, because each rank uses them on its
-                part.
-    """
-
-    cuts: dict[str, Cut]
-    attributes: dict[str, dict[str, int]]
-    summed: tuple[str, ...] = ()
 
 
 class Refused(Exception):
@@ -82,84 +49,25 @@ def find_way(root: nn.Module, columns: Sequence[str], row: str, call: tuple[tupl
     try:
         whole = _Run(root, columns, row, call)
     except Exception as error:
-        raise Refused(f"{type(root).__name__} cannot be tried alone ({_short(error)})") from error
+        raise Refused(f"{type(root).__name__} cannot be tried alone ({short(error)})") from error
     reason = ""
     outputs = {name: len(whole.weights[name]) for name in columns}
-    for cuts in _cuts(outputs, width, t):
-        for attributes in _attributes(root, cuts, width, t):
-            try:
-                return _tried(whole, Way(cuts, attributes), width, t)
-            except Refused as refused:
-                reason = reason or str(refused)
+    for way in islice(ways(root, outputs, whole.shown(width, t), t), MOST):
+        try:
+            return _tried(whole, way, width, t)
+        except Refused as refused:
+            reason = reason or str(refused)
     raise Refused(reason or f"{t} ranks cannot share the {max(outputs.values())} features of {max(outputs)}")
 
 
-def _short(error: Exception) -> str:
+def short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-
-
-def _cuts(outputs: Mapping[str, int], width: int, t: int) -> Iterator[dict[str, Cut]]:
-    """Ways to cut a region's columns, by their numbers of output features; width: the row's input features."""
-    fewer = [n for n in range(t - 1, 0, -1) if t % n == 0]  # key-value heads that several ranks share
-    even = {name: Cut(((size, t),)) for name, size in outputs.items()}
-    if all(size > (t - 1) * -(-size // t) for size in outputs.values()):
-        yield even
-    most = max(outputs.values())
-    if min(outputs.values()) < most and most % t == 0:
-        for n in fewer:
-            if all(size == most or size % n == 0 for size in outputs.values()):
-                yield {name: Cut(((size, t if size == most else n),)) for name, size in outputs.items()}
-    if width % t:
-        return
-    if any(size > width and size % width == 0 for size in outputs.values()):
-        yield {
-            name: Cut(((width, t),) * (size // width)) if size % width == 0 else even[name]
-            for name, size in outputs.items()
-        }
-    for name, size in outputs.items():  # queries, keys and values in one
-        rest = (size - width) // 2
-        if size > width and (size - width) % 2 == 0 and rest != width:
-            for n in (t, *fewer):
-                if rest % n == 0:
-                    yield even | {name: Cut(((width, t), (rest, n), (rest, n)))}
-
-
-def _attributes(root: nn.Module, cuts: Mapping[str, Cut], width: int, t: int) -> Iterator[dict[str, dict[str, int]]]:
-    """Values that integers of the modules that hold columns may take on one rank."""
-    blocks = [[size for size, _ in cut.blocks] for cut in cuts.values()]
-    widths = {width, *map(sum, blocks)}.union(*blocks)
-    fewest = min(parts for cut in cuts.values() for _, parts in cut.blocks)
-    found: dict[str, dict[str, dict[str, int]]] = {"heads": {}, "widths": {}}
-    for holder in dict.fromkeys(name.rpartition(".")[0] for name in cuts):
-        for name, value in vars(root.get_submodule(holder)).items():
-            if type(value) is not int or value < 1:
-                continue
-            if "groups" in name:
-                kind, own = "heads", value * fewest // t
-            elif "head" in name and "dim" not in name and "size" not in name:
-                kind, own = "heads", value // t if value % t == 0 else 1 if t % value == 0 else value
-            elif any(word in name for word in WIDTHS):
-                kind, own = "widths", value // t if value in widths and value % t == 0 else value
-            else:
-                continue
-            if own != value:
-                found[kind].setdefault(holder, {})[name] = own
-    tried: list[dict] = []
-    for kinds in (("heads",), ("heads", "widths"), ("widths",), ()):
-        choice: dict[str, dict[str, int]] = {}
-        for holder, changes in (pair for kind in kinds for pair in found[kind].items()):
-            choice[holder] = choice.get(holder, {}) | changes
-        if isinstance(root, nn.TransformerEncoderLayer):  # its fast path would not call its linears
-            choice.setdefault("", {})["activation_relu_or_gelu"] = 0
-        if choice not in tried:
-            tried.append(choice)
-            yield choice
 
 
 class _Run:
     """One run of a copy of root up to the row: its input there, and where gradients can be asked for.
 
-    whole, way, rank: None, or the run of all ranks whose values this rank's run shares.
+    whole, way, at: None, or the run of all ranks whose values this rank's run shares, and (rank, t).
     """
 
     def __init__(
@@ -173,14 +81,17 @@ class _Run:
         self.generator = torch.Generator().manual_seed(0)
         self.weights: dict[str, Tensor] = {} if whole is None else whole.weights
         self.values: dict[str, Tensor] = {} if whole is None else whole.values
+        self.parameters: dict[str, nn.Parameter] = {}
         module = self._copy(way, at)
-        if way is not None:
+        self.integers: dict[str, dict[str, int]] = {}
+        if way is None:
+            _watch_integers(module, (*columns, row), self.integers)
+        else:
             for holder, changes in way.attributes.items():
                 for name, value in changes.items():
                     setattr(module.get_submodule(holder), name, value)
-        self.parameters = {
-            name: p for name, p in module.named_parameters() if name.rpartition(".")[0] not in (*columns, row)
-        }
+        self.narrowed, self.t = None if way is None else way.narrowed, at[1]
+        self.entered: tuple[str, str] | None = None
         args, kwargs = self._arguments(None if whole is None else whole.arguments)
         self.inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
         self.before: dict[str, Tensor] = {}  # what enters the columns
@@ -190,12 +101,12 @@ class _Run:
     def _random(self, name: str, shape: Sequence[int]) -> Tensor:
         """Around one for norms and scales, around zero for biases, else such that a linear keeps the scale."""
         if len(shape) < 2 and not name.endswith("bias"):
-            return (torch.rand(*shape, generator=self.generator, dtype=torch.float64) + 0.5).to(self.device)
+            return (torch.rand(tuple(shape), generator=self.generator, dtype=torch.float64) + 0.5).to(self.device)
         return self._normal(shape) * (shape[-1] ** -0.5 if len(shape) > 1 else 1.0)
 
     def _normal(self, shape: Sequence[int]) -> Tensor:
         """Of both signs, so that activations are not in their linear part alone."""
-        return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.device)
+        return torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64).to(self.device)
 
     def _real(self, x: Tensor) -> Tensor:
         """A tensor's values, in float64 if it holds floats. On meta it gets random ones, or true."""
@@ -220,7 +131,8 @@ class _Run:
                 if linear.bias is not None:
                     self.values[f"{name}.bias"] = self._normal((n,))
             rows = [slice(None)] if way is None else way.cuts[name].rows(*at)
-            weight = torch.cat([self.weights[name][part] for part in rows])
+            parts = [self.weights[name][part] for part in rows]
+            weight = parts[0] if len(parts) == 1 else torch.cat(parts)  # a copy is what a try of a large model costs
             plain = nn.Linear(k, len(weight), linear.bias is not None, device="meta", dtype=torch.float64)
             plain.weight = nn.Parameter(weight)
             if linear.bias is not None:
@@ -231,13 +143,19 @@ class _Run:
         for holder_name, holder in module.named_modules():
             for name, value in [*holder.named_parameters(recurse=False), *holder.named_buffers(recurse=False)]:
                 if id(value) not in done:
-                    key = f"{holder_name}.{name}"
+                    key = join(holder_name, name)
                     parameter = isinstance(value, nn.Parameter)
                     if key not in self.values:
                         random = value.is_floating_point() and (parameter or value.is_meta)
                         self.values[key] = self._random(name, value.shape) if random else self._real(value)
                     held = self.values[key].clone()
-                    setattr(holder, name, nn.Parameter(held) if parameter and held.is_floating_point() else held)
+                    if parameter and held.is_floating_point():
+                        held = self.parameters[key] = nn.Parameter(held)
+                    dim = None if way is None else way.parts.get(holder_name, {}).get(name)
+                    if dim is not None:
+                        delattr(holder, name)
+                        held = own_slice(held, dim, *at)
+                    setattr(holder, name, held)
         return module
 
     def _arguments(self, given: Any) -> Any:
@@ -261,13 +179,27 @@ class _Run:
 
     def _run(self, module: nn.Module, args: tuple, kwargs: dict) -> Tensor:
         arrived: list[Tensor] = []
+        given: dict[str, tuple[Tensor, Tensor]] = {}  # of the module that is called with what enters the columns
+        parents = {name.rpartition(".")[0] for name in self.columns}
+        parent = parents.pop() if len(parents) == 1 else ""
+
+        def called(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            tree = {**{str(index): x for index, x in enumerate(args)}, **kwargs}
+            for key, x in tree.items():
+                if isinstance(x, Tensor) and x.is_floating_point():
+                    if self.narrowed is not None and key == self.narrowed[1]:
+                        tree[key] = own_slice(x, -1, 0, self.t)
+                    given[key] = tree[key], x
+            return tuple(tree[str(index)] for index in range(len(args))), {key: tree[key] for key in kwargs}
 
         def entering(name: str) -> Any:
             def hook(_: nn.Module, args: tuple) -> tuple:
                 if name in self.before:
                     raise Refused(f"{name} runs twice before {self.row}")
-                self.before[name] = args[0]
-                self.entering[name] = args[0].detach().requires_grad_()
+                key, x = next(((key, x) for key, (seen, x) in given.items() if seen is args[0]), ("", args[0]))
+                self.entered = (parent, key) if key and (not self.before or (parent, key) == self.entered) else None
+                self.before[name] = x
+                self.entering[name] = x.detach().requires_grad_()
                 return (self.entering[name].clone(), *args[1:])
 
             return hook
@@ -279,12 +211,23 @@ class _Run:
         for name in self.columns:
             module.get_submodule(name).register_forward_pre_hook(entering(name))
         module.get_submodule(self.row).register_forward_pre_hook(stop)
+        module.get_submodule(parent).register_forward_pre_hook(called, with_kwargs=True)
         try:
             with torch.enable_grad(), torch.random.fork_rng(devices=[]):
                 module(*args, **kwargs)
         except _Arrived:
             return arrived[0]
-        raise Refused(f"{type(module).__name__} does not come to {self.row} when it runs alone")
+        raise Refused(f"{type(self.root).__name__} does not come to {self.row} when it runs alone")
+
+    def shown(self, width: int, t: int) -> Shown:
+        """What guesses are made from."""
+        _, others = self.gradients(torch.ones_like(self.arriving))
+        above = self.above()
+        between = {name for name in self.parameters if others[name] is not None and name not in above}
+        entered = self.entered
+        if entered is not None and any(x.shape[-1] % t for x in self.before.values()):
+            entered = None
+        return Shown(width, self.integers, between, entered)
 
     def gradients(self, direction: Tensor) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
         """(gradients of what enters the columns, gradients of all else that reaches the row not through a column)."""
@@ -303,13 +246,30 @@ class _Run:
         return {name for name, gradient in zip(self.parameters, found, strict=True) if gradient is not None}
 
 
-def _differ(found: Tensor | None, expected: Tensor | None) -> bool:
+def _watch_integers(module: nn.Module, linears: Sequence[str], seen: dict[str, dict[str, int]]) -> None:
+    """Let modules note which of their own positive integers are read. They are copies, and never seen elsewhere."""
+    for name, part in module.named_modules():
+        if name.startswith(tuple(f"{linear}." for linear in linears)) or name in linears:
+            continue
+
+        def note(self: Any, key: str, where: str = name) -> Any:
+            value = object.__getattribute__(self, key)
+            if type(value) is int and value > 0 and key in object.__getattribute__(self, "__dict__"):
+                seen.setdefault(where, {})[key] = value
+            return value
+
+        own: Any = type(part)
+        with suppress(TypeError):  # of a class that cannot be derived from
+            part.__class__ = type(own.__name__, (own,), {"__getattribute__": note, "__module__": own.__module__})
+
+
+def differ(found: Tensor | None, expected: Tensor | None, noise: float = 0.0) -> bool:
     if found is None or expected is None:
         some = expected if found is None else found
-        return some is not None and bool(some.abs().max() > 0)
+        return some is not None and bool(some.abs().max() > noise)
     if found.shape != expected.shape:
         return True
-    return not bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())
+    return not bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max() + noise)
 
 
 def _tried(whole: _Run, way: Way, width: int, t: int) -> Way:
@@ -328,8 +288,8 @@ def _tried(whole: _Run, way: Way, width: int, t: int) -> Way:
         except Exception as error:
             if isinstance(error, Refused):
                 raise
-            raise Refused(f"with one rank's features of {t}, {name} raises {_short(error)}") from error
-        if _differ(run.arriving, z[..., part]):
+            raise Refused(f"with one rank's features of {t}, {name} raises {short(error)}") from error
+        if differ(run.arriving, z[..., part]):
             raise Refused(
                 f"with one rank's features of {t}, {name} does not compute that rank's part of what {whole.row} gets"
             )
@@ -338,24 +298,23 @@ def _tried(whole: _Run, way: Way, width: int, t: int) -> Way:
             if gradient is not None:
                 summed_in[key] = summed_in.get(key, 0) + gradient
         for key, gradient in own.items():
-            equal[key] &= not _differ(gradient, others[key])
+            equal[key] &= not differ(gradient, others[key])
             if gradient is not None:
                 summed[key] = summed.get(key, 0) + gradient
     for key, gradient in entering.items():
-        if _differ(summed_in.get(key), gradient):
+        if differ(summed_in.get(key), gradient):
             raise Refused(f"the ranks' gradients of what enters {key} do not add up to the whole one")
-    modules: set[str] = set()
+    summed_over: list[str] = []
     above = whole.above()
+    noise = NOISE * max(float(gradient.abs().max()) for gradient in entering.values() if gradient is not None)
     for key in (key for key, same in equal.items() if not same):
-        if _differ(summed.get(key), others[key]):
+        if differ(summed.get(key), others[key], noise):
             raise Refused(f"the ranks' gradients of {key} in {name} do not add up to the whole one")
         if key not in whole.parameters or key in above:
             raise Refused(f"{key} of {name} reaches {whole.row} also around {', '.join(whole.columns)}")
-        modules.add(key.rpartition(".")[0])
+        summed_over.append(key)
     for key in whole.parameters:
         gradient = others[key]
         if gradient is not None and not gradient.any():
             raise Refused(f"{key} of {name} has a gradient of zero in the trial, which shows nothing")
-        if key.rpartition(".")[0] in modules and equal[key] and gradient is not None:
-            raise Refused(f"one parameter of {key.rpartition('.')[0]} is used on a rank's features, {key} is not")
-    return Way(way.cuts, way.attributes, tuple(sorted(modules)))
+    return replace(way, summed=tuple(sorted(summed_over)))
