@@ -46,6 +46,7 @@ class Family(NamedTuple):
     model: str
     options: Mapping[str, Any]
     inputs: str = TEXT
+    draws: bool = False  # whether it draws random numbers in training mode
 
     def save(self, directory: Path) -> None:
         """Write the model with random weights in the default dtype; a bias or the weight of a norm is random, too."""
@@ -58,11 +59,11 @@ class Family(NamedTuple):
         model.save_pretrained(directory)
 
     def load(self, directory: Path, **options: Any) -> nn.Module:
-        """The model of a directory, in training mode and the default dtype. Experts run one after another, because
-        torch multiplies no groups of float64 matrices."""
+        """The model of a directory, in training mode unless it draws then, and the default dtype. Experts run one after
+        another, because torch multiplies no groups of float64 matrices."""
         dtype = torch.get_default_dtype()
         made = self.model_class.from_pretrained(directory, dtype=dtype, experts_implementation="eager", **options)
-        return made.train()
+        return made.eval() if self.draws else made.train()
 
     @property
     def model_class(self) -> Any:
@@ -102,10 +103,16 @@ GROUPS: dict[str, tuple[Family, ...]] = {
         Family("Cohere", "CohereForCausalLM", LLAMA),
         Family("SmolLM3", "SmolLM3ForCausalLM", LLAMA),
         Family("GLM4", "Glm4ForCausalLM", {**LLAMA, "head_dim": 8}),
+        Family("Gemma3", "Gemma3ForCausalLM", {**LLAMA, "head_dim": 8, "sliding_window": 4}),
+        Family("OLMo3", "Olmo3ForCausalLM", {**LLAMA, "sliding_window": 4}),
+        Family("EXAONE4", "Exaone4ForCausalLM", {**LLAMA, "sliding_window": 4}),
+        Family("Cohere2", "Cohere2ForCausalLM", {**LLAMA, "sliding_window": 4}),
+        Family("Nemotron", "NemotronForCausalLM", LLAMA),
         Family("OPT", "OPTForCausalLM", {**SIZES, **TOKENS, "ffn_dim": 48, "word_embed_proj_dim": 32}),
     ),
     "fewer key-value heads": (
         Family("Qwen3", "Qwen3ForCausalLM", {**GROUPED, "head_dim": 8}),
+        Family("Ministral", "MinistralForCausalLM", {**GROUPED, "head_dim": 8, "sliding_window": 4}),
         Family("Mistral", "MistralForCausalLM", {**GROUPED, "head_dim": 8, "sliding_window": 4}),
     ),
     "parallel blocks": (
@@ -123,6 +130,25 @@ GROUPS: dict[str, tuple[Family, ...]] = {
     "mixtures of experts": (
         Family("Mixtral", "MixtralForCausalLM", {**GROUPED, "num_local_experts": 4, "intermediate_size": 16}),
         Family("Qwen3-MoE", "Qwen3MoeForCausalLM", {**GROUPED, **EXPERTS, "head_dim": 8, "num_experts": 4}),
+        Family(
+            "Qwen2-MoE",
+            "Qwen2MoeForCausalLM",
+            {**GROUPED, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
+        ),
+        Family("PhiMoE", "PhimoeForCausalLM", {**GROUPED, "num_local_experts": 4, "intermediate_size": 16}, draws=True),
+        Family("GraniteMoE", "GraniteMoeForCausalLM", {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        Family(
+            "GPT-OSS",
+            "GptOssForCausalLM",
+            {
+                **GROUPED,
+                "head_dim": 8,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "intermediate_size": 16,
+                "sliding_window": 4,
+            },
+        ),
         Family("DeepSeek-V3", "DeepseekV3ForCausalLM", LATENT),
     ),
     "encoders": (
