@@ -128,6 +128,16 @@ def truncate(folder):
     file.write_bytes(file.read_bytes()[:-7])
 
 
+def link(name):
+    """A file of the folder becomes a link to one that is not of it."""
+
+    def damage(folder):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(__file__)
+
+    return "whole", damage, f"{name} is a link to {__file__}, outside of its folder"
+
+
 def pickles_only(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -158,6 +168,11 @@ DAMAGES = {
     "tied": (*text(tied), "lm_head.weight that differs from the embedding's table"),
     "nothing": ("whole", lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
     "json": (*text(lambda old: "{"), "config.json is not valid JSON"),
+    "linked tokens": link("merges.txt"),
+    "linked tensors": link("model.safetensors"),
+    "linked config": link("config.json"),
+    "way up": (*index(lambda w: w.update({Q: "../private"})), "names the file ../private, which cannot lie in it"),
+    "way out": (*index(lambda w: w.update({Q: "/private"})), "names the file /private, which cannot lie in it"),
     "index": (*text(lambda old: "[]", "shards", "model.safetensors.index.json"), "JSON object"),
 }
 
@@ -197,7 +212,8 @@ def test_what_a_killed_import_left_is_removed(commands, hub, tmp_path):
 
 def test_a_hub_cache_of_links_in_a_directory_that_cannot_be_written(hub, tmp_path):
     """Files of the hub's cache are links into another folder; names may have dots."""
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "models--a--b.v1" / "snapshot.2"
+    cache = tmp_path / "models--a--b.v1"
+    blobs, snapshot = cache / "blobs", cache / "snapshots" / "snapshot.2"
     shutil.copytree(hub / "shards", blobs)
     snapshot.mkdir(parents=True)
     for number, file in enumerate(sorted(blobs.iterdir())):

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from tpformer.config.words import message
 from tpformer.processes.launch import USAGE_EXIT_CODE, record_exception
 
 PEER_SECONDS = 1.0  # how long other ranks leave it to rank 0 to report a mistake that all of them have found
@@ -41,7 +42,7 @@ def guarded(work: Callable[[], None]) -> None:
         usage = isinstance(error, ValueError | FileNotFoundError | ImportError | FloatingPointError)
         if usage:
             time.sleep(PEER_SECONDS if os.environ.get("RANK", "0") != "0" else 0)
-            sys.stderr.write(f"tpformer: {error}\n")  # in one piece: other ranks write too
+            sys.stderr.write(f"tpformer: {message(error)}\n")  # in one piece: other ranks write too
             sys.stderr.flush()
         else:
             sys.excepthook(*sys.exc_info())

@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+from .words import shown
+
 
 def check_positive(**sizes: int | None) -> None:
     """ValueError for the first of these sizes that is below 1. A size of None is unset, and passes."""
@@ -15,7 +17,7 @@ def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
     """ValueError unless the value is one of the choices."""
     choices = tuple(choices)
     if value not in choices:
-        raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")
+        raise ValueError(f"{name}={shown(value)}: choose one of {', '.join(map(str, choices))}")
 
 
 def check_packing(dtype: str) -> None:
@@ -32,5 +34,5 @@ def check_known(name: str, names: Iterable[str], kind: str, where: str = "") -> 
     names = tuple(names)
     if name not in names:
         close = difflib.get_close_matches(name, names, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
-        raise ValueError(f"{where}unknown {kind} {name!r}: {hint}")
+        hint = f"did you mean {shown(close[0])}?" if close else f"known: {', '.join(names)}"
+        raise ValueError(f"{where}unknown {kind} {shown(name)}: {hint}")

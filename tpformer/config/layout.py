@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from .checks import check_choice
 from .ranges import check_range, check_ranges
+from .words import shown
 
 TRANSPORTS = ("auto", "sequential", "pipelined", "fused")
 RECOMPUTE = ("none", "mlp", "full")
@@ -226,8 +227,8 @@ class Layout:
             workers = self.arrivals.split(",") if self.arrivals else list(map(str, range(ranks)))
             if {worker.strip() for worker in workers} != set(map(str, range(ranks))):
                 raise ValueError(
-                    f"parallel.arrivals={self.arrivals!r} must name each of the {ranks} workers, 0 to {ranks - 1}, and "
-                    f'no others, such as "{",".join(map(str, range(ranks)))}"'
+                    f"parallel.arrivals={shown(self.arrivals)} must name each of the {ranks} workers, 0 to "
+                    f'{ranks - 1}, and no others, such as "{",".join(map(str, range(ranks)))}"'
                 )
 
     @property
@@ -314,7 +315,9 @@ def recomputed_layers(recompute: str, pattern: str, interval: int, n_layers: int
     where whole layers are not recomputed, and as selected_layers.
     """
     if pattern and recompute == "none":
-        raise ValueError(f"recompute_layers={pattern!r} chooses layers, but recompute is none: set it to mlp or full")
+        raise ValueError(
+            f"recompute_layers={shown(pattern)} chooses layers, but recompute is none: set it to mlp or full"
+        )
     check_range("parallel.recompute_interval", interval, "recompute_interval")
     if interval > 1 and recompute != "full":
         raise ValueError(
@@ -330,7 +333,7 @@ def packed_layers(packs: bool, pattern: str, n_layers: int) -> set[int]:
     ValueError for layers that are chosen without packing, and as selected_layers.
     """
     if pattern and not packs:
-        raise ValueError(f"pack_layers={pattern!r} chooses layers, but pack_activations is false: set it to true")
+        raise ValueError(f"pack_layers={shown(pattern)} chooses layers, but pack_activations is false: set it to true")
     return selected_layers(pattern, n_layers, "pack_layers") if packs else set()
 
 
@@ -349,7 +352,7 @@ def selected_layers(pattern: str, n_layers: int, name: str = "recompute_layers")
             chosen = ()
         if not chosen:
             raise ValueError(
-                f"{name}={pattern!r}: {part!r} selects none of the {n_layers} layers; write comma-separated "
+                f"{name}={shown(pattern)}: {shown(part)} selects none of the {n_layers} layers; write comma-separated "
                 f'indexes or slices as in Python, such as "0:8", "::2" or "0,5,-1"'
             )
         found.update(chosen)

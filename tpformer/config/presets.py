@@ -4,6 +4,7 @@ seq_length is the longest context that a model was published for. A training run
 """
 
 from .architecture import GPTConfig
+from .words import shown
 
 _GPT2 = {"vocab_size": 50257, "seq_length": 1024}
 _MEGATRON = {"vocab_size": 51200, "seq_length": 2048}
@@ -85,7 +86,7 @@ PRESETS: dict[str, dict] = {
 def preset(name: str) -> dict:
     """The fields of a named architecture; ValueError lists the names for an unknown one."""
     if name not in PRESETS:
-        raise ValueError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
+        raise ValueError(f"unknown preset {shown(name)}; choose one of {', '.join(PRESETS)}")
     return dict(PRESETS[name])
 
 

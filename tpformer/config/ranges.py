@@ -5,13 +5,16 @@ Belongs here: ranges of single numbers. What two settings must have in common is
 
 from typing import Any
 
+from .words import shown
+
+NO_FLOAT = 2**1000  # whole numbers from here on are not turned into floats
 COUNT, AMOUNT, POSITIVE, SHARE = "[1, inf)", "[0, inf)", "(0, inf)", "[0, 1)"
 
 # "[" and "]" include the end, "(" and ")" do not. A whole number below inf is below 2**63, a float is finite.
 RANGES = {
     "run.timeout": "(0, 1e9]",
     "run.max_restarts": AMOUNT,
-    "model.vocab_size": COUNT,
+    "model.vocab_size": "[1, 2147483648]",  # ids are stored as int32
     "model.vocab_multiple": COUNT,
     "model.seq_length": COUNT,
     "model.n_layers": "[1, 1e5]",  # each is an entry of several lists
@@ -101,7 +104,7 @@ def check_range(key: str, value: float | tuple[float, ...] | None, name: str | N
     interval = RANGES[key]
     for number in value if isinstance(value, tuple) else () if value is None else (value,):
         if not in_range(number, interval):
-            raise ValueError(f"{name or key}={number} must be {_words(interval, number)}")
+            raise ValueError(f"{name or key}={shown(number)} must be {_words(interval, number)}")
 
 
 def _words(interval: str, value: float) -> str:

@@ -18,6 +18,8 @@ from .architecture import GPTConfig
 from .checks import check_known
 from .layout import Layout
 from .presets import preset
+from .ranges import NO_FLOAT
+from .words import harmless, printable, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +221,7 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from None
+        raise ValueError(f"{path} is not valid TOML: {printable(error, 200)}") from None
 
 
 def build_config(*layers: Values) -> RunConfig:
@@ -233,7 +235,7 @@ def build_config(*layers: Values) -> RunConfig:
         for name, values in layer.items():
             check_known(name, sections, "section")
             if not isinstance(values, Mapping):
-                raise ValueError(f"{name} is a section: write its keys under [{name}], not {name} = {values!r}")
+                raise ValueError(f"{name} is a section: write its keys under [{name}], not {name} = {shown(values)}")
             merged.setdefault(name, {}).update(values)
     model = merged.get("model", {})
     if model.get("preset") is not None:
@@ -259,11 +261,13 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
         hint = next(option for option in typing.get_args(hint) if option is not type(None))
     if typing.get_origin(hint) is tuple and isinstance(value, list | tuple):
         return tuple(_convert(key, item, typing.get_args(hint)[0]) for item in value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < NO_FLOAT:
         return float(value)
+    if isinstance(value, str) and value != harmless(value):
+        raise ValueError(f"{key} = {shown(value)}: control characters cannot be in a setting")
     if typing.get_origin(hint) is None and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
-    raise ValueError(f"{key} = {value!r}: expected {getattr(hint, '__name__', hint)}")
+    raise ValueError(f"{key} = {shown(value)}: expected {getattr(hint, '__name__', hint)}")
 
 
 def to_toml(config: RunConfig) -> str:

@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .words import shown
+
 OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 TIMES = {"sequential": "sequential_us", "pipelined": "pipelined_us", "fused": "fused_us"}
@@ -76,17 +78,17 @@ def read_transport_table(path: str | Path) -> TransportTable:
 def _row(path: Path, number: int, row: Any) -> MeasuredRow:
     where = f"{path} row {number}"
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected an object, not {row!r}")
+        raise ValueError(f"{where}: expected an object, not {shown(row)}")
     missing = [key for key in ("op", "dtype", *SIZES, *TIMES.values()) if key not in row]
     if missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}; a time that was not measured is null")
     if row["op"] not in OPERATIONS:
-        raise ValueError(f"{where}: op {row['op']!r}, expected one of {', '.join(OPERATIONS)}")
+        raise ValueError(f"{where}: op {shown(row['op'])}, expected one of {', '.join(OPERATIONS)}")
     if row["dtype"] not in DTYPES:
-        raise ValueError(f"{where}: dtype {row['dtype']!r}, expected one of {', '.join(DTYPES)}")
+        raise ValueError(f"{where}: dtype {shown(row['dtype'])}, expected one of {', '.join(DTYPES)}")
     for key in SIZES:
         if type(row[key]) is not int or row[key] < 1:
-            raise ValueError(f"{where}: {key} {row[key]!r}, expected a whole number from 1")
+            raise ValueError(f"{where}: {key} {shown(row[key])}, expected a whole number from 1")
     sizes = (row["m"], row["n"], row["k"])
     return MeasuredRow(
         number, row["op"], row["ranks"], row["dtype"], *sizes, _times(where, row, TIMES), _times(where, row, WAYS)
@@ -98,5 +100,5 @@ def _times(where: str, row: dict, keys: dict[str, str]) -> dict[str, float]:
     times = {name: row[key] for name, key in keys.items() if row.get(key) is not None}
     for name, time in times.items():
         if type(time) not in (int, float) or not 0 < time < math.inf:
-            raise ValueError(f"{where}: {keys[name]} {time!r}, expected microseconds above 0, or null")
+            raise ValueError(f"{where}: {keys[name]} {shown(time)}, expected microseconds above 0, or null")
     return times

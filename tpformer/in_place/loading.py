@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from tpformer.weights.files import TensorFiles, listed
+from tpformer.config.words import listed
+from tpformer.weights.files import TensorFiles
 from tpformer.weights.tensors import equal_on_disk, own_part
 
 from .tensors import parameter_from

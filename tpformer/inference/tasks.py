@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tpformer.config.words import listed, printable, shown
 from tpformer.training.data import Tokenizer, prompt_ids
 
 KEYS = ({"prompt", "choices", "answer"}, {"prompt", "answer"})
@@ -59,7 +60,9 @@ def read_tasks(path: Path) -> list[Task]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: give a .jsonl file of tasks")
     with path.open("rb") as stream:
-        lines = [(f"{path}:{number}", line) for number, line in enumerate(stream, start=1) if not line.isspace()]
+        lines = [
+            (f"{printable(path)}:{number}", line) for number, line in enumerate(stream, start=1) if not line.isspace()
+        ]
     if not lines:
         raise ValueError(f"{path} has no tasks: give one JSON object a line")
     return [_task(where, line) for where, line in lines]
@@ -69,16 +72,16 @@ def _task(where: str, line: bytes) -> Task:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not valid JSON: {error}") from None
+        raise ValueError(f"{where} is not valid JSON: {printable(error, 200)}") from None
     if not isinstance(record, dict) or record.keys() not in KEYS:
-        found = f"the keys {sorted(record)}" if isinstance(record, dict) else f"a JSON {type(record).__name__}"
+        found = f"the keys {listed(record, 6)}" if isinstance(record, dict) else f"a JSON {type(record).__name__}"
         raise ValueError(f'{where} has {found}: write "prompt", "answer", and "choices" for a multiple choice')
     prompt, answer, choices = record["prompt"], record["answer"], record.get("choices", [])
     _check_text(where, "prompt", prompt)
     if "choices" not in record:
         _check_text(where, "answer", answer)
         if not answer.strip() or "\n" in answer.strip():
-            raise ValueError(f"{where}: the answer {answer!r} is empty or has several lines, so no line equals it")
+            raise ValueError(f"{where}: the answer {shown(answer)} is empty or has several lines, so no line equals it")
         return Task(prompt, (), answer, where)
     if not isinstance(choices, list) or len(choices) < 2:
         raise ValueError(f'{where}: "choices" has to be a list of at least 2 texts')
@@ -88,7 +91,7 @@ def _task(where: str, line: bytes) -> Task:
             raise ValueError(f"{where}: choices[{index}] is empty, and would always have probability 1")
     if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
         raise ValueError(
-            f"{where}: the answer {_short(answer)} is no index of the {len(choices)} choices: write 0 to "
+            f"{where}: the answer {shown(answer)} is no index of the {len(choices)} choices: write 0 to "
             f"{len(choices) - 1}"
         )
     return Task(prompt, tuple(choices), answer, where)
@@ -96,16 +99,13 @@ def _task(where: str, line: bytes) -> Task:
 
 def _check_text(where: str, key: str, value: Any) -> None:
     if not isinstance(value, str):
-        raise ValueError(f"{where}: {key} is {_short(value)}: write a string")
+        raise ValueError(f"{where}: {key} is {shown(value)}: write a string")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: {key} has half of a surrogate pair, which is no character: {error}") from None
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+        raise ValueError(
+            f"{where}: {key} has half of a surrogate pair, which is no character: {printable(error, 200)}"
+        ) from None
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Pair:
@@ -125,7 +125,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Pair:
         pair = Pair([tokenizer.end_of_document], tokenizer.encode(text).tolist())
     if not pair.continuation:
         raise ValueError(
-            f"{_short(text[len(context) :])} adds no token to {_short(context[-20:])}: the tokenizer drops it, or "
+            f"{shown(text[len(context) :])} adds no token to {shown(context[-20:])}: the tokenizer drops it, or "
             f"makes one token of it and what is before; begin it with a space"
         )
     return pair

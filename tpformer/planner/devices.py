@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 
 from tpformer.config import check_choice, check_known
+from tpformer.config.words import shown
 from tpformer.kernels.cost import MACHINES, MOVED, RELEASE_SECONDS, Machine
 from tpformer.ops.transports.prediction import chosen_launch
 
@@ -121,7 +122,7 @@ def load_device(name_or_path: str | Path, gpus_per_node: int | None = None) -> D
         path = DIRECTORY / f"{name_or_path}.toml"
         if not path.is_file():
             raise ValueError(
-                f"unknown device {str(name_or_path)!r}: choose one of {', '.join(names())}, or give the path of a TOML "
+                f"unknown device {shown(str(name_or_path))}: choose one of {', '.join(names())}, or give the path of a "
                 f"file like {DIRECTORY / 'h100.toml'}"
             )
     try:
@@ -161,7 +162,7 @@ def parse_device(name: str, values: Mapping[str, Any], where: str) -> Device:
     capability, dtype = gpu.get("capability"), gpu.get("dtype", "bfloat16")
     numbers = isinstance(capability, list) and len(capability) == 2 and all(type(part) is int for part in capability)
     if capability is not None and (not numbers or min(capability) < 0):
-        raise ValueError(f"{where}: capability = {capability!r} must be two whole numbers, such as [9, 0]")
+        raise ValueError(f"{where}: capability = {shown(capability)} must be two whole numbers, such as [9, 0]")
     check_choice(f"{where}: dtype", dtype, DTYPES)
     number = {key: check_number(where, key, {**gpu, **cluster}[key]) for key in NUMBERS if key in gpu or key in cluster}
     device = Device(
@@ -211,7 +212,7 @@ def _machine(where: str, name: str, gpu: Mapping[str, Any]) -> Machine:
     if "machine" in gpu:
         known = {machine.name: machine for machine in MACHINES}
         if gpu["machine"] not in [*known]:  # any type, so no look-up by its hash
-            raise ValueError(f"{where}: machine = {gpu['machine']!r} must be one of {', '.join(known)}")
+            raise ValueError(f"{where}: machine = {shown(gpu['machine'])} must be one of {', '.join(known)}")
         return known[gpu["machine"]]._replace(**rates)
     missing = [key for key in RATES if key not in gpu]
     if missing:
@@ -225,7 +226,7 @@ def check_number(where: str, key: str, value: Any) -> Any:
     fits = type(value) is int or (type(value) is float and not whole)
     if not fits or not 0 < value <= largest:
         kind = "a whole number" if whole else "a number"
-        raise ValueError(f"{where}: {key} = {value!r} must be {kind} above 0 and at most {largest:g}")
+        raise ValueError(f"{where}: {key} = {shown(value)} must be {kind} above 0 and at most {largest:g}")
     return value
 
 

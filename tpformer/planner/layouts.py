@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpformer.config import RECOMPUTE, SCHEDULES, Layout, RunConfig, check_choice
+from tpformer.config.words import shown
 
 OFFLOADS = ("none", "activations", "states", "both")
 NUMBERS = ("tp", "pp", "dp", "zero", "microbatch", "stages")
@@ -92,23 +93,25 @@ def _values(text: str, several: bool) -> dict[str, Any]:
     for part in text.split(","):
         key, equals, value = (each.strip() for each in part.partition("="))
         if not equals:
-            raise ValueError(f"layout {text!r}: {part.strip()!r} is not KEY=VALUE, such as tp=8")
-        check_choice(f"layout {text!r}: key", key, (*NUMBERS, *WORDS))
+            raise ValueError(f"layout {shown(text)}: {shown(part.strip())} is not KEY=VALUE, such as tp=8")
+        check_choice(f"layout {shown(text)}: key", key, (*NUMBERS, *WORDS))
         if key in found:
-            raise ValueError(f"layout {text!r}: {key} is given twice")
+            raise ValueError(f"layout {shown(text)}: {key} is given twice")
         found[key] = tuple(_value(text, key, each.strip()) for each in (value.split("|") if several else [value]))
     if given := [key for key in ("schedule", "stages") if key in found and 1 in found.get("pp", (1,))]:
-        raise ValueError(f"layout {text!r}: {given[0]} needs a pipeline: give pp=2 or more, or leave {given[0]} out")
+        raise ValueError(
+            f"layout {shown(text)}: {given[0]} needs a pipeline: give pp=2 or more, or leave {given[0]} out"
+        )
     return found
 
 
 def _value(text: str, key: str, value: str) -> int | str:
     if key in WORDS:
-        check_choice(f"layout {text!r}: {key}", value, WORDS[key])
+        check_choice(f"layout {shown(text)}: {key}", value, WORDS[key])
         return value
     if not (value.isascii() and value.isdigit()) or (int(value) == 0 and key != "zero"):
         above = "" if key == "zero" else " above 0"
-        raise ValueError(f"layout {text!r}: {key}={value} must be a whole number{above}")
+        raise ValueError(f"layout {shown(text)}: {key}={value} must be a whole number{above}")
     if key == "zero" and int(value) > 3:
-        raise ValueError(f"layout {text!r}: zero={value} must be 0, 1, 2 or 3")
+        raise ValueError(f"layout {shown(text)}: zero={value} must be 0, 1, 2 or 3")
     return int(value)

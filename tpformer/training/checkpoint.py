@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
+from tpformer.config.words import listed
 from tpformer.processes.files import naming
-from tpformer.weights.files import listed
 
 from .checkpoint_files import (
     MODEL,

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from tpformer.config.words import listed, shown
 from tpformer.processes.files import file_sha256, naming
-from tpformer.weights.files import listed
 
 from .checkpoint_metadata import METADATA, CheckpointError, MetadataReader, read_metadata
 
@@ -68,7 +68,7 @@ def _read_manifest(directory: Path) -> dict[str, tuple[int, str]]:
     for name, entry in _read_json(directory / MANIFEST).items():
         kinds = {key: type(value) for key, value in entry.items()} if isinstance(entry, dict) else {}
         if kinds != {"bytes": int, "sha256": str} or Path(name).name != name:
-            raise CheckpointError(f"{directory / MANIFEST} is malformed: no file can be {name!r}: {str(entry)[:80]}")
+            raise CheckpointError(f"{directory / MANIFEST} is malformed: no file can be {shown(name)}: {shown(entry)}")
         entries[name] = (entry["bytes"], entry["sha256"])
     if missing := {METADATA, TRAINER} - entries.keys():
         raise CheckpointError(f"{directory / MANIFEST} is malformed: it has no {listed(missing)}")

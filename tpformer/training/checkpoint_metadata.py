@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from tpformer.config.words import shown
+
 METADATA = ".metadata"
 _CLASSES = {
     ("torch.distributed.checkpoint.metadata", "Metadata"),
@@ -91,7 +93,7 @@ def _tensor(record: _Record) -> TensorStorageMetadata:
     dtype, size = fields["properties"].state[0], _size(fields["size"])
     chunks = [ChunkStorageMetadata(_size(c.state["offsets"]), _size(c.state["sizes"])) for c in fields["chunks"]]
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{dtype!r} is no dtype")
+        raise ValueError(f"{shown(dtype)} is no dtype")
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
         raise ValueError(f"the shards do not add up to a tensor of {tuple(size)}")
     for chunk in chunks:
@@ -105,7 +107,7 @@ def _place(record: _Record) -> _Place:
     fields = record.state
     file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
     if Path(file).name != file or min(offset, length) < 0:
-        raise ValueError(f"no file of the checkpoint has bytes {offset} to {offset + length} of {file!r}")
+        raise ValueError(f"no file of the checkpoint has bytes {offset} to {offset + length} of {shown(file)}")
     return _Place(file, int(offset), int(length))
 
 

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tpformer.weights.family import read_json
+from tpformer.weights.folder import inside
 
 FOLDER = "hf"  # of a run: the copy of its tokenizer, and of what came with it
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
@@ -24,9 +26,12 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 END = "<|endoftext|>"
 
 
-def copy_companions(directory: Path, out: Path) -> list[str]:
-    """Copy what there is of a model's companions; returns their names. OSError where that fails."""
-    there = [name for name in COMPANIONS if (directory / name).is_file()]
+def copy_companions(directory: Path, out: Path, names: Sequence[str] = COMPANIONS) -> list[str]:
+    """Copy what there is of a model's companions; returns their names.
+
+    ValueError for a link that leads out of the directory, before anything is copied. OSError where copying fails.
+    """
+    there = [name for name in names if inside(directory, name).is_file()]
     for name in there:
         shutil.copyfile(directory / name, out / name)
     return there
@@ -42,8 +47,8 @@ def keep_tokenizer(tokenizer: str | None, run: Path) -> bool:
     """Copy a tokenizer.json and what belongs to it into a run, unless the run has a copy or reads bytes.
 
     A file of another name is copied as tokenizer.json, without what lies beside it. The folder appears whole or not at
-    all. Returns False where there is nothing to copy: nothing says which tokenizer, or its file does not exist. OSError
-    where copying fails.
+    all. Returns False where there is nothing to copy: nothing says which tokenizer, or its file does not exist. Errors:
+    those of copy_companions.
     """
     if tokenizer == "bytes" or kept_tokenizer(run):
         return True
@@ -53,12 +58,9 @@ def keep_tokenizer(tokenizer: str | None, run: Path) -> bool:
     temporary = run / f".{FOLDER}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
+    shutil.copyfile(source, temporary / TOKENIZER)  # it was named, so it may be a link
     if source.name == TOKENIZER:
-        copy_companions(source.parent, temporary)
-        if (source.parent / CONFIG).is_file():
-            shutil.copyfile(source.parent / CONFIG, temporary / CONFIG)  # has the ids of special tokens
-    else:
-        shutil.copyfile(source, temporary / TOKENIZER)
+        copy_companions(source.parent, temporary, (*COMPANIONS[1:], CONFIG))  # which has the ids of special tokens
     temporary.rename(run / FOLDER)
     return True
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from tpformer.weights.files import Spec, create_file
 from tpformer.weights.tensors import fill, parameter_shapes
 
 from .checkpoint_files import step_path, write_checkpoint
-from .companions import CONFIG, FOLDER, TOKENIZER, copy_companions
+from .companions import COMPANIONS, CONFIG, FOLDER, TOKENIZER, copy_companions
 from .export import new_directory
 from .source import WeightsSource, open_source
 
@@ -37,8 +36,7 @@ def import_weights(directory: Path, out: Path, report: Callable[[str], None] = p
             raise ValueError(f"{directory} is a run already: it needs no import")
         folder = temporary / FOLDER
         folder.mkdir()
-        copied = copy_companions(directory, folder)
-        shutil.copyfile(directory / CONFIG, folder / CONFIG)
+        copied = copy_companions(directory, folder, (*COMPANIONS, CONFIG))
         if TOKENIZER not in copied:
             report(f"{directory} has no {TOKENIZER}: the run has no tokenizer")
         model = ModelSection(**dataclasses.asdict(source.architecture) | {"vocab_multiple": 1})

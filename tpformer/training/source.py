@@ -16,6 +16,7 @@ from tpformer.config import GPTConfig, Layout, RunConfig, build_config, preset
 from tpformer.config.layout import REPLICA_SETTINGS
 from tpformer.weights.families import family_of
 from tpformer.weights.family import FREE, Family, meaning, read_json
+from tpformer.weights.folder import inside
 
 from .companions import CONFIG, TOKENIZER
 from .resolve import check_tokenizers, read_run_config
@@ -57,9 +58,9 @@ def describe(path: str | Path, report: Callable[[str], None] = lambda _: None) -
     if (path / "config.toml").is_file():
         config = read_run_config(path)
         return Description(path, config.model.architecture, config.data.tokenizer)
-    if not (path / CONFIG).is_file():
+    if not inside(path, CONFIG).is_file():
         raise FileNotFoundError(f"{path} is not a run and has no model: it has neither config.toml nor {CONFIG}")
-    tokenizer = str((path / TOKENIZER).absolute()) if (path / TOKENIZER).is_file() else None
+    tokenizer = str((path / TOKENIZER).absolute()) if inside(path, TOKENIZER).is_file() else None
     values = read_json(path / CONFIG)
     try:
         if "model_type" not in values and "n_layers" in values:
@@ -155,7 +156,8 @@ def open_source(path: str | Path, *, step: int | None = None, report: Callable[[
     weights; CheckpointError for a damaged checkpoint; ValueError for a step of what is no run, and, with names, for
     damaged files and for tensors that are missing, unknown, or of another shape.
     """
-    from tpformer.weights.files import TensorFiles, listed
+    from tpformer.config.words import listed
+    from tpformer.weights.files import TensorFiles
     from tpformer.weights.tensors import TensorMap, parameter_shapes
 
     from .checkpoint import choose_step

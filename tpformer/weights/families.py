@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpformer.config import GPTConfig
+from tpformer.config.words import shown
 
 from .family import Family
 from .gpt2 import GPT2
@@ -22,7 +23,7 @@ def family_of(values: Mapping[str, Any]) -> Family:
     """The family of a config.json. ValueError, with the known ones, for another."""
     name = values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise ValueError(f"config.json has model_type = {name!r}: known here are {', '.join(FAMILIES)}")
+        raise ValueError(f"config.json has model_type = {shown(name)}: known here are {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpformer.config import GPTConfig
+from tpformer.config.ranges import NO_FLOAT
+from tpformer.config.words import listed, printable, shown
 
 from .rope import DEFAULT_BASE, ROPE_KEYS, read_rope, write_rope
 
@@ -164,12 +166,14 @@ class Family:
         for also, name in others.items():
             if also in values:
                 if values.get(name, values[also]) != values[also]:
-                    raise ValueError(f"config.json has {name} = {values[name]} and {also} = {values[also]}: keep one")
+                    raise ValueError(
+                        f"config.json has {name} = {shown(values[name])} and {also} = {shown(values[also])}: keep one"
+                    )
                 values = {name: values[also], **values}
         known = {*fields, *others, *(ROPE_KEYS if self.has_rope else ())}
         if unknown := sorted(values.keys() - known):
             raise ValueError(
-                f"config.json has {', '.join(unknown)}, which nobody here has checked for {self.model_type}: if it "
+                f"config.json has {listed(unknown)}, which nobody here has checked for {self.model_type}: if it "
                 f"does not change what the model computes, remove it from a copy"
             )
         ours: dict[str, Any] = {}
@@ -178,16 +182,16 @@ class Family:
             given = values.get(name)
             if isinstance(known_field, Field):
                 value = _in_our_words(name, known_field, values.get(name, known_field.default))
-                before = said.setdefault(known_field.ours, f"{name} = {given}")
+                before = said.setdefault(known_field.ours, f"{name} = {shown(given)}")
                 if ours.setdefault(known_field.ours, value) != value:
                     raise ValueError(
-                        f"config.json has {before} and {name} = {given}: a model here has one {known_field.ours} for "
-                        f"both"
+                        f"config.json has {before} and {name} = {shown(given)}: a model here has one "
+                        f"{known_field.ours} for both"
                     )
             elif isinstance(known_field, Must):
                 _check_must(name, known_field, values)
             elif known_field.reported and given:
-                report(f"{name} = {given} is left out: {known_field.why}")
+                report(f"{name} = {shown(given)} is left out: {known_field.why}")
         if self.has_rope:
             ours |= read_rope(values, ours["seq_length"], self.rope_base)
         return GPTConfig(**self.fixed, **ours)
@@ -224,32 +228,36 @@ class Family:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. FileNotFoundError or ValueError names the path."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
+        raise FileNotFoundError(f"{printable(path)} does not exist")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+        raise ValueError(f"{printable(path)} is not valid JSON: {printable(error, 200)}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path} holds a JSON {type(values).__name__}, where a JSON object is expected")
+        raise ValueError(f"{printable(path)} holds a JSON {type(values).__name__}, where a JSON object is expected")
     return values
 
 
 def _in_our_words(name: str, known: Field, value: Any) -> Any:
     if known.prefix:
         if value is not None and (not isinstance(value, list) or value != list(range(len(value)))):
-            raise ValueError(f"config.json has {name} = {value}: only the first layers, [0, 1, ...], can differ here")
+            raise ValueError(
+                f"config.json has {name} = {shown(value)}: only the first layers, [0, 1, ...], can differ here"
+            )
         return len(value or [])
     if known.values is not None:
         if not isinstance(value, str) or value not in known.values:
-            raise ValueError(f"config.json has {name} = {value!r}: it can only be {', '.join(map(repr, known.values))}")
+            raise ValueError(
+                f"config.json has {name} = {shown(value)}: it can only be {', '.join(map(repr, known.values))}"
+            )
         return known.values[value]
     hint = typing.get_type_hints(GPTConfig)[known.ours]
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if float in kinds and type(value) is int:
+    if float in kinds and type(value) is int and abs(value) < NO_FLOAT:
         return float(value)
     if type(value) not in kinds:
         wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise ValueError(f"config.json has {name} = {value!r}: expected {wanted}")
+        raise ValueError(f"config.json has {name} = {shown(value)}: expected {wanted}")
     return value
 
 
@@ -267,9 +275,7 @@ def _check_must(name: str, must: Must, values: Mapping[str, Any]) -> None:
     value = values.get(name, must.value)
     listed = isinstance(value, list) and all(one == must.value for one in value)
     if value is not None and value != must.value and not listed:
-        shown = sorted({str(one) for one in value}) if isinstance(value, list) else value
-        shown = "..." if isinstance(value, dict) else shown
-        raise ValueError(f"config.json has {name} = {shown}: {must.why}")
+        raise ValueError(f"config.json has {name} = {shown(value)}: {must.why}")
 
 
 # what does not change what given weights compute

@@ -8,7 +8,7 @@ https://github.com/huggingface/safetensors#format.
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tpformer.config.words import listed, printable
+
 from .family import read_json
+from .folder import inside
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -40,16 +43,18 @@ class Spec(NamedTuple):
 
 
 def _files(directory: Path) -> dict[str, set[str] | None]:
-    """{file name: the tensors that the index promises there}; None without an index."""
-    if (directory / SINGLE).is_file():
+    """{file name: the tensors that the index promises there}; None without an index. All lie in the directory."""
+    if inside(directory, SINGLE).is_file():
         return {SINGLE: None}
-    if (directory / INDEX).is_file():
+    if inside(directory, INDEX).is_file():
         places = read_json(directory / INDEX).get("weight_map")
         if not isinstance(places, dict) or not places:
             raise ValueError(f"{directory / INDEX} has no weight_map")
         files: dict[str, set[str] | None] = {}
         for tensor, file in places.items():
             files.setdefault(str(file), set()).add(tensor)  # type: ignore[union-attr]
+        for file in files:
+            inside(directory, file)
         return files
     if list(directory.glob("pytorch_model*.bin")):
         raise FileNotFoundError(
@@ -75,13 +80,13 @@ class TensorFiles:
         odd: dict[str, str] = {}
         files = sorted(_files(directory).items())
         if absent := [file for file, _ in files if not (directory / file).is_file()]:
-            raise FileNotFoundError(f"{directory / absent[0]} does not exist, but {INDEX} names it")
+            raise FileNotFoundError(f"{printable(directory / absent[0])} does not exist, but {INDEX} names it")
         for file, promised in files:
             path = directory / file
             try:
                 opened = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"{path} is damaged: {error}") from None
+                raise ValueError(f"{printable(path)} is damaged: {printable(error, 200)}") from None
             names = set(opened.keys())
             if promised is not None and names != promised:
                 raise ValueError(f"{path} and {INDEX} differ in {listed(names ^ promised)}")
@@ -94,19 +99,13 @@ class TensorFiles:
         if odd:
             name, kind = min(odd.items())
             raise ValueError(
-                f"{directory} has {len(odd)} tensors that are not floats of 16, 32 or 64 bits, such as {name} in "
-                f"{kind}: quantized weights are not read"
+                f"{directory} has {len(odd)} tensors that are not floats of 16, 32 or 64 bits, such as "
+                f"{printable(name, 80)} in {kind}: quantized weights are not read"
             )
 
     def slice(self, name: str) -> Any:
         """A tensor's values on disk. Index it with slices of all dims to get a memory-mapped Tensor."""
         return self._opened[name].get_slice(name)
-
-
-def listed(names: Sequence[str] | set[str], limit: int = 3) -> str:
-    """Some names for a message: the first ones, and how many there are more."""
-    ordered = sorted(names)
-    return ", ".join(ordered[:limit]) + (f" and {len(ordered) - limit} more" if len(ordered) > limit else "")
 
 
 def create_file(path: Path, specs: Mapping[str, Spec]) -> dict[str, Tensor]:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpformer.config import GPTConfig
+from tpformer.config.ranges import NO_FLOAT
+from tpformer.config.words import listed, shown
 
 ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor", "rope_interleaved")
 DEFAULT_BASE = 10000.0
@@ -31,7 +33,9 @@ def read_rope(values: Mapping[str, Any], length: int, default: float = DEFAULT_B
     found = [_read(name, _object(name, value), base, length, default) for name, value in given.items()]
     for key, wanted in (("partial_rotary_factor", 1), ("rope_interleaved", False)):
         if values.get(key, wanted) not in (wanted, None):
-            raise ValueError(f"config.json has {key} = {values[key]}: RoPE here turns whole heads, half against half")
+            raise ValueError(
+                f"config.json has {key} = {shown(values[key])}: RoPE here turns whole heads, half against half"
+            )
     if len(found) == 2 and found[0] != found[1]:
         raise ValueError("config.json has rope_parameters and rope_scaling, which differ: keep one of them")
     return found[0] if found else {"rope_base": _number("rope_theta", default if base is None else base)}
@@ -39,27 +43,29 @@ def read_rope(values: Mapping[str, Any], length: int, default: float = DEFAULT_B
 
 def _object(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict) or any(isinstance(inner, dict) for inner in value.values()):
-        raise ValueError(f"config.json has {name} = {value}: RoPE has to be the same in all layers")
+        raise ValueError(f"config.json has {name} = {shown(value)}: RoPE has to be the same in all layers")
     if unknown := sorted(value.keys() - _INNER):
-        raise ValueError(f"config.json has {name}.{unknown[0]}, which nobody here has checked")
+        raise ValueError(f"config.json has {name}.{listed(unknown, 1)}, which nobody here has checked")
     return value
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"config.json has {name} = {value!r}: expected a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) >= NO_FLOAT:
+        raise ValueError(f"config.json has {name} = {shown(value)}: expected a number")
     return float(value)
 
 
 def _read(name: str, value: Mapping[str, Any], base: Any, length: int, default: float) -> dict[str, Any]:
     kind = value.get("rope_type", value.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise ValueError(f"config.json has {name}.rope_type = {kind!r}: it can only be 'default' or 'llama3'")
+        raise ValueError(f"config.json has {name}.rope_type = {shown(kind)}: it can only be 'default' or 'llama3'")
     if (part := value.get("partial_rotary_factor", 1)) != 1:
-        raise ValueError(f"config.json has {name}.partial_rotary_factor = {part}: RoPE here turns whole heads")
+        raise ValueError(f"config.json has {name}.partial_rotary_factor = {shown(part)}: RoPE here turns whole heads")
     inner = value.get("rope_theta", base)
     if base is not None and inner != base:
-        raise ValueError(f"config.json has rope_theta = {base} and {name}.rope_theta = {inner}: keep one of them")
+        raise ValueError(
+            f"config.json has rope_theta = {shown(base)} and {name}.rope_theta = {shown(inner)}: keep one of them"
+        )
     ours = {"rope_base": _number("rope_theta", default if inner is None else inner)}
     if kind == "llama3":
         if missing := [key for key in SCALING if key not in value and key != "original_max_position_embeddings"]:

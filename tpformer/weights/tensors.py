@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tpformer.config import GPTConfig
+from tpformer.config.words import listed
 from tpformer.models import GPT
 
 from .family import Family, Tensors
-from .files import Spec, TensorFiles, listed
+from .files import Spec, TensorFiles
 
 HEAD, TABLE = "lm_head.weight", "embed_tokens.weight"
 ROWS = 2**12  # of two tables that are compared at a time

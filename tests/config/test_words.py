@@ -1,0 +1,61 @@
+"""A value in a message is short and printable, whatever it is; a stranger's text obeys nothing in a terminal."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tpformer.config import build_config, check_config
+from tpformer.config.words import harmless, listed, message, printable, shown
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=200) | st.binary(max_size=200),
+    lambda inner: st.lists(inner, max_size=9) | st.dictionaries(st.text(max_size=200), inner, max_size=9),
+)
+
+
+@given(VALUES)
+def test_a_value_is_short_and_printable(value):
+    text = shown(value)
+    assert len(text) <= 10 * 80 and text.isprintable()  # an escape has up to 10 characters
+
+
+def test_of_a_huge_value_there_is_the_beginning():
+    nested = json.loads("[" * 900 + "]" * 900)
+    for value in (
+        b"x" * 10**7,
+        ["x" * 10**6] * 10**5,
+        {f"k{n}": n for n in range(10**5)},
+        10**6000,
+        "\x1b" * 10**6,
+        nested,
+    ):
+        test_a_value_is_short_and_printable.hypothesis.inner_test(value)
+
+
+def test_texts_names_and_messages():
+    assert shown("it's") == '"it\'s"' and shown(3) == "3" and shown(2**300) == "a whole number of 301 bits"
+    assert printable("a\x1b[2J\n\udcff\u202eé b") == "a\\x1b[2J\\n\\udcff\\u202eé b"
+    assert message("one\ntwo\x07") == "one\ntwo\\x07" and len(message("x" * 10**6)) == 4000
+    assert listed({"b", "a"}) == "a, b" and listed("dcba", 2) == "a, b and 2 more"
+    assert listed(["x" * 1000, "\x1b"]) == f"\\x1b, {'x' * 77}..."
+    assert harmless("a\tb\n\r\x1b]0;x\x07\x9b1m\ud800é") == "a\tb\n\ufffd\ufffd]0;x\ufffd\ufffd1m\ufffdé"
+
+
+SETTINGS = [
+    ("model", "vocab_size", 2**60, "vocab_size=1152921504606846976 must be in "),
+    ("model", "vocab_size", 10**5000, "vocab_size=a whole number of 16610 bits must be in "),
+    ("optimizer", "lr", 10**400, "optimizer.lr = a whole number of 1329 bits: expected float"),
+    ("run", "dir", "a\x1b[31m", r"run.dir = 'a\\x1b\[31m': control characters"),
+    ("model", "activation", "x" * 10**6, "choose one of"),
+    ("model", "\x1b", 1, r"unknown key in \[model\] '\\x1b'"),
+]
+
+
+@pytest.mark.parametrize("index", range(len(SETTINGS)))
+def test_a_setting_that_cannot_be_is_refused_in_few_words(index):
+    section, key, value, words = SETTINGS[index]
+    with pytest.raises(ValueError, match=words) as caught:
+        check_config(build_config({section: {key: value}}))
+    assert len(str(caught.value)) < 2000 and str(caught.value).isprintable()
