@@ -15,6 +15,7 @@ import pytest
 import torch
 from made import greedy
 
+from tpformer.cli.models import _print_texts
 from tpformer.config import build_config, to_toml
 from tpformer.inference.chat import Speaker
 from tpformer.inference.sampling import Sampling
@@ -233,6 +234,15 @@ def test_a_prompt_file_is_taken_as_it_is(commands, run, tmp_path):
     (tmp_path / "p.txt").write_bytes(b"\xff")
     code, out, err = commands.run(*arguments)
     assert (code, out) == (2, "") and "p.txt is not UTF-8" in err
+    code, _, err = commands.run("generate", str(tmp_path / "\x1b[31m"))
+    assert code == 2 and "/\\x1b[31m is not a run" in err
+
+
+def test_what_a_model_writes_is_obeyed_by_no_terminal(capsys):
+    for samples, begins in ((1, "a\r"), (2, "--- prompt 1, sample 1\na\r")):
+        _print_texts(["a\r"], samples, [(0, "\x1b[2J\tb"), (samples - 1, "\n\x9bm\x07")])
+        shown = capsys.readouterr().out
+        assert shown.startswith(begins + "\ufffd[2J\tb") and shown.endswith("\n\ufffdm\ufffd\n")
 
 
 def on_terminal(name: str, *arguments: str) -> None:

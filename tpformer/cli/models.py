@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 
 from tpformer.config import RunConfig, check_positive
+from tpformer.config.words import harmless, message, printable
 
 from .run import parse_overrides, with_ranks
 
@@ -116,21 +117,29 @@ def _text(file: Path) -> str:
     try:
         return file.read_bytes().decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 ({error}): convert it first") from None
+        raise ValueError(f"{printable(file)} is not UTF-8 ({error}): convert it first") from None
+
+
+def _report_line(line: str) -> None:
+    print(message(line))
 
 
 def _report(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(f"tpformer: {line}", file=sys.stderr)
+        print(f"tpformer: {message(line)}", file=sys.stderr)
 
 
 def _print_texts(prompts: Sequence[str], samples: int, pieces: Iterable[tuple[int, str]]) -> None:
-    """Print texts on rank 0: one as it comes, several at the end, each below a line with its number."""
+    """Print texts on rank 0: one as it comes, several at the end, each below a line with its number.
+
+    What the model writes has U+FFFD for control characters but new line and tab, as a terminal would obey them.
+    """
     texts = [prompt for prompt in prompts for _ in range(samples)]
     first, alone = os.environ.get("RANK", "0") == "0", len(texts) == 1
     if first and alone:
         print(texts[0], end="", flush=True)
     for number, piece in pieces:
+        piece = harmless(piece)
         texts[number] += piece
         if first and alone:
             print(piece, end="", flush=True)
@@ -263,7 +272,14 @@ def export_command(arguments: Sequence[str]) -> None:
 
     from tpformer.training.export import export
 
-    step = export(options.run_dir, options.out, step=options.step, dtype=options.dtype, file_format=options.format)
+    step = export(
+        options.run_dir,
+        options.out,
+        step=options.step,
+        dtype=options.dtype,
+        file_format=options.format,
+        report=_report_line,
+    )
     print(f"step {step} of {options.run_dir} -> {options.out}")
 
 
@@ -287,5 +303,5 @@ def import_command(arguments: Sequence[str]) -> None:
 
     from tpformer.training.importing import import_weights
 
-    architecture = import_weights(options.directory, options.out)
+    architecture = import_weights(options.directory, options.out, _report_line)
     print(f"{architecture.n_parameters / 1e6:.2f}M parameters of {options.directory} -> {options.out}, step 0")

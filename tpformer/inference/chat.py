@@ -3,7 +3,6 @@
 Rank 0 has the terminal and the transcript. It sends the tokens of each question to the other ranks, which only compute.
 """
 
-import re
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from tpformer.config import RunConfig
+from tpformer.config.words import harmless, message
 from tpformer.models import GPT, KVCache
 from tpformer.training.data import load_tokenizer
 from tpformer.training.resolve import tokenizer_name
@@ -27,8 +27,6 @@ HELP = (
     "/reset forgets what was said; /system TEXT sets the system message, /system alone removes it; /save FILE writes "
     "the conversation; /quit or Ctrl-D ends it. Ctrl-C stops an answer"
 )
-# control characters could do anything to a terminal; a new line and a tab may stay
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Terminal:
@@ -76,14 +74,14 @@ class Terminal:
     def write(self, text: str) -> None:
         """Show a piece of an answer at once."""
         try:
-            sys.stdout.write(CONTROL.sub("\ufffd", text))
+            sys.stdout.write(harmless(text))
             sys.stdout.flush()
         except BrokenPipeError as error:
             self.closed, self.stopped = error, True
 
     def note(self, text: str) -> None:
         """Show a sentence that is no part of an answer."""
-        self._console.print(text, style="dim", markup=False, highlight=False)
+        self._console.print(message(text), style="dim", markup=False, highlight=False)
 
 
 class Ranks:

@@ -1,15 +1,18 @@
 """A conversation as the text or the tokens that a model reads: chat templates, rendered as transformers renders them.
 
-Only rendering belongs here. Templates come from other people, so they run in jinja2's sandbox: they read what they are
-given, change nothing, and import nothing.
+Templates come from other people, so each runs in a process of its own (render.py): in jinja2's sandbox, where it reads
+what it is given, changes nothing and imports nothing, and with limits of time and memory.
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any
+from pathlib import Path
 
 import numpy as np
+
+from tpformer.config.words import printable
 
 from .tokenizer import Tokenizer
 
@@ -38,56 +41,26 @@ def render_chat(
 ) -> str:
     """The conversation as the template writes it. The template sees the special tokens by role (`eos_token`).
 
-    ValueError with the template's own words where it refuses the conversation, has a mistake, or reaches for what the
-    sandbox forbids. ImportError without jinja2 or with a version whose sandbox has known holes.
+    ValueError with the template's own words where it refuses the conversation, has a mistake, reaches for what the
+    sandbox forbids, or takes more time, memory or text than SECONDS, MEMORY and CHARACTERS of render.py.
+    ImportError without jinja2 or with a version whose sandbox has known holes.
     """
-    environment = _environment()
-    try:
-        return environment.from_string(template).render(
-            messages=[dict(message) for message in messages],
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
+    given = {
+        "template": template,
+        "values": {
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
             **special_tokens,
-        )
-    except Exception as error:  # a template can fail as any program can
-        raise ValueError(f"the chat template refuses this conversation: {type(error).__name__}: {error}") from error
-
-
-def _environment() -> Any:
+        },
+    }
+    command = [sys.executable, "-P", str(Path(__file__).with_name("render.py"))]
+    done = subprocess.run(command, input=json.dumps(given).encode(), capture_output=True, check=False)
     try:
-        import jinja2
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise ImportError("chat templates need the jinja2 package: pip install tpformer[hf]") from error
-    if tuple(int(part) for part in jinja2.__version__.split(".")[:3] if part.isdigit()) < (3, 1, 6):
-        raise ImportError(
-            f"the sandbox of jinja2 {jinja2.__version__} has known holes: pip install --upgrade 'jinja2>=3.1.6'"
-        )
-
-    class Generation(Extension):
-        """{% generation %} marks answers for those who train on them. Here it is only a block."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.Scope(body, lineno=line)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        # jinja2's own escapes characters for HTML
-        options = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators, "sort_keys": sort_keys}
-        return json.dumps(value, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
+        answer = json.loads(done.stdout)
+    except ValueError:  # the system has ended it
+        answer = {"refused": "it takes too much time or memory"}
+    if "missing" in answer:
+        raise ImportError(answer["missing"])
+    if "refused" in answer:
+        raise ValueError(f"the chat template refuses this conversation: {printable(answer['refused'], 300)}")
+    return answer["text"]
