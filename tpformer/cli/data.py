@@ -10,16 +10,16 @@ import tyro
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuildData:
-    """Make a token dataset (PREFIX.bin, PREFIX.idx, PREFIX.json): one document per file, or per line of a .jsonl, or
-    per row of a .parquet (needs tpformer[parquet]). Of prompts and completions it has PREFIX.mask, too."""
+    """Make a token dataset (PREFIX.bin, PREFIX.idx, PREFIX.json): one document per text file, or per JSON line, or per
+    row of a .parquet (needs tpformer[parquet]). Of prompts and completions it has PREFIX.mask, too."""
 
     inputs: tyro.conf.Positional[tuple[Path, ...]]
     out: Path
     """Prefix of the files to write; existing ones are never overwritten."""
     tokenizer: str = "bytes"
     """"bytes" or the path of a tokenizer.json (needs tpformer[hf])."""
-    text_field: str = "text"
-    """The key of a .jsonl line, or the column of a .parquet, that has the text."""
+    text_field: str | None = None
+    """The key of a JSON line, or the column of a .parquet, that has the text. Unset: text."""
     prompt_field: str | None = None
     """Instead of --text-field: the key or column of a prompt, which PREFIX.mask leaves out of the loss."""
     completion_field: str | None = None
@@ -33,15 +33,16 @@ def build_data_command(arguments: Sequence[str]) -> None:
     from tpformer.training.data import build_dataset, build_split
 
     options = tyro.cli(BuildData, prog="tpformer data build", args=list(arguments))
-    where, fields = (options.inputs, options.out, options.tokenizer), [options.text_field]
-    if options.prompt_field is not None and options.completion_field is not None and options.text_field == "text":
-        fields = [options.prompt_field, options.completion_field]
-    elif options.prompt_field is not None or options.completion_field is not None:
-        raise ValueError("give --prompt-field and --completion-field together, without --text-field")
+    where = (options.inputs, options.out, options.tokenizer)
+    given = [name for name in (options.prompt_field, options.completion_field) if name is not None]
+    if given and (len(set(given)) < 2 or options.text_field is not None):
+        raise ValueError("give --prompt-field and --completion-field together, without --text-field, as two names")
+    if options.text_field is not None:
+        given = [options.text_field]
     if options.valid_fraction is None:
-        build_dataset(*where, fields=fields)
+        build_dataset(*where, fields=given or None)
     else:
-        build_split(*where, options.valid_fraction, fields=fields)
+        build_split(*where, options.valid_fraction, fields=given or None)
 
 
 def stdlib_command(arguments: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import sys
+import tracemalloc
 from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
@@ -15,6 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from tpformer.cli.data import build_data_command
 from tpformer.training.data import IndexedDataset, build, build_dataset, build_split, build_stdlib, corpus, read_sidecar
 
 END = 256
@@ -51,10 +53,10 @@ def test_files_lines_and_rows_are_documents_in_their_order(tmp_path: Path) -> No
     for name in ("b.txt", "a/z.txt", "a/y.txt", ".hidden", ".git/config", "c.txt"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(name[-5])
-    (source / "d.jsonl").write_text('{"text": "x", "id": 1}\n\n{"text": "\\u00e9"}\n{"text": "\\ud800"}')
-    (tmp_path / "last.txt").write_bytes(b"na" + FRENCH + b"ve")  # a few stray bytes are text
+    (source / "d.jsonl").write_text('{"text": "x", "id": 1}\n\n{"text": "\\u00e9"}')
+    (tmp_path / "last.txt").write_bytes(b"last")
     summary = build_dataset([source, tmp_path / "last.txt"], tmp_path / "out", "bytes", quiet=True)
-    found = [b"y", b"z", b"b", b"c", b"x", "é".encode(), b"?", b"na" + FRENCH + b"ve", b""]
+    found = [b"y", b"z", b"b", b"c", b"x", "é".encode(), b"last", b""]
     assert documents(tmp_path / "out") == found and summary.n_documents == len(found) - 1
     (tmp_path / "a.jsonl").write_text('{"content": "x", "id": 1}\n')
     build_dataset([tmp_path / "a.jsonl"], tmp_path / "field", "bytes", fields=["content"], quiet=True)
@@ -68,7 +70,7 @@ def test_parquet_gives_one_document_per_row(tmp_path: Path) -> None:
     build_dataset([path], tmp_path / "out", "bytes", fields=["body"], quiet=True)
     assert documents(tmp_path / "out") == [b"x", "é".encode(), b"", b""]
     for field, words in (
-        ("text", "no column 'text' but body, id"), ("id", "row 1 has 1 under 'id'"), ("gap", "row 2 has None"),
+        ("text", "no column 'text' but body, gap, id"), ("id", "row 1 has 1 under 'id'"), ("gap", "row 2 has None"),
         ("body", "is not a .parquet file"),
     ):  # fmt: skip
         if "is not" in words:
@@ -77,17 +79,71 @@ def test_parquet_gives_one_document_per_row(tmp_path: Path) -> None:
             build_dataset([path], tmp_path / "other", "bytes", fields=[field], quiet=True)
 
 
+def test_what_a_file_holds_decides_and_its_name_only_where_that_is_no_text(tmp_path: Path, capsys) -> None:
+    lines, mark = b'{"id": 1, "content": "x"}\n\n{"content": "y"}', "\ufeff".encode()
+    long = b'{"content": "' + b"z" * 2**17 + b'"}\n'
+    for name, content, found in (
+        ("a.json", lines, [b"x", b"y"]), ("a.NDJSON", lines, [b"x", b"y"]), ("corpus", lines, [b"x", b"y"]),
+        ("a.txt", mark + lines + b"\n" + mark + lines, [b"x", b"y"] * 2), ("corpus", long, [b"z" * 2**17]),
+    ):  # fmt: skip
+        (tmp_path / name).write_bytes(content)
+        build_dataset([tmp_path / name], tmp_path / "out", "bytes", fields=["content"], quiet=True)
+        assert documents(tmp_path / "out") == [*found, b""], name
+        for path in tmp_path.iterdir():
+            path.unlink()
+    (tmp_path / "a.md").write_bytes(mark + b'# A\n{"content": "x"}\nno more' + mark)
+    build_dataset([tmp_path / "a.md"], tmp_path / "out", "bytes")
+    assert documents(tmp_path / "out") == [b'# A\n{"content": "x"}\nno more', b""]
+    assert "2 byte order marks (U+FEFF) are left out" in capsys.readouterr().out
+    for option in ("content", "text"):
+        with pytest.raises(ValueError, match=f"--text-field {option} has no effect, as no input has fields"):
+            build_data_command([str(tmp_path / "a.md"), "--out", str(tmp_path / "b"), "--text-field", option])
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe is a pipe, which cannot be read twice: write it to a file"):
+        build_dataset([tmp_path / "pipe"], tmp_path / "b", "bytes")
+
+
+def test_memory_is_less_than_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(bytes(range(32, 127)) * (1 << 17))
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "a document of a few words"}\n' * (1 << 14))
+    tracemalloc.start()
+    try:
+        for name in ("a.txt", "b.jsonl"):
+            tracemalloc.reset_peak()
+            build_dataset([tmp_path / name], tmp_path / name, "bytes", quiet=True)
+            assert tracemalloc.get_traced_memory()[1] < (tmp_path / "a.txt").stat().st_size
+    finally:
+        tracemalloc.stop()
+
+
+def test_messages_about_strangers_files_are_short_and_printable(tmp_path: Path) -> None:
+    evil = "\x1b[31m"
+    for record, words in (
+        ({evil * 90 + str(key): 1 for key in range(3000)}, "has no 'text'; its keys are .* and 2997 more"),
+        ({"text": [["x" * 10**6]] * 9}, "under 'text', where a text is expected"),
+        (evil * 10**5, "is not a JSON object but"),
+    ):
+        (tmp_path / f"{evil}.json").write_text(json.dumps(record))
+        with pytest.raises(ValueError, match=words) as caught:
+            build_dataset([tmp_path / f"{evil}.json"], tmp_path / "out", "bytes")
+        assert str(caught.value).isprintable() and len(str(caught.value)) < 2000
+
+
 REFUSED = [
     ({"a.gz": gzip.compress(b"text", mtime=0)}, "a.gz is compressed \\(gzip\\): decompress it first"),  # N11
     ({"a.png": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"}, "a.png is binary or UTF-16 \\(byte 8 is 0\\)"),
     ({"a.txt": "wide".encode("utf-16")}, "UTF-16 .* convert it to UTF-8"),
-    ({"a.txt": (b"caf" + FRENCH + b" ") * 50}, "not UTF-8 \\(50 of 250 bytes are invalid, the first at 3\\)"),
+    ({"a.txt": b"x" * 2**17 + b"caf" + FRENCH}, "not UTF-8 \\(byte 131075 is 0xe9\\): convert it .*iconv"),
     ({"a.txt": b"x" * 2**17 + b"\0"}, "byte 131072 is 0"),  # beyond what is looked at first
     ({"a.jsonl": gzip.compress(b'{"text": "x"}\n', mtime=0)}, "a.jsonl is compressed"),
-    ({f"{i}.bin": b"\0" for i in range(3)}, r"0\.bin is binary.* \(2 more files are no text: .*1\.bin, .*2\.bin\)"),
-    *(({"a.jsonl": f'{{"text": "x"}}\n\n{bad}\n'.encode(errors="surrogateescape")}, r"a\.jsonl:3 is not")
-      for bad in ("{", '["text"]', '{"text": 3}', "\udcff")),
-    ({"a.jsonl": b'{"txt": "x"}'}, 'a.jsonl:1 .* under "text"; its keys are txt: give --text-field'),
+    ({f"{i}.bin": b"\0" for i in range(3)}, r"0\.bin is binary.* \(2 more files cannot be taken: .*1\.bin, .*2\.bin\)"),
+    *(({"a.jsonl": f'{{"text": "x"}}\n\n{bad}\n'.encode(errors="surrogateescape")}, r"a\.jsonl:3 (is not|has)")
+      for bad in ("{", '["text"]', '{"text": 3}', "\udcff", '{"text": "\\ud800"}', '{"text": "x", "text": "y"}')),
+    ({"a.jsonl": b'{"txt": "x"}'}, "a.jsonl:1 has no 'text'; its keys are txt: give --text-field"),
+    ({"a.jsonl": b'{"text": null}'}, "a.jsonl:1 has None under 'text', where a text is expected"),
+    ({"a.TSV": b"id\ttext\n"}, "a.TSV is a table"),
+    ({"a.json": b'{\n"text": "x"\n}'}, "a.json is one JSON value: write each document as an object on a line"),
+    ({"a": b' [{"text": "x"},\n{"text": "y"}]'}, "a is one JSON value"),
     ({"empty.txt": b""}, r"nothing to tokenize for .*/out: .*/source \(1 files"),
     ({}, "nothing to tokenize"),
     ({"blank.jsonl": b"\n\n"}, "no tokens were added"),

@@ -192,14 +192,18 @@ def test_parquet_and_splits_give_the_same(tmp_path: Path, prefix: Path) -> None:
 
 def test_inputs_without_both_texts_are_refused(tmp_path: Path) -> None:
     for name, text, words in (
-        ("half.jsonl", '{"question": "x"}', 'under "answer".* --prompt-field and'),
+        ("half.jsonl", '{"question": "x"}', "has no 'answer'.* --prompt-field and"),
         ("list.jsonl", "[]", "not a JSON object"),
-        ("a.txt", "text", r"a\.txt has no fields question, answer: give \.jsonl or \.parquet"),
+        ("a.txt", "text", r"a\.txt has no fields question, answer: give JSON lines or \.parquet"),
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(ValueError, match=words):
             build_dataset([tmp_path / name], tmp_path / "out", "bytes", fields=FIELDS, quiet=True)
-    for options in (["--prompt-field", "x"], ["--prompt-field=x", "--completion-field=y", "--text-field=z"]):
+    for options in (
+        ["--prompt-field", "x"],
+        ["--prompt-field=x", "--completion-field=x"],
+        ["--prompt-field=x", "--completion-field=y", "--text-field=z"],
+    ):
         with pytest.raises(ValueError, match="--completion-field together, without --text-field"):
             build_data_command([str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), *options])
     for masked, mask in ((True, None), (False, [True]), (True, [True])):

@@ -9,6 +9,7 @@ PREFIX.mask, which a dataset may lack, is one byte for each token: 1 if it is a 
 """
 
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from tpformer.config.words import shown
 from tpformer.processes.files import in_words
 from tpformer.weights.family import read_json
 
@@ -25,6 +27,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 _DTYPE_NAMES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")  # code = position + 1
 _TOKEN_DTYPE_NAMES = ("uint16", "int32")
 _CHUNK_TOKENS = 1 << 20
+_MOST_IDS = 2**31 - 1  # of a document
 
 
 class DataError(ValueError):
@@ -69,10 +72,10 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
         except ValueError as error:
             raise ValueError(f"{error}; delete it or rebuild the dataset") from None
     tokenizer, size = sidecar.get("tokenizer"), sidecar.get("vocab_size")
-    if not isinstance(tokenizer, str) or type(size) is not int or size < 1:
+    if not isinstance(tokenizer, str) or type(size) is not int or not 1 <= size <= 2**31:
         raise ValueError(
-            f"{path} is no sidecar of a dataset: its tokenizer is {tokenizer!r} and its vocab_size {size!r}, where a "
-            f"name and a number are expected; move it away or rebuild the dataset"
+            f"{path} is no sidecar of a dataset: its tokenizer is {shown(tokenizer)} and its vocab_size {shown(size)}, "
+            f"where a name and a number up to 2**31 are expected; move it away or rebuild the dataset"
         )
     return sidecar
 
@@ -244,9 +247,10 @@ class IndexedDataset:
             raise ValueError(f"{self.mask_path} marks {found} targets{stated}; recopy or rebuild the dataset")
 
     def chunks(self) -> Iterator[np.ndarray]:
-        """The whole stream as consecutive read-only views (at most 2**20,) in the stored dtype: one pass, no copy."""
-        for start in range(0, self.n_tokens, _CHUNK_TOKENS):
-            yield self._tokens[start : start + _CHUNK_TOKENS]
+        """The whole stream as consecutive arrays (at most 2**20,) in the stored dtype. One of them is in memory."""
+        with self.bin_path.open("rb") as stream:  # pages of a memory map would stay in memory
+            while len(chunk := np.fromfile(stream, self.dtype, _CHUNK_TOKENS)):
+                yield chunk
 
 
 def _remedy(prefix: str) -> str:
@@ -276,8 +280,11 @@ class IndexedWriter:
         self._temporary_idx = Path(f"{self._paths.idx}.tmp")
         self._temporary_mask = Path(f"{self._paths.mask}.tmp")
         self._dtype = dtype
+        self._largest = int(np.iinfo(dtype).max)
         self._masked = masked
-        self._lengths: list[int] = []
+        self._lengths = array("i")
+        self._length = 0  # of the document that is being added
+        self.n_tokens = self.n_targets = 0
         self._stream: BinaryIO
         self._mask_stream: BinaryIO | None = None
 
@@ -301,29 +308,48 @@ class IndexedWriter:
         return self
 
     def add_document(self, ids: Sequence[int] | np.ndarray, mask: Sequence[bool] | np.ndarray | None = None) -> None:
-        """Append one document, ids (n,) of integers; ValueError when an id does not fit the dtype or n >= 2**31.
+        """Append one document, as `add` does, and end it."""
+        self.add(ids, mask)
+        self.end_document()
+
+    def add(self, ids: Sequence[int] | np.ndarray, mask: Sequence[bool] | np.ndarray | None = None) -> None:
+        """Append ids (n,) of integers to the document; ValueError when one does not fit the dtype or it has 2**31 ids.
 
         mask: (n,), whether each token is a target; ValueError unless a masked writer gets one and another none.
         """
-        array = np.asarray(ids, dtype=np.int64)
-        limits = np.iinfo(self._dtype)
-        if array.ndim != 1 or len(array) > np.iinfo(np.int32).max:
-            raise ValueError(f"a document is a flat list of fewer than 2**31 ids, got shape {array.shape}; split it")
-        if len(array) > 0 and not 0 <= array.min() <= array.max() <= limits.max:
+        values = np.asarray(ids, dtype=np.int64)
+        self._length += values.size
+        if values.ndim != 1 or self._length > _MOST_IDS:
             raise ValueError(
-                f"document {len(self._lengths)} of {self._paths.bin} has ids from {array.min()} to {array.max()}, "
-                f"outside 0..{limits.max} of {self._dtype}; choose the dtype with token_dtype(vocab_size)"
+                f"a document is a flat list of fewer than 2**31 ids, got shape {values.shape} and {self._length} ids: "
+                f"split it"
+            )
+        if len(values) > 0 and not 0 <= values.min() <= values.max() <= self._largest:
+            raise ValueError(
+                f"document {len(self._lengths)} of {self._paths.bin} has ids from {values.min()} to {values.max()}, "
+                f"outside 0..{self._largest} of {self._dtype}; choose the dtype with token_dtype(vocab_size)"
             )
         targets = np.zeros(0, np.bool_) if mask is None else np.asarray(mask, dtype=np.bool_)
-        if (mask is not None) != self._masked or (mask is not None and targets.shape != array.shape):
+        if (mask is not None) != self._masked or (mask is not None and targets.shape != values.shape):
             raise ValueError(
-                f"document {len(self._lengths)} of {self._paths.bin} has {len(array)} ids and a mask of shape "
+                f"document {len(self._lengths)} of {self._paths.bin} has {len(values)} ids and a mask of shape "
                 f"{targets.shape}: with masked=True every document has a mask of its ids' number, else none has one"
             )
         if self._mask_stream is not None:
             self._mask_stream.write(targets.tobytes())
-        self._stream.write(array.astype(self._dtype.newbyteorder("<")).tobytes())
-        self._lengths.append(len(array))
+            self.n_targets += int(np.count_nonzero(targets))
+        self._stream.write(values.astype(self._dtype.newbyteorder("<")).tobytes())
+        self.n_tokens += len(values)
+
+    @property
+    def n_documents(self) -> int:
+        """The number of documents that have ended."""
+        return len(self._lengths)
+
+    def end_document(self) -> None:
+        """End the document that ids were added to."""
+        self._lengths.append(self._length)
+        self._length = 0
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -335,16 +361,21 @@ class IndexedWriter:
             self._discard()
 
     def _publish(self) -> None:
-        lengths = np.array(self._lengths, dtype="<i4")
-        ends = np.cumsum(lengths, dtype=np.int64)
-        if len(ends) == 0 or ends[-1] == 0:
+        lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.zeros(0, np.int32)
+        if not lengths.any():
             raise ValueError(f"no tokens were added to {self._paths.bin}; give an input that has some")
-        pointers = ((ends - lengths) * self._dtype.itemsize).astype("<i8")
-        documents = np.arange(len(lengths) + 1, dtype="<i8")
         code = _DTYPE_NAMES.index(self._dtype.name) + 1
-        header = _HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(documents))
         with self._temporary_idx.open("wb") as stream:
-            stream.write(header + lengths.tobytes() + pointers.tobytes() + documents.tobytes())
+            stream.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(lengths) + 1))
+            stream.write(lengths.astype("<i4").tobytes())
+            begin = 0
+            for start in range(0, len(lengths), _CHUNK_TOKENS):
+                part = lengths[start : start + _CHUNK_TOKENS]
+                ends = begin + np.cumsum(part, dtype=np.int64)
+                stream.write(((ends - part) * self._dtype.itemsize).astype("<i8").tobytes())
+                begin = ends[-1]
+            for start in range(0, len(lengths) + 1, _CHUNK_TOKENS):
+                stream.write(np.arange(start, min(start + _CHUNK_TOKENS, len(lengths) + 1), dtype="<i8").tobytes())
         if self._mask_stream is not None:  # first, because without it the other two are a dataset, too
             self._mask_stream.close()
             self._temporary_mask.rename(self._paths.mask)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tpformer.config.words import listed, shown
 from tpformer.weights.family import read_json
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -47,7 +48,7 @@ def _content(folder: Path, role: str, value: Any) -> str:
     """A token's text, which is written plainly or as an object of its flags."""
     text = value.get("content") if isinstance(value, dict) else value
     if not isinstance(text, str):
-        raise ValueError(f"{folder}: {role} is {value!r}, where a token's text is expected")
+        raise ValueError(f"{folder}: {role} is {shown(value)}, where a token's text is expected")
     return text
 
 
@@ -55,7 +56,7 @@ def _stop_ids(path: Path) -> tuple[int, ...]:
     ids = _read_object(path).get("eos_token_id")
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(type(each) is int for each in listed):
-        raise ValueError(f"{path}: eos_token_id is {ids!r}, where an id or a list of ids is expected")
+        raise ValueError(f"{path}: eos_token_id is {shown(ids)}, where an id or a list of ids is expected")
     return tuple(listed)
 
 
@@ -67,8 +68,8 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     if isinstance(template, list):  # several named ones
         named = {each["name"]: each["template"] for each in template}
         if "default" not in named:
-            raise ValueError(f"{folder}: its chat templates are {', '.join(named)}, and none of them is named default")
+            raise ValueError(f"{folder}: its chat templates are {listed(named)}, and none of them is named default")
         template = named["default"]
     if template is not None and not isinstance(template, str):
-        raise ValueError(f"{folder}: chat_template is {template!r}, where a template's text is expected")
+        raise ValueError(f"{folder}: chat_template is {shown(template)}, where a template's text is expected")
     return template
