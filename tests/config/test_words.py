@@ -49,6 +49,9 @@ SETTINGS = [
     ("optimizer", "lr", 10**400, "optimizer.lr = a whole number of 1329 bits: expected float"),
     ("run", "dir", "a\x1b[31m", r"run.dir = 'a\\x1b\[31m': control characters"),
     ("model", "activation", "x" * 10**6, "choose one of"),
+    ("model", "hidden_size", 2**60, "a layer with hidden_size=1152921504606846976 has .* parameters, more than"),
+    ("model", "ffn_hidden_size", 2**62, "a layer with hidden_size=768 has 7.09e.21 parameters"),
+    ("model", "seq_length", 2**60, "seq_length, with learned positions, with hidden_size=768 has"),
     ("model", "\x1b", 1, r"unknown key in \[model\] '\\x1b'"),
 ]
 

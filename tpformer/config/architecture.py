@@ -19,6 +19,7 @@ MLP_ACTIVATIONS = {
     "geglu": ("gelu_tanh", True),
     "relu2": ("relu2", False),
 }
+_MOST_PARAMETERS = 2**50  # of a table or a layer: bytes are counted in 63 bits
 
 
 def default_ffn_size(hidden_size: int, activation: str) -> int:
@@ -158,6 +159,17 @@ class GPTConfig:
                 f"set position='rope', or leave the factor out"
             )
         check_experts(self)
+        parts = {
+            "vocab_size": (self.vocab_size or 0) * self.hidden_size,
+            "seq_length, with learned positions,": self._position_parameters,
+            "a layer": max(self.layer_parameters(0), self.layer_parameters(self.n_layers - 1)),
+        }
+        largest = max(parts, key=parts.__getitem__)
+        if parts[largest] >= _MOST_PARAMETERS:
+            raise ValueError(
+                f"{largest} with hidden_size={self.hidden_size} has {parts[largest]:.3g} parameters, more than "
+                f"machines hold: lower the sizes"
+            )
 
     def check_ranks(self, tp: int) -> None:
         """ValueError unless heads, and experts if there are some, can be laid out on tp tensor-parallel ranks."""

@@ -23,6 +23,7 @@ except ImportError as error:
 
 import torch.distributed as dist
 
+from tpformer.config.words import listed, shown
 from tpformer.models import GPT
 from tpformer.training.data import Tokenizer, prompt_ids
 
@@ -72,7 +73,9 @@ class HarnessModel(LM):
         for context, settings in (request.args for request in requests):
             wanted = normalize_gen_kwargs(settings, MAX_NEW_TOKENS)
             if wanted.get("do_sample"):
-                raise ValueError(f"a task samples its answers ({settings}): tpformer evaluates greedy ones alone")
+                raise ValueError(
+                    f"a task samples its answers ({shown(settings)}): tpformer evaluates greedy ones alone"
+                )
             limit = wanted["max_gen_toks"]
             if limit >= self.longest:
                 raise ValueError(f"a task generates {limit} tokens, but the model has {self.longest}: set max_gen_toks")
@@ -89,7 +92,7 @@ def load_tasks(names: Sequence[str], folder: Path | None) -> tuple[list[str], Ta
     manager = TaskManager(include_path=None if folder is None else str(folder))
     if unknown := [name for name in names if name not in manager.all_tasks]:
         raise ValueError(
-            f"lm-evaluation-harness has no task {', '.join(unknown)}: `lm_eval ls tasks` lists its "
+            f"lm-evaluation-harness has no task {listed(unknown)}: `lm_eval ls tasks` lists its "
             f"{len(manager.all_tasks)}, and --lm-eval-tasks names a folder of more"
         )
     return list(names), manager

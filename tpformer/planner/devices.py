@@ -152,13 +152,13 @@ def parse_device(name: str, values: Mapping[str, Any], where: str) -> Device:
         for key in given:
             check_known(key, known, "key", f"[{section}] of {where}: ")
     machine = _machine(where, name, gpu)
-    required = [(section, key) for section, keys in ((gpu, GPU), (cluster, CLUSTER)) for key in keys]
+    required = [(section, key) for section, keys in (("gpu", GPU), ("cluster", CLUSTER)) for key in keys]
     required = [(section, key) for section, key in required if key not in OPTIONAL]
-    for section, pair in ((gpu, CUDA), (cluster, NODE)):
-        required += [(section, key) for key in pair if any(other in section for other in pair)]
+    for section, pair in (("gpu", CUDA), ("cluster", NODE)):
+        required += [(section, key) for key in pair if any(other in values[section] for other in pair)]
     for section, key in required:
-        if key not in section:
-            raise ValueError(f"{where} lacks {key}: give it, as {DIRECTORY / 'h100.toml'} does")
+        if key not in values[section]:
+            raise ValueError(f"[{section}] of {where} lacks {key}: give it, as {DIRECTORY / 'h100.toml'} does")
     capability, dtype = gpu.get("capability"), gpu.get("dtype", "bfloat16")
     numbers = isinstance(capability, list) and len(capability) == 2 and all(type(part) is int for part in capability)
     if capability is not None and (not numbers or min(capability) < 0):

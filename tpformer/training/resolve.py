@@ -82,6 +82,8 @@ def resolve(config: RunConfig) -> RunConfig:
     the errors of load_tokenizer and read_sidecar.
     """
     data, name, size = config.data, config.data.tokenizer, config.model.vocab_size
+    if name is not None and Path(name).is_dir():
+        load_tokenizer(name)  # says which file is meant
     sidecar = read_sidecar(data.train[0])
     if name is None and sidecar is not None:
         name, size = sidecar["tokenizer"], size or sidecar["vocab_size"]

@@ -29,11 +29,15 @@ Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "conten
 def chat_ids(tokenizer: Tokenizer, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> np.ndarray:
     """The tokens of a conversation, int64 (n,), up to where the next answer begins.
 
-    A template writes its special tokens itself, so the tokenizer adds none. Errors: those of render_chat.
+    A template writes its special tokens itself, so the tokenizer adds none; without one the text begins as a document
+    does. Errors: those of render_chat.
     """
-    template = PLAIN_TEMPLATE if tokenizer.chat_template is None else tokenizer.chat_template
-    text = render_chat(template, messages, tokenizer.special_tokens, add_generation_prompt=add_generation_prompt)
-    return tokenizer.encode(text)
+    template, encode = tokenizer.chat_template, tokenizer.encode
+    if template is None:
+        template, encode = PLAIN_TEMPLATE, tokenizer.encode_prompt
+    return encode(
+        render_chat(template, messages, tokenizer.special_tokens, add_generation_prompt=add_generation_prompt)
+    )
 
 
 def render_chat(

@@ -23,6 +23,7 @@ _MARK = "\ufeff"  # byte order mark
 _LINES = (".jsonl", ".ndjson", ".jsonlines", ".json")
 _TABLES = (".csv", ".tsv")
 _PARQUET = b"PAR1"
+_JSON_VALUE = re.compile(r'\s*(\[\s*)?\{\s*"[^"\n]*"\s*:')  # the beginning of an object, or of a list of them
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "zstd",
@@ -149,7 +150,7 @@ def _kind(file: Path, head: bytes) -> str:
         raise ValueError("is a table: write its column of texts as JSON lines or .parquet, or leave it out")
     text = head.decode("utf-8-sig", "ignore")
     lines = _has_lines(text, cut=len(head) == _HEAD)
-    if not lines and (re.match(r"\s*\[\s*\{", text) or (ending == ".json" and re.match(r"\s*[\[{]", text))):
+    if not lines and (_JSON_VALUE.match(text) or (ending == ".json" and re.match(r"\s*[\[{]", text))):
         raise ValueError("is one JSON value: write each document as an object on a line of its own (jq -c '.[]')")
     return "lines" if lines or ending in _LINES else "text"
 
