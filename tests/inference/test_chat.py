@@ -115,6 +115,7 @@ SAID = (
     "No such file or directory", "/nonsense is no command. /reset", "the system message is set",
     "what was said is forgotten, the system message is not",
     "this message takes 5034 tokens by itself, and the context of 256 has room for 236",
+    "a text has '\\udce9' at character 72: half of a surrogate pair, or a byte that is not UTF-8",
 )  # fmt: skip
 
 
@@ -123,13 +124,13 @@ def test_a_piped_conversation(commands, run, model, tmp_path):
     lines = ["hello é🙂", f"/save {talk}", f"/save {talk}", "/save no/such/folder", "/nonsense", "", "/system Be kind."]
     lines += ["again", "/reset", "x" * 5000, "last\x00 one"]
     arguments = ("chat", str(run), "--temperature", "0", "--max-new-tokens", "20", "--tensor-parallel", "2")
-    text = "\n".join(lines).encode() + b"\xff"
+    text = "\n".join(lines).encode() + b"\ncaf\xe9"
     code, out, err = commands.call(piped, text, *arguments).finish()
     assert code == 0, err
     saved = json.loads(talk.read_text())["messages"]
     assert [message["role"] for message in saved] == ["user", "assistant"]
     system = {"role": "system", "content": "Be kind."}
-    again, last = ({"role": "user", "content": content} for content in ("again", "last\x00 one\ufffd"))
+    again, last = ({"role": "user", "content": content} for content in ("again", "last\x00 one"))
     asked = [saved[:1], [system, *saved, again], [system, last]]
     shown = "".join(uncached(model, messages, 20).lstrip() + "\n" for messages in asked)
     hidden = "".join("\ufffd" if ord(c) < 32 and c not in "\n\t" or 127 <= ord(c) < 160 else c for c in shown)
@@ -226,7 +227,7 @@ def test_ctrl_c_ends_a_generation_without_a_traceback(commands, run, tp):
 
 def test_a_prompt_file_is_taken_as_it_is(commands, run, tmp_path):
     arguments = ("generate", str(run), "--prompt-file", str(tmp_path / "p.txt"), "--max-new-tokens", "0")
-    (tmp_path / "p.txt").write_bytes(b"a\r\n\r\nb")
+    (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfa\r\n\r\nb")
     command = commands.start(*arguments)
     command.process.join(90)
     written = command.files[0].read_bytes()

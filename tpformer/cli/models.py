@@ -113,9 +113,9 @@ def generate_command(arguments: Sequence[str]) -> None:
 
 
 def _text(file: Path) -> str:
-    """A file's text as it is, its line ends too. ValueError if it is not UTF-8."""
+    """A file's text as it is, its line ends too, but for a byte order mark. ValueError if it is not UTF-8."""
     try:
-        return file.read_bytes().decode()
+        return file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{printable(file)} is not UTF-8 ({error}): convert it first") from None
 

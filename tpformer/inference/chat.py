@@ -36,8 +36,9 @@ class Terminal:
     """
 
     def __init__(self) -> None:
-        # a forked rank has another sys.stdin, but the command's input is still open under its number
-        sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
+        # a forked rank has another sys.stdin, but the command's input is still open under its number; the tokenizer
+        # refuses a line with bytes that are not UTF-8
+        sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
         self.interactive = sys.stdin.isatty()
         self.stopped = self._typing = False
         self.closed: BrokenPipeError | None = None  # nobody reads the output any more

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from tpformer.config.words import listed, shown
+from tpformer.config.words import listed, message, shown
 from tpformer.processes.files import file_sha256, naming
 
 from .checkpoint_metadata import METADATA, CheckpointError, MetadataReader, read_metadata
@@ -165,7 +165,7 @@ def newest_good(
             check(step_path(directory, step))
             return step
         except CheckpointError as error:
-            report(f"checkpoint of step {step} is not usable: {error}")
+            report(f"checkpoint of step {step} is not usable: {message(error)}")
     return None
 
 

@@ -104,7 +104,7 @@ def test_what_a_file_holds_decides_and_its_name_only_where_that_is_no_text(tmp_p
 
 
 def test_memory_is_less_than_a_file(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(bytes(range(32, 127)) * (1 << 17))
+    (tmp_path / "a.txt").write_bytes(bytes(range(32, 127)) * (1 << 18))
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "a document of a few words"}\n' * (1 << 14))
     tracemalloc.start()
     try:

@@ -72,9 +72,11 @@ def find_files(path: Path) -> tuple[list[Path], int]:
     it are left out, as they may lead out of the folder. FileNotFoundError for an input that does not exist, and
     ValueError for one that is neither a file nor a folder.
     """
-    if path.is_file():
+    with in_words(path):
+        is_file, is_folder = path.is_file(), path.is_dir()
+    if is_file:
         return [path], 0
-    if not path.is_dir():
+    if not is_folder:
         name = printable(path)
         if path.exists():
             raise ValueError(f"input {name} is {_special(path)}, which cannot be read twice: write it to a file first")
@@ -310,7 +312,7 @@ def _open_parquet(file: Path, fields: Sequence[str]) -> Any:
         ) from error
     try:
         with in_words(file):
-            parquet = ParquetFile(file, buffer_size=_PIECE)  # else it reads a column of a row group at once
+            parquet = ParquetFile(file, buffer_size=_PIECE, pre_buffer=False)  # else it reads a whole row group
             names = parquet.schema_arrow.names
     except pyarrow.ArrowException as error:
         raise ValueError(

@@ -266,7 +266,7 @@ def _utf8(text: str) -> bytes:
     except UnicodeEncodeError as error:
         half = shown(text[error.start])
         raise ValueError(
-            f"a text has {half} at character {error.start}: half of a surrogate pair is no character"
+            f"a text has {half} at character {error.start}: half of a surrogate pair, or a byte that is not UTF-8"
         ) from None
 
 
