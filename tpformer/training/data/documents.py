@@ -158,12 +158,12 @@ def _kind(file: Path, head: bytes) -> str:
 
 
 def _has_lines(text: str, *, cut: bool) -> bool:
-    """Whether most lines are JSON objects. cut: the last line may go on."""
+    """Whether the first line is a JSON object, or most lines are. cut: the last line may go on."""
     lines = [line for line in text.split("\n") if line.strip(_MARK).strip()]
     if cut and len(lines) == 1:
         return re.match(r'\s*\{\s*"', lines[0]) is not None
     lines = lines[:-1] if cut else lines
-    return sum(map(_is_object, lines)) * 2 > len(lines)
+    return any(map(_is_object, lines[:1])) or sum(map(_is_object, lines)) * 2 > len(lines)
 
 
 def _is_object(line: str) -> bool:
