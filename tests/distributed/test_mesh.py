@@ -44,8 +44,9 @@ def test_no_world_half_an_environment_and_unknown_devices_are_refused(monkeypatc
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ValueError, match="but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start with torchrun"):
+    with pytest.raises(ValueError, match="has RANK without WORLD_SIZE: start the ranks with torchrun"):
         initialize("cpu")
+    monkeypatch.delenv("RANK")
     with pytest.raises(ValueError, match='"cpu" or "cuda", not \'tpu\''):
         initialize("tpu")
     if not torch.cuda.is_available():

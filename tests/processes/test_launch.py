@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from commands import Command
 
-from tpformer.distributed.mesh import STORE_VARIABLE
+from tpformer.launchers import STORE_VARIABLE
 from tpformer.processes.launch import STOPPED_EXIT_CODE, _start, check_local_ranks, run_ranks
 from tpformer.processes.watchdog import HANG_EXIT_CODE
 

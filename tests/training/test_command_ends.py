@@ -159,6 +159,35 @@ def test_closed_standard_files_are_no_mistake(commands, tmp_path, write):
     assert made(tmp_path / "run") == [2]
 
 
+def printing_to(where: str, *arguments: str) -> None:
+    """The command, whose standard output goes to a full disk, or to a reader that leaves after step 3."""
+    if where == "full":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    else:
+        end, start = os.pipe()
+        if os.fork() == 0:
+            os.close(start)
+            while b"step 3/" not in os.read(end, 1 << 16):
+                pass
+            os._exit(0)
+        os.close(end)
+        os.dup2(start, 1)
+        os.close(start)
+    main(*arguments)
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_what_a_run_prints_is_not_worth_its_steps(commands, tmp_path, write, n_ranks):
+    """On a full disk it trains to its end; without a reader it stops, after a checkpoint."""
+    toml, run = write(parallel={"tensor_parallel": n_ranks}, train={"steps": 2}, data={"valid": []}), tmp_path / "run"
+    code, _, err = commands.call(printing_to, "full", "pretrain", toml).finish()
+    assert code == 0 and made(run) == [2] and len(rows(run)) == 2, err
+    assert err.count("standard output cannot be written (No space left on device)") == 1, err
+    more = ("--run.resume", "True", "--train.steps", "100000")
+    code, _, err = commands.call(printing_to, "unread", "pretrain", toml, *more).finish()
+    assert code == STOPPED_EXIT_CODE and made(run)[-1] == len(rows(run)) > 2 and err == "", err
+
+
 ONE = ("--parallel.tensor-parallel", "1")
 HARMED = "harmed.bin has the id 300 at token 0, but the model's ids are 0 to 256"
 MISTAKES = [

@@ -152,7 +152,7 @@ def test_a_row_is_a_line_and_on_a_terminal_a_bar(tmp_path, monkeypatch, capsys):
     assert "12 layers, lr 3e-4" in out, "numbers are not coloured, and a table stays one"
 
 
-def test_rows_reach_tensorboard_and_a_wandb_run_that_is_the_same_after_a_resume(tmp_path, monkeypatch):
+def test_rows_reach_tensorboard_and_a_wandb_run_that_is_the_same_after_a_resume(tmp_path, monkeypatch, capsys):
     """Stand-ins take the place of both, which need not be installed."""
     writer = mock.Mock()
     monkeypatch.setattr("tpformer.training.metrics.find_spec", lambda name: name == "tensorboard")
@@ -176,6 +176,16 @@ def test_rows_reach_tensorboard_and_a_wandb_run_that_is_the_same_after_a_resume(
     run = module.init.return_value
     assert run.log.mock_calls == [mock.call({"loss": 0.5}, step=step) for step in (1, 2)]
     assert [call.kwargs["exit_code"] for call in run.finish.mock_calls] == [0, 0, 1], "the last one fails"
+    # what fails there gets no more rows, and the run goes on
+    writer.SummaryWriter.return_value.add_scalar.side_effect = OSError("disk\nfull")
+    run.log.side_effect = BrokenPipeError("gone")
+    with MetricsLog(tmp_path, first_step=7, steps=9, tensorboard=True, wandb=wandb) as log:
+        for step in (8, 9):
+            log.row(step=step, loss=1.0)
+    said = capsys.readouterr().out
+    wanted = ("TensorBoard could not be written: disk\n", "Weights & Biases could not be written: gone\n")
+    assert [said.count(f"rows for {name}") for name in wanted] == [1, 1]
+    assert '"step": 9' in (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
 
 
 @on_every_rank(1)

@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tpformer.config import build_config
 from tpformer.parallel import local_part
-from tpformer.training import parameter_server
+from tpformer.training import parameter_server, trainer
 from tpformer.training.checkpoint import Checkpointer, newest_good, steps
 from tpformer.training.model import ModelParts
+from tpformer.training.saves import TRIES
 from tpformer.training.trainer import Trainer
 
 ON_TWO: dict[str, dict] = {"parallel": {"tensor_parallel": 2}, "data": {"valid": []}}
@@ -103,7 +104,7 @@ def train_on_a_full_disk(values: dict, failing: list[int]):
         wait([self._pending] if self._pending else [])
         return failed.fget(self)
 
-    with mock.patch.object(FileSystemWriter, "write_data", full):
+    with mock.patch.object(FileSystemWriter, "write_data", full), mock.patch.object(trainer, "PAUSE_SECONDS", 0.01):
         with mock.patch.object(Checkpointer, "failed", property(known)):
             return train(values)
 
@@ -126,10 +127,12 @@ def test_r2_r10_a_failed_save_is_reported_tried_again_and_leaves_nothing(ranks, 
 
 
 def test_r2_a_run_whose_last_save_fails_for_good_fails(ranks, tiny_values):
+    """It waits for room, with a line for each try."""
     values = values_with(tiny_values, train={"steps": 2})
     ((notices, error),) = ranks(1).run(train_on_a_full_disk, values, [0])
-    assert error.startswith("RuntimeError: checkpoint") and "step-2 could not" in error and "No space left" in error
-    assert sum("tried once more" in line for line in notices) == 1
+    assert error.startswith("NotSaved: checkpoint") and "step-2 could not" in error and "No space left" in error
+    tries = [line for line in notices if "it is tried again in" in line]
+    assert [line.split(", ")[-1].split()[0] for line in tries] == [str(n) for n in range(TRIES, 0, -1)]
     assert names(values["run"]["dir"]) == [] and len(rows(values["run"]["dir"])) == 3
 
 

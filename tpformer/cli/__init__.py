@@ -12,6 +12,7 @@ from functools import partial
 from importlib import import_module
 
 import tpformer
+from tpformer.launchers import adopt
 
 USAGE = """usage: tpformer COMMAND ...
 
@@ -48,6 +49,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "import": ("models", "import_command"),
     "timeline": ("training", "timeline_command"),
 }
+RANKS = ("pretrain", "verify", "generate", "evaluate", "chat")  # run on several ranks, which a launcher may start
 CLEAN_UP = ("data", "export", "import")  # after Ctrl-C these remove what is unfinished; the others end at once
 
 
@@ -73,6 +75,8 @@ def _dispatch(arguments: list[str]) -> None:
     for count in (1, 2):
         if found := COMMANDS.get(" ".join(arguments[:count])):
             module, function = found
+            if arguments[0] in RANKS:
+                adopt()
             getattr(import_module(f".{module}", __name__), function)(arguments[count:])
             return
     if arguments[:1] == ["--version"]:

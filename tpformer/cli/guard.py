@@ -3,6 +3,7 @@
 Importing this file does not import tyro, so that `tpformer --help` is quick.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -10,8 +11,11 @@ import time
 from collections.abc import Callable
 
 from tpformer.config.words import message
+from tpformer.launchers import JoinError
 from tpformer.processes.launch import USAGE_EXIT_CODE, record_exception
 
+USAGE = (ValueError, FileNotFoundError, ImportError, FloatingPointError, JoinError)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # of a disk, for which no traceback is needed
 PEER_SECONDS = 1.0  # how long other ranks leave it to rank 0 to report a mistake that all of them have found
 
 
@@ -39,7 +43,7 @@ def guarded(work: Callable[[], None]) -> None:
         _end_by(signal.SIGINT)
     except BaseException as error:  # DCP's CheckpointException does not derive from Exception
         record_exception(error)
-        usage = isinstance(error, ValueError | FileNotFoundError | ImportError | FloatingPointError)
+        usage = isinstance(error, USAGE) or getattr(error, "errno", None) in FULL
         if usage:
             time.sleep(PEER_SECONDS if os.environ.get("RANK", "0") != "0" else 0)
             sys.stderr.write(f"tpformer: {message(error)}\n")  # in one piece: other ranks write too

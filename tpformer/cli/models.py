@@ -89,12 +89,16 @@ def generate_command(arguments: Sequence[str]) -> None:
 
     from tpformer.inference.generate import generate_text, load_model
     from tpformer.training.data import load_tokenizer
+    from tpformer.training.deciding import decides
 
     sampling = options.sampling()
     tokenizer = load_tokenizer(tokenizer_name(config))
 
+    settings = {"samples": options.samples, "stop": options.stop, "max_new_tokens": options.max_new_tokens}
+    settings |= {"prompts": prompts, "sampling": sampling, "seed": options.seed}
+
     def work(config: RunConfig) -> None:
-        model, _ = load_model(config)
+        model, _ = load_model(config, decided=decides("generate", config, source=config.run.dir, **settings))
         pieces = generate_text(
             model,
             tokenizer,
@@ -198,6 +202,7 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     from rich.console import Console
 
     from tpformer.inference.evaluate import evaluate_rank, show, write_result
+    from tpformer.training.deciding import decides
 
     more = None
     if options.lm_eval is not None:
@@ -207,7 +212,17 @@ def evaluate_command(arguments: Sequence[str]) -> None:
         more = partial(score_tasks, tasks=found)
 
     def work(_: RunConfig) -> None:
-        result = evaluate_rank(evaluation, step=options.step, tasks=str(options.tasks), more=more)
+        decided = decides(
+            "evaluate",
+            evaluation.config,
+            source=str(options.source),
+            data=[each.prefix for each in evaluation.data],
+            samples=[each.n_samples for each in evaluation.data],
+            step=options.step,
+            questions=evaluation.questions,
+            lm_eval=options.lm_eval,
+        )
+        result = evaluate_rank(evaluation, step=options.step, tasks=str(options.tasks), more=more, decided=decided)
         if dist.get_rank() == 0:
             show(result, Console(markup=False, emoji=False, highlight=False))
             if options.json is not None:

@@ -10,14 +10,16 @@ from typing import Any
 import tyro
 
 from tpformer.config import RunConfig, build_config, read_toml
-from tpformer.processes.launch import check_local_ranks, launched, run_ranks
+from tpformer.launchers import launched
+from tpformer.processes.launch import check_local_ranks, run_ranks
 
 from .guard import guarded
 
 EXIT_CODES = (
-    "Exit codes: 0 the run reached its last step; 1 an error; 2 a mistake in settings, files or the machine, in "
-    "one line, or a run that diverged; 3 stopped by SIGTERM, SIGINT or SIGHUP after a checkpoint; 124 a rank hung; "
-    "128 + N signal N killed a rank. Ranks of another launcher, such as torchrun, exit with 0 in place of 3."
+    "Exit codes: 0 the run reached its last step; 1 an error; 2 a mistake in settings, files or the machine, in one "
+    "line, or a run that diverged; 3 stopped after a checkpoint, by SIGTERM, SIGINT or SIGHUP, or because nobody reads "
+    "the output; 124 a rank hung; 128 + N signal N killed a rank. Ranks of another launcher, such as torchrun, exit "
+    "with 0 in place of 3."
 )
 DESCRIPTIONS = {
     "pretrain": f"Train a GPT as FILE.toml says; any key of it is an option here. {EXIT_CODES}",

@@ -11,7 +11,8 @@ from pathlib import Path
 import tyro
 
 from tpformer.config import RunConfig, check_config
-from tpformer.processes.launch import STOPPED_EXIT_CODE, launched
+from tpformer.launchers import launched
+from tpformer.processes.launch import STOPPED_EXIT_CODE
 from tpformer.processes.ownership import owned
 
 from .run import parse_run, with_ranks

@@ -7,43 +7,57 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tpformer.launchers import REMEDY, STORE_VARIABLE, JoinError, adopt
 from tpformer.torch_private import set_group_timeout
 
+from .agreement import Decides, agree
 from .groups import REGISTRY
 from .shared_memory import TIMEOUT_SECONDS
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # outer to inner: tp ranks are neighbours
 DEFAULT_TIMEOUT = timedelta(seconds=TIMEOUT_SECONDS)
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-STORE_VARIABLE = "TPFORMER_STORE"  # the file by which ranks of run_ranks find one another
+PROGRAM = Decides("a program of its own")
 LOOPBACK = ("lo", "lo0")  # its name on Linux and on macOS
 
 
-def initialize(device_type: str, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-    """Join the world that torchrun's environment describes; without RANK and WORLD_SIZE start a world of one rank.
+def initialize(device_type: str, timeout: timedelta = DEFAULT_TIMEOUT, decides: Decides = PROGRAM) -> None:
+    """Join the world that torchrun's environment describes, or that of another launcher (tpformer.launchers); without
+    either start a world of one rank.
 
     A world of one rank, and one of run_ranks, which is on this machine alone, use the loopback interface only: no other
     machine reaches their sockets.
     device_type: "cpu" (gloo) or "cuda" (nccl for CUDA tensors, gloo for CPU ones; the device LOCAL_RANK is selected).
     timeout: how long an operation of the group waits for its peers. An existing process group is kept as it is.
-    Raises ValueError for another device_type or half an environment, RuntimeError for "cuda" without a CUDA device.
+    decides: what all ranks must have alike, beside their software; compared as agreement.agree says.
+    Raises ValueError for another device_type, half an environment, or ranks that differ; RuntimeError for "cuda"
+    without a CUDA device; JoinError if the ranks do not find one another.
     """
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f'device_type must be "cpu" or "cuda", not {device_type!r}')
     if dist.is_initialized():
         return
+    adopt()
     if device_type == "cuda":
         if not torch.cuda.is_available():
             raise RuntimeError('device_type "cuda" needs a CUDA device and none is visible: use "cpu"')
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+    with joining():
+        _join(backend, timeout)
+        agree(decides)
+
+
+def _join(backend: str, timeout: timedelta) -> None:
+    """Enter the world that the environment describes."""
+    if "RANK" not in os.environ:
         _stay_on_loopback()
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
@@ -53,13 +67,27 @@ def initialize(device_type: str, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         store = dist.FileStore(file, size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         return
-    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
-        raise ValueError(
-            f"the environment has some of {', '.join(LAUNCHER_VARIABLES)} but not {', '.join(missing)}: "
-            "start with torchrun, or unset RANK and WORLD_SIZE for one process"
-        )
+        raise ValueError(f"the environment has RANK and WORLD_SIZE, but not {' and '.join(missing)}: {REMEDY}")
     dist.init_process_group(backend, timeout=timeout)
+
+
+@contextmanager
+def joining() -> Iterator[None]:
+    """Within, what keeps ranks from finding one another is a JoinError, in one sentence without torch's stacks."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        if "CUDA" in str(error):
+            raise
+        at = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")).strip(":")
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise JoinError(
+            f"rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')} on {socket.gethostname()} did "
+            f"not find the others{f' at {at}' if at else ''} ({why[:300]}): see that all ranks were started, that "
+            f"MASTER_ADDR and MASTER_PORT are rank 0's and can be reached, and that `ulimit -n` allows enough files"
+        ) from None
 
 
 def _stay_on_loopback() -> None:
@@ -102,7 +130,8 @@ def build_mesh(
             f"start {product} processes or change one of the sizes"
         )
     REGISTRY.timeout = timeout.total_seconds()
-    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+    with joining():
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
     for axis in AXES:
         group = mesh.get_group(axis)
         if group is not dist.group.WORLD and dist.get_backend(group) != "fake":

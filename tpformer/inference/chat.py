@@ -17,6 +17,7 @@ from tpformer.config import RunConfig
 from tpformer.config.words import harmless, message
 from tpformer.models import GPT, KVCache
 from tpformer.training.data import load_tokenizer
+from tpformer.training.deciding import decides
 from tpformer.training.resolve import tokenizer_name
 
 from .generate import TextStream, generate, load_model
@@ -262,7 +263,8 @@ def chat(config: RunConfig, *, system: str | None, max_new_tokens: int, sampling
     transcript = Transcript(tokenizer, context=context, answer=min(max_new_tokens, context // 2), system=system)
     # a terminal sends Ctrl-C to all ranks. While the model is loaded it ends them; then it is rank 0's alone
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    model, _ = load_model(config)
+    settings = {"system": system, "max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed}
+    model, _ = load_model(config, decided=decides("chat", config, source=config.run.dir, **settings))
     ranks = Ranks()
     speaker = Speaker(model, stop=tokenizer.stop_tokens, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
     if not ranks.leads:

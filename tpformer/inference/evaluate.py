@@ -17,10 +17,12 @@ from rich.table import Table
 
 from tpformer.config import RunConfig
 from tpformer.distributed import indexed
+from tpformer.distributed.agreement import Decides
 from tpformer.models import GPT
 from tpformer.ops.transport import dtype_name
 from tpformer.processes.files import replace_file
 from tpformer.training.data import Tokenizer
+from tpformer.training.deciding import decides
 from tpformer.training.model import ModelParts
 from tpformer.training.setup import build_model, default_dtype, device_type, group_timeout, join_ranks, run_mesh
 from tpformer.training.source import Source, open_source
@@ -61,13 +63,15 @@ def together(scores: Sequence[DataScore]) -> DataScore:
     return DataScore("together", sum(each.samples for each in scores), tokens, n_bytes, loss)
 
 
-def start_model(config: RunConfig, step: int | None = None) -> tuple[ModelParts, Source]:
+def start_model(
+    config: RunConfig, step: int | None = None, decided: Decides | None = None
+) -> tuple[ModelParts, Source]:
     """Enter the process group, and build and load the model in config.run.dir in the configured layout. Collective.
 
-    step: of a run's checkpoint; unset, the newest good one.
+    step: of a run's checkpoint; unset, the newest good one. decided: as of load_model.
     """
     device = device_type(config)
-    join_ranks(device, group_timeout(config))
+    join_ranks(device, group_timeout(config), decided or decides("a loaded model", config, source=config.run.dir))
     mesh = run_mesh(config, device)
     source = open_source(config.run.dir, step=step)
     model = build_model(config, mesh, initial=False)
@@ -203,21 +207,22 @@ def evaluate_rank(
     step: int | None,
     tasks: str,
     more: Callable[[GPT, Evaluation], list] | None = None,
+    decided: Decides | None = None,
 ) -> dict[str, Any]:
     """Do an evaluation on this rank; collective. The result is complete on rank 0.
 
-    tasks: the name of the questions in the result. more: gives further rows of tasks.
+    tasks: the name of the questions in the result. more: gives further rows of tasks. decided: as of load_model.
     """
     config = evaluation.config
     facts = {"dtype": dtype_name(default_dtype(config)), "seq_length": config.model.seq_length}
     notes, data, rows = list(evaluation.notes), [], []
     if evaluation.data:
-        parts, source = start_model(config, step)
+        parts, source = start_model(config, step, decided)
         data = data_rows(score_data(parts, evaluation.data, evaluation.tokenizer))
         notes += [f"the loss of {row['data']} is not finite" for row in data if row["loss"] is None]
         del parts
     if evaluation.questions or more is not None:
-        model, source = load_model(config, step=step)
+        model, source = load_model(config, step=step, decided=decided)
         rows = task_rows(tasks, score_tasks(model, evaluation)) if evaluation.questions else []
         rows += more(model, evaluation) if more is not None else []
     return {"model": str(source), **facts, "data": data, "tasks": rows, "notes": notes}

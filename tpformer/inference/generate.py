@@ -17,9 +17,11 @@ from torch import Tensor
 
 from tpformer import ops
 from tpformer.config import RunConfig, check_config
+from tpformer.distributed.agreement import Decides
 from tpformer.layers.embedding import padded_vocab
 from tpformer.models import GPT, KVCache
 from tpformer.training.data import Tokenizer, prompt_ids
+from tpformer.training.deciding import decides
 from tpformer.training.setup import default_dtype, device_type, group_timeout, join_ranks, run_mesh, tensor_parallel
 from tpformer.training.source import Source, open_source
 
@@ -42,17 +44,18 @@ class Token(NamedTuple):
     ended: str | None
 
 
-def load_model(config: RunConfig, *, step: int | None = None) -> tuple[GPT, Source]:
+def load_model(config: RunConfig, *, step: int | None = None, decided: Decides | None = None) -> tuple[GPT, Source]:
     """The model in config.run.dir, in eval mode on tensor-parallel ranks, and where it came from.
 
     config: that of training.source.source_config. Parameters are in the compute dtype, and activations are not sharded
     between layers, so that a single token can be computed. step: of a run's checkpoint; unset, the newest good one.
+    decided: what all ranks must have alike; unset, the configuration and the weights.
     Collective over the world, which this call enters; communication as open_source says.
     Errors: ValueError for a configuration that cannot run; those of open_source.
     """
     check_config(config, trains=False)
     device = device_type(config)
-    join_ranks(device, group_timeout(config))
+    join_ranks(device, group_timeout(config), decided or decides("a loaded model", config, source=config.run.dir))
     tp = tensor_parallel(run_mesh(config, device), False, config.parallel.transport)
     source = open_source(config.run.dir, step=step)
     ops.use_measured_table(config.parallel.transport_table or None)

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from tpformer.launchers import STORE_VARIABLE
+
 from .parent import end_with_parent
 from .stops import STOPS, heeded
 
@@ -26,11 +28,6 @@ USAGE_EXIT_CODE = 2  # a mistake that only the user can mend, such as a missing 
 STOPPED_EXIT_CODE = 3  # a signal ended the run before its last step, and a checkpoint was written: it is no failure
 HANG_EXIT_CODE = 124  # a watchdog ended the rank; the command `timeout` uses the same code
 ORDERLY = (0, STOPPED_EXIT_CODE)  # the other ranks end by themselves
-
-
-def launched() -> bool:
-    """Whether this process is already a rank, started by torchrun, by run_ranks or with the same variables."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def check_local_ranks(world_size: int, device: str | None) -> None:
@@ -88,8 +85,6 @@ def _start(
     work: Callable[[int], object], attempt: int, world_size: int, private: str, ranks: list[BaseProcess]
 ) -> None:
     """Fork the ranks, and add each to the list. private: a directory of this attempt that no other user may read."""
-    from tpformer.distributed.mesh import STORE_VARIABLE
-
     context = multiprocessing.get_context("fork")
     shared = {
         "WORLD_SIZE": str(world_size),

@@ -1,4 +1,4 @@
-"""Standard input, output and error of a command, which may be closed, or belong to a terminal that closes.
+"""Standard input, output and error of a command, which may be closed, full, or without a reader.
 
 Importing this file does not import torch.
 """
@@ -6,29 +6,64 @@ Importing this file does not import torch.
 import errno
 import io
 import os
+import select
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 NAMES = ("stdin", "stdout", "stderr")
 
 
-class _Terminal(io.FileIO):
-    """What is written to a terminal that has closed is dropped. SIGHUP tells of it, and nobody reads the lines."""
+class Output(io.FileIO):
+    """Standard output or error: what cannot be written is dropped, because no line is worth the work that it is about.
+
+    A full disk, a terminal that has closed and a lost file system are such cases. Later lines are written again where
+    that works, below one that says how many bytes were lost. unread: called once when the reader of a pipe has gone;
+    None: that is a BrokenPipeError.
+    """
+
+    unread: Callable[[], None] | None = None
+    lost = 0
 
     def write(self, data: Any, /) -> int:
+        """Write, or drop, all or some of the bytes; how many."""
         try:
-            return super().write(data)
+            if self.lost and super().write(f"\n{self.lost} bytes of output are missing here\n".encode()):
+                self.lost = 0
+            while (written := super().write(data)) is None:  # a full pipe that does not block
+                select.select([], [self.fileno()], [])
+            return written
         except OSError as error:
-            if error.errno != errno.EIO:
+            if error.errno == errno.EPIPE and self.unread is None:
                 raise
+            if error.errno == errno.EPIPE and self.unread is not None:
+                self.unread, told = _nobody, self.unread
+                told()
+            elif not self.lost and error.errno != errno.EIO and self.fileno() == 1:
+                with suppress(OSError):
+                    os.write(2, f"standard output cannot be written ({error.strerror}): lines are dropped\n".encode())
+            self.lost += len(data)
             return len(data)
 
 
+def _nobody() -> None:
+    """The reader has gone, and whoever had to know of it does."""
+
+
+def when_unread(call: Callable[[], None]) -> None:
+    """From now on, call this once if nobody reads the standard output any more, in place of a BrokenPipeError."""
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    if isinstance(raw, Output):
+        raw.unread = call
+
+
 def open_standard_files() -> None:
-    """Open those that are closed on /dev/null, and let output outlive the terminal.
+    """Open those that are closed on /dev/null, and let the command outlive what its output goes to (see Output).
 
     Otherwise a checkpoint could get the number of standard output, and be mixed with what C code prints there. A run
-    that stops because its terminal closed would fail at the first line that it prints, before its checkpoint.
+    whose terminal closes, or whose log fills its disk, would fail at the first line that it prints, before its
+    checkpoint. That nobody reads the standard output stays an error: it ends `tpformer ... | head`.
     """
     for number, name in enumerate(NAMES):
         try:
@@ -37,9 +72,24 @@ def open_standard_files() -> None:
             os.open(os.devnull, os.O_RDWR)  # it gets the lowest number that is free, which is this one
             setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))
     for number in (1, 2):
-        if os.isatty(number):
-            old = getattr(sys, NAMES[number])
-            old.flush()
-            raw = io.BufferedWriter(_Terminal(number, "w", closefd=False))
-            new = io.TextIOWrapper(raw, encoding=old.encoding, errors=old.errors, line_buffering=True)
-            setattr(sys, NAMES[number], new)
+        old = getattr(sys, NAMES[number])
+        if not _has(old, number):
+            continue  # a test or a caller has put something else in its place
+        old.flush()
+        raw = Output(number, "w", closefd=False)
+        raw.unread = _nobody if number == 2 else None
+        new = io.TextIOWrapper(
+            io.BufferedWriter(raw),
+            encoding=old.encoding,
+            errors=old.errors,
+            line_buffering=old.line_buffering or raw.isatty(),
+            write_through=old.write_through,
+        )
+        setattr(sys, NAMES[number], new)
+
+
+def _has(stream: Any, number: int) -> bool:
+    """Whether a stream writes to the file of this number."""
+    with suppress(OSError, AttributeError, ValueError):
+        return stream.fileno() == number
+    return False

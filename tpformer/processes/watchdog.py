@@ -27,6 +27,7 @@ from .rank_states import RankState, position_of_thread, read_states, report, wri
 HEARTBEAT_SECONDS = 1.0
 RANKS_PER_SECOND = 64  # how many files all ranks together may write in a second
 PATIENCE = 5  # a rank counts as stopped after this many intervals without a heartbeat
+SHARED_SECONDS = 5.0  # how late a file that rank 0 wrote may show up on another machine
 REPORT_SECONDS = 10.0  # how long the other ranks wait for the one that writes the report
 
 
@@ -40,7 +41,8 @@ class Watchdog:
     and each process exits at once with HANG_EXIT_CODE. Time in which the process itself did not run, because it was
     stopped or the machine slept, does not count. A rank that was stopped and continues exits, too, if its attempt has
     been reported or another one has begun, so it cannot write into that run.
-    Communicates: one broadcast of a short string, then only files. ValueError unless timeout is positive.
+    Communicates: one broadcast and one all-gather of short strings, then only files. ValueError unless timeout is
+    positive, and on all ranks if the directory is not one that they share.
     """
 
     def __init__(self, directory: Path, *, timeout: float) -> None:
@@ -60,6 +62,7 @@ class Watchdog:
             self._attempt_file.write_text(attempt[0])
         dist.broadcast_object_list(attempt, src=0)
         self._attempt = attempt[0]
+        self._check_shared()
         self._thread_watched = threading.get_ident()
         self._progress = (0, 0, "")
         self._seen: tuple | None = None
@@ -68,6 +71,27 @@ class Watchdog:
         self._last = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def _check_shared(self) -> None:
+        """ValueError on all ranks if one does not see what rank 0 wrote. A network's file system may show it late."""
+        deadline = time.monotonic() + SHARED_SECONDS
+        while not (seen := self._is_own()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        own = None if seen else f"{self.directory.absolute()} on {socket.gethostname()}"
+        everyone: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(everyone, own)
+        for rank, other in enumerate(everyone):
+            if other is not None:
+                raise ValueError(
+                    f"rank {rank} does not see what rank 0 has just written: its folder {other} is not rank 0's: set "
+                    f"run.dir to one folder that all ranks share"
+                )
+
+    def _is_own(self) -> bool:
+        """Whether the directory is, as this rank sees it, that of this attempt."""
+        with contextlib.suppress(OSError):
+            return self._attempt_file.read_text() == self._attempt
+        return False
 
     def __enter__(self) -> Watchdog:
         self._last = time.monotonic()

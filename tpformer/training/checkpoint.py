@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
 from tpformer.config.words import listed
-from tpformer.processes.files import naming
+from tpformer.processes.files import file_sha256, naming
 
 from .checkpoint_files import (
+    MANIFEST,
     MODEL,
     OPTIMIZER,
     TRAINER,
@@ -288,6 +289,10 @@ class Checkpointer:
         """Whether the save in progress has ended on this rank, and has failed. It ends on other ranks soon after."""
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
+    def on_any(self, flag: bool) -> bool:
+        """Whether the flag is true on some rank. Communication: one all-gather of it."""
+        return any(_on_every_rank(self._group, lambda: flag))
+
     def wait(self) -> None:
         """Return when the save in progress, if any, is on disk. If it failed, RuntimeError names its path, once."""
         if self._pending is not None:
@@ -314,8 +319,18 @@ class Checkpointer:
         return newest_good(self.directory, tell, among=found, check=self.verify)
 
     def verify(self, path: Path) -> None:
-        """CheckpointError, on all ranks, for a checkpoint that is damaged. Each rank reads its share of the files."""
-        _on_every_rank(self._group, lambda: verify(path, share=self._rank, of=self._ranks))
+        """CheckpointError, on all ranks, for a checkpoint that is damaged, or that is not the same on all ranks.
+
+        Each rank reads its share of the files.
+        """
+
+        def read() -> str:
+            verify(path, share=self._rank, of=self._ranks)
+            return file_sha256(path / MANIFEST)
+
+        found = _on_every_rank(self._group, read)
+        if other := [rank for rank, digest in enumerate(found) if digest != found[0]]:
+            raise CheckpointError(f"{path} of rank {other[0]} is another one than that of rank 0: they must share it")
 
     def load(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
         """Fill this rank's parts (and optimizers) from a step's checkpoint, as load_checkpoint; returns its `extra`."""

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tpformer.processes.files import naming, replace_file
 
-from .observe import WandbLog
+from .observe import RowLog, TensorBoardLog, unless_it_fails
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -155,6 +155,7 @@ class MetricsLog:
     """Writes each row to metrics.jsonl, the console and TensorBoard. Use as a context manager.
 
     A full disk does not end a run: rows wait for room. Those that wait when the log is closed are an OSError.
+    TensorBoard and wandb get no more rows after a failure of theirs.
 
     first_step: the step after which the run begins, 0 for a new one. steps: its last step. tensorboard: whether events
     are written, too, where tensorboard is installed. wandb: what else gets the rows; closed with this log.
@@ -167,7 +168,7 @@ class MetricsLog:
         first_step: int,
         steps: int,
         tensorboard: bool = False,
-        wandb: WandbLog | None = None,
+        wandb: RowLog | None = None,
     ) -> None:
         self._rows, self._norms = (RowFile(directory / name, self.note) for name in ROWS)
         self.console = Console()
@@ -182,11 +183,10 @@ class MetricsLog:
         )
         self._task = self._progress.add_task("", total=steps, completed=first_step)
         self._steps = steps
-        self._writer, self._wandb = None, wandb
+        self._others: dict[str, RowLog] = {} if wandb is None else {"Weights & Biases": wandb}
         if tensorboard and find_spec("tensorboard"):
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(directory / "tensorboard", purge_step=first_step + 1)
+            with unless_it_fails("rows for TensorBoard", self.note):
+                self._others["TensorBoard"] = TensorBoardLog(directory / "tensorboard", first_step)
 
     def __enter__(self) -> "MetricsLog":
         self._progress.start()
@@ -194,10 +194,9 @@ class MetricsLog:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._progress.stop()
-        if self._writer is not None:
-            self._writer.close()
-        if self._wandb is not None:
-            self._wandb.close(failed=kind is not None)
+        for name, other in self._others.items():
+            with unless_it_fails(f"the last rows for {name}", self.note):
+                other.close(failed=kind is not None)
         with suppress(OSError) if kind is not None else nullcontext():  # what ended the run says more
             self._rows.close()
             self._norms.close()
@@ -226,11 +225,11 @@ class MetricsLog:
     def _send(self, row: dict[str, float]) -> int:
         """Give a row to TensorBoard and Weights & Biases. Returns its step."""
         step, values = int(row["step"]), {name: value for name, value in row.items() if name != "step"}
-        if self._writer is not None:
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.row(step, values)
+        for name, other in [*self._others.items()]:
+            del self._others[name]  # which gets no more rows, if this fails
+            with unless_it_fails(f"rows for {name}", self.note):
+                other.row(step, values)
+                self._others[name] = other
         return step
 
     def note(self, text: str) -> None:

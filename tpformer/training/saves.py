@@ -1,19 +1,23 @@
 """When a run saves its checkpoints and when not, the note in the run directory that it has some, and its loss."""
 
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tpformer.processes.files import replace_file
 
 from .checkpoint import Checkpointer
 from .checkpoint_files import steps
+from .checkpoint_metadata import CheckpointError
 from .metrics import read_metrics
+from .results import Tally
 
 ADVICE = (
     "lower optimizer.lr or lengthen optimizer.warmup_steps, and continue from the last checkpoint with "
     "--run.resume True --run.changes KEY, where KEY is the one that you changed"
 )
+TRIES, PAUSE_SECONDS = 20, 15.0  # of the last checkpoint, whose steps would be lost: five minutes
 NOTE = "saved.json"  # survives the loss of the checkpoints, which may lie on another file system
 
 
@@ -41,27 +45,55 @@ def check_history(run: Path) -> None:
         raise ValueError(f"{run} holds a run, but its config.toml is gone: bring it back; {anew}")
 
 
+def check_damaged(directory: Path) -> None:
+    """CheckpointError if there are checkpoints in a directory in which none is usable."""
+    if found := steps(directory):
+        raise CheckpointError(
+            f"{directory} has checkpoints of steps {', '.join(map(str, found))}, and none is usable (see above): "
+            f"repair them, or set another run.dir to begin anew"
+        )
+
+
+def place_of(run: Path) -> int | None:
+    """What tells a run's directory, which is locked, from a copy in its place; None without it or its config.toml."""
+    try:
+        return run.stat().st_ino if (run / "config.toml").exists() else None
+    except OSError:
+        return None
+
+
 def lost(run: Path, step: int) -> RunLost:
     """The error of a run whose directory is gone after a step."""
     return RunLost(
-        f"{run} is gone at step {step}: its config.toml was deleted or renamed, or its file system is no longer "
-        f"mounted; bring it back, and continue with --run.resume True"
+        f"{run} is gone at step {step}: it or its config.toml was deleted, renamed or replaced, or its file system is "
+        f"no longer mounted; bring it back, and continue with --run.resume True"
     )
+
+
+class NotSaved(ValueError):
+    """The last checkpoint cannot be written. What it says is the user's to mend."""
 
 
 class Saves:
     """The steps at which a run saves: every `interval` (0: none), and again after a save that failed or had to wait.
 
     After the n-th failure in a row the run saves again 2 ** (n - 1) - 1 steps later, or when the next one is due.
-    save: starts saving what the run has after a step. notice: prints one line, on one rank.
+    save: starts saving what the run has after a step. notice: prints one line, on one rank. pause: seconds between the
+    tries of the last one.
     All methods are called on all ranks, with the same numbers.
     """
 
     def __init__(
-        self, checkpointer: Checkpointer, interval: int, save: Callable[[], None], notice: Callable[[str], None]
+        self,
+        checkpointer: Checkpointer,
+        interval: int,
+        save: Callable[[], None],
+        notice: Callable[[str], None],
+        pause: float,
     ) -> None:
         self._checkpointer, self._interval, self._save, self._notice = checkpointer, interval, save, notice
         self._again: int | None = None
+        self._pause = pause
 
     def due(self, step: int) -> bool:
         """Whether to save after a step."""
@@ -95,20 +127,28 @@ class Saves:
             self._again = min(again, -(-step // self._interval) * self._interval) if self._interval > 0 else again
             self._notice(f"{error}; the run goes on and saves again after step {self._again}")
 
-    def end(self, step: int, *, skipped_in_a_row: int, diverging: bool) -> None:
-        """Wait for the last checkpoint. If it cannot be written, it is tried once more; then RuntimeError.
+    def end(self, step: int, requests: Sequence[int], tally: Tally) -> None:
+        """Wait for the last checkpoint. While it cannot be written, as on a full disk, it is tried for some
+        minutes, unless a rank is asked to stop once more; then NotSaved.
 
+        requests: signals that ask this rank to stop; it may grow meanwhile.
         FloatingPointError if the run diverges at its end, so that its last steps have no checkpoint.
         """
-        if diverging:
+        if tally.diverging:
             self._checkpointer.settle()
             raise FloatingPointError(
-                f"the run ends at step {step} with {skipped_in_a_row} skipped steps in a row, and no checkpoint of "
-                f"them is saved; {ADVICE}"
+                f"the run ends at step {step} with {tally.skipped_in_a_row} skipped steps in a row, and no checkpoint "
+                f"of them is saved; {ADVICE}"
             )
-        try:
-            self._checkpointer.wait()
-        except RuntimeError as error:
-            self._notice(f"{error}; it is tried once more")
+        asked = len(requests)
+        for left in reversed(range(TRIES + 1)):
+            try:
+                return self._checkpointer.wait()
+            except RuntimeError as error:
+                if left == 0 or self._checkpointer.on_any(len(requests) > asked):
+                    raise NotSaved(f"{error}; the steps since the last checkpoint are lost") from None
+                self._notice(
+                    f"{error}; it is tried again in {self._pause:g} s, {left} times at most: make room on the disk"
+                )
+            time.sleep(self._pause)
             self._save()
-            self._checkpointer.wait()

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.config import RunConfig, check_packing
 from tpformer.distributed import build_mesh, initialize
-from tpformer.distributed.mesh import DEFAULT_TIMEOUT
+from tpformer.distributed.agreement import Decides
+from tpformer.distributed.mesh import DEFAULT_TIMEOUT, PROGRAM
 from tpformer.layers import TensorParallel
 from tpformer.models import GPT
 from tpformer.ops import use_measured_table
@@ -33,11 +34,14 @@ def device_type(config: RunConfig) -> str:
     return wanted
 
 
-def join_ranks(device: str, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-    """Take this process's share of the machine's cores, then enter the process group. Collective over the world."""
+def join_ranks(device: str, timeout: timedelta = DEFAULT_TIMEOUT, decides: Decides = PROGRAM) -> None:
+    """Take this process's share of the machine's cores, then enter the process group. Collective over the world.
+
+    decides: what all ranks must have alike. Errors: those of initialize.
+    """
     share_cores()
     keep_freed_memory()
-    initialize(device, timeout)
+    initialize(device, timeout, decides)
 
 
 def group_timeout(config: RunConfig) -> timedelta:

@@ -1,11 +1,11 @@
 """The pretraining loop of one rank."""
 
 import dataclasses
-import json
 import os
+import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,26 @@ from tpformer.config import RunConfig, check_config
 from tpformer.distributed import all_reduce, check_all, close, indexed
 from tpformer.distributed.mesh import AXES
 from tpformer.ops.transport import dtype_name
-from tpformer.parallel import gather_actions, local_part
+from tpformer.parallel import local_part
+from tpformer.processes.standard_files import when_unread
 from tpformer.processes.stops import stop_requests
 from tpformer.processes.watchdog import Watchdog
 
+from . import saves
 from .batches import Batch, Batches
-from .checkpoint import Checkpointer, CheckpointError, steps
+from .checkpoint import Checkpointer
 from .checkpoint_files import remove_leftovers
 from .data import DataError
+from .deciding import decides
 from .graph import build_steps, check_graph
 from .metrics import ROWS, MetricsLog, Speed, cut_metrics, is_validated, plot_losses, read_metrics, rounded
 from .norms import NormWatch, batch_gradient_norm
-from .observe import WandbError, WandbLog, check_wandb, profiled
+from .observe import WandbError, WandbLog, check_wandb, profiled, recorded, unless_it_fails
 from .optimizer import build_optimizers
 from .resolve import mask_notes, resolve, vocabulary_note
 from .results import Launched, Tally
 from .run_directory import Start, check_run_directory, check_steps, read_start, write_run
-from .saves import ADVICE, RunLost, Saves, check_history, lost, note_saved
+from .saves import ADVICE, PAUSE_SECONDS, NotSaved, RunLost, Saves
 from .schedules import batch_size, learning_rate, samples_before
 from .setup import build_model, default_dtype, device_type, group_timeout, join_ranks, open_data, run_mesh
 from .source import open_source
@@ -59,7 +62,7 @@ class Trainer:
         check_graph(config, device)
         self.data = open_data(config)
         self.start = self._start(device)
-        join_ranks(device, group_timeout(config))
+        join_ranks(device, group_timeout(config), decides("pretrain", config))
         self.leader = dist.get_rank() == 0
         self._prepare_directory()
         # the watchdog starts before the model is built or loaded, because a rank may hang in that, too
@@ -68,6 +71,7 @@ class Trainer:
             self._build(device)
             if self.start is not None and (note := write_run(self.start)):
                 self._notice(note)
+            self._place = saves.place_of(self.directory)
             self._watched = stack.pop_all()
 
     def _start(self, device: str) -> Start | None:
@@ -100,15 +104,16 @@ class Trainer:
             keep=config.checkpoint.keep,
             timeout=group_timeout(config),
             report=self._notice,
-            on_saved=lambda step: note_saved(self.directory, step),
+            on_saved=lambda step: saves.note_saved(self.directory, step),
         )
-        self.saves = Saves(self.checkpointer, config.checkpoint.interval, self._save, self._notice)
+        pause = min(PAUSE_SECONDS, config.run.timeout / 4)  # the watchdog has to hear of the next try
+        self.saves = Saves(self.checkpointer, config.checkpoint.interval, self._save, self._notice, pause)
         self.step = self._resume() if config.run.resume else 0
         self.working_on = self.step + 1  # the step that is queued or read, which an error names
         if finished := check_steps(config, self.step):
             self._notice(finished)
         if self.step == 0:
-            check_history(self.directory)
+            saves.check_history(self.directory)
             if config.model.init_from is not None:
                 self._start_from(config.model.init_from)
 
@@ -139,11 +144,7 @@ class Trainer:
         """Load the newest good checkpoint and return its step; 0 if the run has no checkpoint."""
         step = self.checkpointer.newest()
         if step is None:
-            if found := steps(self.checkpointer.directory):
-                raise CheckpointError(
-                    f"{self.checkpointer.directory} has checkpoints of steps {', '.join(map(str, found))}, and none is "
-                    f"usable (see above): repair them, or set another run.dir to begin anew"
-                )
+            saves.check_damaged(self.checkpointer.directory)
             return 0
         self.watchdog.progress(step, "loading the checkpoint")
         extra = self.checkpointer.load(step, self.model.parts, self.optimizers)
@@ -184,8 +185,7 @@ class Trainer:
         self.model.set_samples(batch_size(step, config.train))
         watched = self.watch is not None and step % config.log.norm_interval == 0
         check_all(step)
-        profiles = self.leader and step == config.log.profile_step
-        with self._recorded(step), profiled(self.directory / "profile.json") if profiles else nullcontext():
+        with self._observed(step):
             result = self.take_step(
                 samples.rows,
                 first_sample=samples.first,
@@ -204,7 +204,7 @@ class Trainer:
 
         Communication: an all-reduce of three numbers per mesh axis.
         """
-        gone = self.leader and not (self.directory / "config.toml").exists()
+        gone = self.leader and self._place != saves.place_of(self.directory)
         found = [float(flag) for flag in (bool(requests), self.checkpointer.failed, gone)]
         flags = to_device(torch.tensor(found), device)
         for group in self.model.groups.values():
@@ -223,7 +223,7 @@ class Trainer:
         check_all()  # if a wait in a kernel expired, the run ends before wrong numbers are logged or saved
         stop, failed, gone = numbers["flags"]
         if gone:
-            raise lost(self.directory, step)
+            raise saves.lost(self.directory, step)
         row = self.tally.add(step, numbers) | {"lr": launched.lr}
         if numbers["skipped"]:
             self._report_skipped(launched, numbers)
@@ -255,21 +255,18 @@ class Trainer:
             text = f"{in_a_row} steps in a row were skipped, the last one step {step}: {what}; {ADVICE}"
             raise FloatingPointError(text)
 
-    @contextmanager
-    def _recorded(self, step: int) -> Iterator[None]:
-        """In the step log.timeline_step, record the actions of rank 0's pipeline in timeline.json."""
-        pipeline = self.model.pipeline
-        if pipeline is None or step != self.config.log.timeline_step:
-            yield
-            return
-        with pipeline.recording() as own:
-            yield
-        actions = gather_actions(own, self.mesh.get_group("pp"))
-        if self.leader:
-            layout = self.config.parallel
-            kept = {"schedule": layout.pipeline_schedule, "n_microbatches": self.model.n_microbatches}
-            (self.directory / "timeline.json").write_text(json.dumps({**kept, "actions": actions}))
-            self._notice(f"step {step} recorded: draw it with `tpformer timeline {self.directory}`")
+    def _observed(self, step: int) -> AbstractContextManager:
+        """What records the actions of rank 0's pipeline in this step, its profile, or nothing."""
+        log, pipeline, stack = self.config.log, self.model.pipeline, ExitStack()
+        if pipeline is not None and step == log.timeline_step:
+            group, named = (
+                self.mesh.get_group("pp"),
+                (self.config.parallel.pipeline_schedule, self.model.n_microbatches),
+            )
+            stack.enter_context(recorded(self.directory, step, pipeline, group, named, self._notice))
+        if self.leader and step == log.profile_step:
+            stack.enter_context(profiled(self.directory / "profile.json", self._notice))
+        return stack
 
     def _notice(self, text: str) -> None:
         if self.leader:
@@ -296,7 +293,8 @@ class Trainer:
         return missing[0]
 
     def run(self) -> None:
-        """Train to the last step. SIGTERM, Ctrl-C or a closed terminal ends training early, after a checkpoint.
+        """Train to the last step. SIGTERM, Ctrl-C, a closed terminal or an output that nobody reads end it early, after
+        a checkpoint.
 
         If a step, validation or checkpoint takes longer than run.timeout, the process ends (see Watchdog).
         """
@@ -312,7 +310,8 @@ class Trainer:
             with MetricsLog(self.directory, tensorboard=settings.tensorboard, wandb=wandb, **options) as log:
                 self._loop(log)
         if self.config.log.plot:
-            plot_losses(self.directory)
+            with unless_it_fails("plots/loss.png", self._notice):
+                plot_losses(self.directory)
 
     def _loop(self, log: MetricsLog | None) -> None:
         """Train, log, validate and save until the last step or a request to stop. log: only on rank 0."""
@@ -327,9 +326,10 @@ class Trainer:
         if self._validation_lost():
             self._validate(log)
         with stop_requests() as requests:
+            when_unread(lambda: requests.append(signal.SIGPIPE))  # the run stops, after a checkpoint
             stop = self._train(log, requests)
             self.watchdog.progress(self.step, "last checkpoint")
-            self.saves.end(self.step, skipped_in_a_row=self.tally.skipped_in_a_row, diverging=self.tally.diverging)
+            self.saves.end(self.step, requests, self.tally)
         if log is not None and stop and self.step < final:
             log.note(f"stopped at step {self.step}; checkpoint written: continue with --run.resume True")
 
@@ -384,13 +384,13 @@ def pretrain(config: RunConfig) -> bool:
     Returns whether the run has reached its last step. Otherwise it was stopped, after a checkpoint.
 
     Errors: before the first step those of Trainer. After that FloatingPointError for too many skipped steps, or if the
-    last one is skipped; RunLost; DataError for tokens outside of the vocabulary; WandbError; and RuntimeError in place
-    of any other ValueError, FileNotFoundError or ImportError.
+    last one is skipped; RunLost; NotSaved; DataError for tokens outside of the vocabulary; WandbError; and RuntimeError
+    in place of any other ValueError, FileNotFoundError or ImportError.
     """
     trainer = Trainer(config)
     try:
         trainer.run()
-    except (RunLost, DataError, WandbError):
+    except (RunLost, NotSaved, DataError, WandbError):
         raise  # what they say is the user's to mend
     except (ValueError, FileNotFoundError, ImportError) as error:
         # the command reports these as a user's mistake, in one line; once training runs, the traceback is needed

@@ -29,6 +29,7 @@ from tpformer.distributed.mesh import AXES
 from tpformer.models import GPT
 from tpformer.parallel import Layout
 
+from .deciding import decides
 from .model import ModelParts
 from .optimizer import build_optimizers
 from .resolve import resolve
@@ -263,7 +264,7 @@ def verify(config: RunConfig) -> Report:
     parameters at the end. If ranks hold copies, each copy is compared.
     """
     device = device_type(config)
-    join_ranks(device, group_timeout(config))
+    join_ranks(device, group_timeout(config), decides("verify", config))
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it warns about gathering whole tensors
     mesh, samples = run_mesh(config, device), token_samples(config)
     run = Run(config, build_model(config, mesh), samples)

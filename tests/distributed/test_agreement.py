@@ -1,0 +1,54 @@
+"""As ranks join they compare what decides a run: the same is let through, and any difference named, on all ranks."""
+
+import os
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from tpformer.distributed import agreement
+from tpformer.distributed.agreement import Decides, agree
+
+SAME = {"command": "pretrain", "lr": 0.1, "file": "a", "version": "1", "environment": {}}
+
+
+def joined(folder: str, own: list[dict]) -> str:
+    """What rank i hears if it joins with own[i] in place of SAME."""
+    given = SAME | own[dist.get_rank()]
+    decides = Decides(
+        given["command"], {"optimizer.lr": given["lr"]}, {"data.train[0].bin": Path(folder, given["file"])}
+    )
+    surroundings = mock.patch.object(agreement.tpformer, "__version__", given["version"])
+    with surroundings, mock.patch.dict(os.environ, given["environment"]), mock.patch.object(agreement, "WHOLE", 4000):
+        try:
+            agree(decides)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("last", "said"), [
+    ({}, ""),
+    ({"environment": {"PYTHONHASHSEED": "7", "CUDA_VISIBLE_DEVICES": "3", "OMP_NUM_THREADS": "2"}}, ""),
+    ({"file": "copy of a"}, ""),
+    ({"file": "large copy"}, ""),
+    ({"lr": 0.3}, "rank 2 has optimizer.lr = 0.3 where rank 0 has 0.1"),
+    ({"lr": None, "command": "evaluate"}, "has command = 'evaluate' where rank 0 has 'pretrain'; they also differ in"),
+    ({"version": "2"}, "rank 2 has tpformer = '2, sources "),
+    ({"environment": {"NVIDIA_TF32_OVERRIDE": "1"}}, "rank 2 has NVIDIA_TF32_OVERRIDE = '1' where rank 0 has unset"),
+    ({"file": "as large"}, "rank 2 has data.train[0].bin = 3000 bytes with SHA-256 "),
+    ({"file": "large other"}, "rank 2 has data.train[0].bin = 9000000 bytes with SHA-256 "),
+    ({"file": "none"}, "rank 2 has data.train[0].bin = a file that cannot be read (No such file or directory) where"),
+])  # fmt: skip
+def test_ranks_that_differ_are_named_with_the_key_and_both_values(ranks, tmp_path, last, said):
+    content = {"a": b"1" * 3000, "as large": b"1" * 2999 + b"2", "large": b"1" * 9_000_000}
+    for name, data in (content | {"large other": b"1" * 4_000_000 + b"2" * 5_000_000}).items():
+        (tmp_path / name).write_bytes(data)
+    for name in ("a", "large"):
+        shutil.copy2(tmp_path / name, tmp_path / (f"copy of {name}" if name == "a" else f"{name} copy"))
+    first = {"file": "large"} if last.get("file", "").startswith("large") else {}
+    heard = ranks(3).run(joined, str(tmp_path), [first, first, last])
+    assert len({*heard}) == 1 and (said in heard[0] if said else heard[0] == ""), heard
+    assert "\n" not in heard[0] and str(tmp_path) not in heard[0]
