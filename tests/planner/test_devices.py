@@ -58,7 +58,11 @@ def test_a_users_file_is_read(tmp_path):
     ("[cluster]", "[clusters]", "unknown section 'clusters': did you mean 'cluster'"),
     ("[cluster]", "", "has no section [cluster]"),
     ("network_gb_s = 42.0", "", "lacks network_gb_s"),
-    ("network_gb_s = 42.0", "network_gb_s = 42.0\nnode_gb_s = 100", "lacks node_latency_us"),
+    ("host_gb_s = 50.0", "host_gb_s = 50.0\nnode_gb_s = 100",
+     "[cluster] of x.toml lacks node_latency_us: give it, it goes with node_gb_s"),
+    ("fitted_most = 0.83", "", "[gpu] of x.toml lacks fitted_most: give it, it goes with fitted_least"),
+    ("fitted_most = 0.83", "fitted_most = 0.5", "fitted_least = 0.76 is above fitted_most = 0.5"),
+    ("processors = 132", "processors = 132\nhost_gb_s = 5", "[gpu] of x.toml has host_gb_s, which belongs to the other"),
     ("processors = 132", 'processors = 132\ndtype = "int8"', "dtype"),
 ])  # fmt: skip
 def test_mistakes_have_one_sentence(old, new, message):

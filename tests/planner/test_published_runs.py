@@ -20,6 +20,19 @@ def test_gates_are_met(name):
     assert 0.7 < found.rate < 1.1
 
 
+def test_plans_use_the_factors_that_are_fitted():
+    """Of each GPU whose tables there are, and of another one of its kind."""
+    fits = {
+        name: evaluate(name).rate for name in ("megatron_a100", "megatron_recompute", "megatron_h100", "torchtitan")
+    }
+    for names, tables in (
+        (("a100-40", "a100-80"), ("megatron_a100", "megatron_recompute")),
+        (("h100", "h200", "b200"), ("megatron_h100", "torchtitan")),
+    ):
+        found = {load_device(name).fitted for name in names}
+        assert found == {tuple(sorted(round(evaluate(table).rate, 2) for table in tables))}
+
+
 @pytest.mark.parametrize("name, term", [(name, term) for name, terms in TEETH.items() for term in terms])
 def test_gates_are_missed_without_a_term(name, term):
     assert evaluate(name, frozenset({term})).failures

@@ -14,7 +14,7 @@ from tpformer.cli.plan import Plan, _question, plan_command, swept
 from tpformer.config import RunConfig, build_config, check_config, read_toml
 from tpformer.planner import search as planner
 from tpformer.planner.comparison import Compared, compare, crossovers, within
-from tpformer.planner.devices import load_device
+from tpformer.planner.devices import DIRECTORY, load_device
 from tpformer.planner.dry_run import plan_config
 from tpformer.planner.layouts import OFFLOADS, layout_text, parse_layout, with_layout
 from tpformer.planner.plan_page import page
@@ -208,6 +208,33 @@ def test_files(tmp_path, capsys):
     assert swept_lines[0] == "gpus = 8" and "gpus = 37: no layout works" in swept_lines
     with pytest.raises(ValueError, match="give one of FILE.toml, --preset NAME and --parameters SIZE"):
         plan_command([])
+
+
+@pytest.mark.parametrize(("options", "length", "batch"), [
+    (["--parameters", "3B", "--batch", "64"], 4096, 64),
+    (["--preset", "gpt2-124m"], 1024, 4096),
+    (["--preset", "qwen3-0.6b", "--seq-length", "8192"], 8192, 512),
+])  # fmt: skip
+def test_what_a_plan_rests_on_stands_above_it_and_days_and_price_have_a_range(options, length, batch, tmp_path, capsys):
+    """The ends are those of a plan on a device with the least and the most that was fitted."""
+    asked = [*options, "--tokens", "100B", "--price", "3", "--top", "1", "--json"]
+    plan_command([*asked, str(tmp_path / "plan")])
+    said = capsys.readouterr().out
+    rests = f"steps of {batch:,} samples of {length:,} tokens, FLOP/s x 0.79 (fitted on published runs: 0.76 to 0.83)"
+    assert rests in said and ("; the model takes 131,072 (--seq-length)" in said) == ("3B" in options)
+    (found,) = json.loads((tmp_path / "plan").read_text())["predictions"]
+    ends = []
+    for factor in (0.83, 0.76):
+        path = tmp_path / f"at{factor}.toml"
+        text = (DIRECTORY / "h100.toml").read_text().replace("fitted_least = 0.76", f"fitted_least = {factor}")
+        path.write_text(text.replace("fitted_most = 0.83", f"fitted_most = {factor}"))
+        layout = found["layout"], "--device", str(path)
+        plan_command([*asked, str(tmp_path / f"{factor}"), "--explain", *layout])
+        ends.append(json.loads((tmp_path / f"{factor}").read_text())["predictions"][0])
+    for key in ("days", "price"):
+        assert [found[f"{key}_least"], found[f"{key}_most"]] == pytest.approx([end[key] for end in ends], rel=1e-9)
+        assert ends[0][key] < found[key] < ends[1][key]
+    assert f"{found['days_least']:,.3g} to {found['days_most']:,.3g} days" in said
 
 
 def test_the_sentence_names_what_limits():

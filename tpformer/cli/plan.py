@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 FILES = ("out", "json", "csv", "html")
+SAME = ("gpus", "link_gb_s", "network_gb_s", "memory_gb")  # what a sweep of these leaves to be said once
 SWEPT = ("preset", "gpus", "batch", "link_gb_s", "network_gb_s", "gemm_tflops", "memory_gb")
+SAMPLE_TOKENS = 4096  # of a sample, where no length is given
 BATCH_TOKENS = 4 << 20  # of a step, where no batch is given; GPT-3's order
 
 
@@ -51,6 +53,8 @@ class Plan:
     """GPUs of a node. Unset: the device's."""
     batch: int | None = None
     """Samples of a step. Unset: the file's, or about 4M tokens."""
+    seq_length: int | None = None
+    """Tokens of a sample. Unset: the file's; with a preset or a size 4,096, or less where the model takes less."""
     tokens: str = "auto"
     """Tokens of the training, such as 300B, for days and price. auto: 20 for each parameter."""
     price: float | None = None
@@ -105,7 +109,8 @@ def plan_command(arguments: Sequence[str]) -> None:
 
 def _check(options: Plan) -> None:
     """ValueError for numbers out of range, options that exclude each other, and files that could not be made."""
-    check_positive(**{"--gpus": options.gpus, "--top": options.top, "--batch": options.batch})
+    given = {"--gpus": options.gpus, "--top": options.top, "--batch": options.batch, "--seq-length": options.seq_length}
+    check_positive(**given)
     if options.price is not None and not 0 <= options.price < math.inf:
         raise ValueError(f"--price {options.price} must be at least 0")
     files = {name: Path(path) for name in FILES if (path := getattr(options, name))}
@@ -133,6 +138,7 @@ def _question(options: Plan) -> "Question":
     device = load_device(options.device, options.nodes_of)
     if options.calibrate:
         device = calibrated(device, Path(options.calibrate))
+    device = device.scaled(device.factor)
     config = _config(options, device)
     question = Question(config, options.gpus, device, ours(config.parallel, device), all_reduce=options.all_reduce)
     return within(question, options.kinds[0]) if len(options.kinds) == 1 else question
@@ -151,6 +157,7 @@ def _config(options: Plan, device: "Device") -> RunConfig:
         values = read_toml(options.file)
     elif options.parameters:
         values["model"]["preset"] = _nearest_preset(_number("--parameters", options.parameters))
+    values = _with_length(options, values)
     config = build_config(values)
     if config.model.vocab_size is None:
         if config.model.known_vocab_size is None:
@@ -168,6 +175,17 @@ def _config(options: Plan, device: "Device") -> RunConfig:
         batch = max(options.gpus, 2 ** round(math.log2(max(1, BATCH_TOKENS / config.model.seq_length))))
     train |= {"global_batch_size": batch} if batch is not None else {}
     return dataclasses.replace(config, train=dataclasses.replace(config.train, **train))
+
+
+def _with_length(options: Plan, values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The values with the length of a sample: presets have the longest context of a model, which few train with."""
+    length = options.seq_length
+    if length is None and not options.file:
+        longest = build_config(values).model.seq_length
+        length = min(SAMPLE_TOKENS, longest)
+        if length < longest:
+            print(f"samples of {length:,} tokens; the model takes {longest:,} (--seq-length)")
+    return values if length is None else {**values, "model": {**values.get("model", {}), "seq_length": length}}
 
 
 def _nearest_preset(parameters: float) -> str:
@@ -311,7 +329,8 @@ def swept(question: "Question", key: str, text: str) -> "Question":
             return question._replace(gpus=int(value))
         train = dataclasses.replace(question.config.train, global_batch_size=int(value))
         return question._replace(config=dataclasses.replace(question.config, train=train))
-    device = question.device
+    factor = question.device.factor
+    device = question.device.scaled(1 / factor)  # as its file has it
     check_number("--sweep", key, value)
     if key in RATES:
         name, unit = RATES[key]
@@ -321,7 +340,7 @@ def swept(question: "Question", key: str, text: str) -> "Question":
         size: dict[str, Any] = {key.split("_")[0]: 1e9 * value}
         device = dataclasses.replace(device, **size)
     check_rates(device, "--sweep")
-    return question._replace(device=device)
+    return question._replace(device=device.scaled(factor))
 
 
 def _values(options: Plan) -> tuple[str, list[tuple[str, "Question"]]]:
@@ -341,10 +360,12 @@ def _values(options: Plan) -> tuple[str, list[tuple[str, "Question"]]]:
 
 def _compare(options: Plan) -> None:
     from tpformer.planner.comparison import compare, crossovers, table
+    from tpformer.planner.plan_report import assumed
 
     key, values = _values(options)
     rows = [compare(question, text, options.kinds) for text, question in values]
-    _print(table(key, rows, options.device), *crossovers(key, rows), "All figures are predictions.")
+    same = f"{options.device}, {assumed(values[0][1])}" if key in ("", *SAME) else options.device
+    _print(table(key, rows, same), *crossovers(key, rows), "All figures are predictions.")
 
 
 def _sweep(options: Plan) -> None:

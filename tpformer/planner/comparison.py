@@ -55,9 +55,9 @@ def compare(question: Question, value: str, kinds: Sequence[str]) -> Compared:
     return Compared(value, {kind: choices[0] if choices else None for kind, choices in found.items()})
 
 
-def table(key: str, rows: Sequence[Compared], device: str) -> Table:
-    """A row for each value and kind, with the winner's lead over the others."""
-    found = Table(title=f"predicted, {device}: the best of each kind", title_justify="left", box=None)
+def table(key: str, rows: Sequence[Compared], assumed: str) -> Table:
+    """A row for each value and kind, with the winner's lead over the others. assumed: the device, and more."""
+    found = Table(title=f"the best of each kind, predicted: {assumed}", title_justify="left", box=None)
     for name in (key, "kind", "its best layout"):
         found.add_column(name, overflow="fold")
     for name in ("tokens/s", "of the winner's", "limited by", "memory"):

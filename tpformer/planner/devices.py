@@ -8,6 +8,7 @@ a file names its machine.
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -53,6 +54,8 @@ class Device:
     network: float
     """Bytes/s of one GPU's network adapter."""
     network_latency: float
+    fitted: tuple[float, float] = (1.0, 1.0)
+    """What published runs reached of the FLOP/s: the least and the most of the factors that were fitted on them."""
     node: tuple[float, float] | None = None
     """Seconds and bytes/s of a library's message inside of a node, if they are not those of kernels/cost.py."""
 
@@ -60,6 +63,11 @@ class Device:
     def inside(self) -> tuple[float, float]:
         """Seconds and bytes/s of a library's message inside of a node."""
         return self.node or (RELEASE_SECONDS, MOVED[1][1] * self.machine.link)
+
+    @property
+    def factor(self) -> float:
+        """The factor that plans use: the geometric mean of the fitted ones."""
+        return math.sqrt(self.fitted[0] * self.fitted[1])
 
     def scaled(self, rate: float) -> Device:
         """The same device with `rate` times its FLOP/s of GEMMs and attention, the one constant that is fitted."""
@@ -94,6 +102,8 @@ NUMBERS = {
     "host_gb_s": (1e5, False),
     "network_gb_s": (1e5, False),
     "network_latency_us": (1e6, False),
+    "fitted_least": (2.0, False),
+    "fitted_most": (2.0, False),
     "node_gb_s": (1e5, False),
     "node_latency_us": (1e6, False),
 }
@@ -103,7 +113,8 @@ NODE = ("node_latency_us", "node_gb_s")  # both, or neither
 CLUSTER = ("gpus_per_node", "host_gb_s", "network_gb_s", "network_latency_us", *NODE)
 GPU = tuple(key for key in NUMBERS if key not in CLUSTER)
 CUDA = ("capability", "shared_memory_kib")  # both, or, for a processor that runs no CUDA, neither
-OPTIONAL = (*RATES, *NODE, *CUDA)  # rates: where a machine gives them
+FITTED = ("fitted_least", "fitted_most")  # both, or neither
+OPTIONAL = (*RATES, *NODE, *CUDA, *FITTED)  # rates: where a machine gives them
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -145,20 +156,22 @@ def parse_device(name: str, values: Mapping[str, Any], where: str) -> Device:
         if not isinstance(values.get(section), Mapping):
             raise ValueError(f"{where} has no section [{section}]: copy it from {DIRECTORY / 'h100.toml'}")
     gpu, cluster = values["gpu"], values["cluster"]
-    for section, given, known in (
-        ("gpu", gpu, ("machine", "capability", "dtype", *GPU)),
-        ("cluster", cluster, CLUSTER),
-    ):
+    of_gpu = ("machine", "capability", "dtype", *GPU)
+    for section, given, known, elsewhere in (("gpu", gpu, of_gpu, CLUSTER), ("cluster", cluster, CLUSTER, of_gpu)):
         for key in given:
+            if key in elsewhere:
+                raise ValueError(f"[{section}] of {where} has {key}, which belongs to the other section: move it there")
             check_known(key, known, "key", f"[{section}] of {where}: ")
     machine = _machine(where, name, gpu)
-    required = [(section, key) for section, keys in (("gpu", GPU), ("cluster", CLUSTER)) for key in keys]
-    required = [(section, key) for section, key in required if key not in OPTIONAL]
-    for section, pair in (("gpu", CUDA), ("cluster", NODE)):
+    required = [("gpu", key) for key in GPU if key not in OPTIONAL]
+    required += [("cluster", key) for key in CLUSTER if key not in OPTIONAL]
+    for section, pair in (("gpu", CUDA), ("gpu", FITTED), ("cluster", NODE)):
         required += [(section, key) for key in pair if any(other in values[section] for other in pair)]
     for section, key in required:
         if key not in values[section]:
-            raise ValueError(f"[{section}] of {where} lacks {key}: give it, as {DIRECTORY / 'h100.toml'} does")
+            pair = next((pair for pair in (CUDA, FITTED, NODE) if key in pair), None)
+            like = f"it goes with {pair[1 - pair.index(key)]}" if pair else f"as {DIRECTORY / 'h100.toml'} does"
+            raise ValueError(f"[{section}] of {where} lacks {key}: give it, {like}")
     capability, dtype = gpu.get("capability"), gpu.get("dtype", "bfloat16")
     numbers = isinstance(capability, list) and len(capability) == 2 and all(type(part) is int for part in capability)
     if capability is not None and (not numbers or min(capability) < 0):
@@ -179,6 +192,7 @@ def parse_device(name: str, values: Mapping[str, Any], where: str) -> Device:
         host=1e9 * number["host_gb_s"],
         network=1e9 * number["network_gb_s"],
         network_latency=1e-6 * number["network_latency_us"],
+        fitted=(number.get(FITTED[0], 1.0), number.get(FITTED[1], 1.0)),
         node=(1e-6 * number[NODE[0]], 1e9 * number[NODE[1]]) if NODE[0] in number else None,
     )
     check_rates(device, where)
@@ -186,7 +200,11 @@ def parse_device(name: str, values: Mapping[str, Any], where: str) -> Device:
 
 
 def check_rates(device: Device, where: str) -> None:
-    """ValueError for rates that contradict each other: of kernels above the peak, of the host above the memory."""
+    """ValueError for rates that contradict each other: of kernels above the peak, of the host above the memory, and a
+    least factor above the most.
+    """
+    if device.fitted[0] > device.fitted[1]:
+        raise ValueError(f"{where}: fitted_least = {device.fitted[0]:g} is above fitted_most = {device.fitted[1]:g}")
     peak = device.machine.peak_flops
     rates = {
         "gemm_tflops": device.machine.flops,

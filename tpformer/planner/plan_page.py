@@ -13,7 +13,7 @@ from html import escape
 from itertools import pairwise
 
 from .layouts import layout_text
-from .plan_report import ITEMS, count_text, parts, why
+from .plan_report import ITEMS, assumed, count_text, parts, why
 from .report import size
 from .search import Choice, Question, model_of, search
 from .timeline import timeline_svg
@@ -58,15 +58,14 @@ small { color: var(--soft) }
 
 def page(question: Question, choices: Sequence[Choice], tokens: float, price: float | None = None) -> str:
     """The whole page. choices: fastest first. tokens: of the training. price: of one GPU for an hour."""
-    model, train, device = question.config.model, question.config.train, question.device
+    model, device = question.config.model, question.device
     parameters = f"{count_text(model.n_parameters)} parameters"
     if model.n_experts is not None:
         parameters += f" ({count_text(model.n_active_parameters)} active)"
     title = f"Layouts of {model.preset or parameters} on {question.gpus} x {device.name}: predicted"
     asked = (
         f"All figures are predictions of models of time and memory, for {parameters}, "
-        f"steps of {train.global_batch_size:,} samples of {model.seq_length:,} tokens, and nodes of "
-        f"{device.gpus_per_node} GPUs with {size(device.memory)} each."
+        f"{assumed(question)}, and nodes of {device.gpus_per_node} GPUs with {size(device.memory)} each."
     )
     sections = {
         "Layouts, fastest first": _choices_table(choices),

@@ -18,7 +18,7 @@ from .layouts import layout_text
 from .placement import placement
 from .published import Outcome, strong_scaling
 from .report import size
-from .search import Choice, Found, Question
+from .search import Choice, Found, Question, range_of
 from .step_time import StepTime
 
 ITEMS = {
@@ -38,9 +38,30 @@ def cost_of(choice: Choice, question: Question, tokens: float, price: float | No
     return Cost(flops, question.gpus, tokens / choice.tokens, price)
 
 
+def cost_range(choice: Choice, question: Question, tokens: float, price: float | None = None) -> list[Cost]:
+    """The same at the speeds that published runs leave open, the lower cost first."""
+    speeds = sorted(range_of(question, choice.config), reverse=True)
+    return [cost_of(choice._replace(tokens=speed), question, tokens, price) for speed in speeds]
+
+
+def between(low: float, high: float, form: str = ",.3g", to: str = " to ") -> str:
+    """A range as text; one number where both look alike."""
+    return to.join(dict.fromkeys((format(low, form), format(high, form))))
+
+
+def assumed(question: Question) -> str:
+    """What all figures rest on and no layout shows: the step's samples, and the factor of the device's rates."""
+    train, device = question.config.train, question.device
+    if device.factor == 1.0:
+        rates = "rates as they are in the device's file"
+    else:
+        rates = f"FLOP/s x {device.factor:.2f} (fitted on published runs: {between(*device.fitted, '.2f')})"
+    return f"steps of {train.global_batch_size:,} samples of {question.config.model.seq_length:,} tokens, {rates}"
+
+
 def record(choice: Choice, question: Question, tokens: float, price: float | None) -> dict[str, Any]:
     """A layout as plain values: seconds, bytes, tokens/s, MFU, days for `tokens` tokens and their price."""
-    cost = cost_of(choice, question, tokens, price)
+    cost, ends = cost_of(choice, question, tokens, price), cost_range(choice, question, tokens, price)
     found: dict[str, Any] = {
         "layout": layout_text(choice.config),
         "gpus": question.gpus,
@@ -49,9 +70,11 @@ def record(choice: Choice, question: Question, tokens: float, price: float | Non
     found |= {"step_seconds": choice.step.seconds, "tokens_per_second": choice.tokens, "mfu": choice.mfu}
     found |= {f"{name}_seconds": seconds for name, seconds in choice.step._asdict().items()}
     found |= {"memory_bytes": choice.memory.total, "host_bytes": choice.memory.host, "days": cost.days}
+    found |= {"days_least": ends[0].days, "days_most": ends[1].days, "rate_factor": question.device.factor}
+    found |= {"seq_length": question.config.model.seq_length, "samples": question.config.train.global_batch_size}
     found |= {f"{name.strip(' *')} bytes": nbytes for name, nbytes in choice.memory.parts}
     if price is not None:
-        found["price"] = cost.price
+        found |= {"price": cost.price, "price_least": ends[0].price, "price_most": ends[1].price}
     return found
 
 
@@ -62,7 +85,7 @@ def table(
 
     tokens: of the training. price: of one GPU for an hour.
     """
-    title = f"predicted, {question.gpus} x {question.device.name}"
+    title = f"predicted, {question.gpus} x {question.device.name}: {assumed(question)}"
     found = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     found.add_column("layout", overflow="fold", min_width=24)
     of_training = [] if tokens is None else ["days"] if price is None else ["days", "price"]
@@ -73,8 +96,10 @@ def table(
         cells += [f"{share:.1%}" for share in shares(choice.step).values()]
         cells.append(size(choice.memory.total))
         if tokens is not None:
-            cost = cost_of(choice, question, tokens, price)
-            cells += [f"{cost.days:.3g}"] + ([] if price is None else [f"{cost.price:,.0f}"])
+            low, high = cost_range(choice, question, tokens, price)
+            cells.append(between(low.days, high.days, to="\nto "))
+            if price is not None:
+                cells.append(between(low.price or 0.0, high.price or 0.0, ",.0f", "\nto "))
         found.add_row(layout_text(choice.config), *cells)
     return found
 
@@ -101,7 +126,11 @@ def count_text(n: float) -> str:
 
 def cost_part(choice: Choice, question: Question, tokens: float, price: float | None) -> dict[str, list[str]]:
     """{heading: lines} of what a training in a layout costs."""
-    lines = cost_lines(cost_of(choice, question, tokens, price))
+    ends = cost_range(choice, question, tokens, price)
+    lines = [*cost_lines(cost_of(choice, question, tokens, price)), f"in all: {assumed(question)}"]
+    if question.device.factor != 1.0:
+        dollars = "" if price is None else f", {between(ends[0].price or 0, ends[1].price or 0, ',.0f')} dollars"
+        lines.append(f"with the factors of published runs: {between(ends[0].days, ends[1].days)} days{dollars}")
     return {f"Cost of training on {count_text(tokens)} tokens": list(lines)}
 
 

@@ -175,6 +175,17 @@ def model_of(question: Question, config: RunConfig) -> StepModel:
     return StepModel(config, question.device, question.software, all_reduce=question.all_reduce)
 
 
+def range_of(question: Question, config: RunConfig) -> tuple[float, float]:
+    """Tokens/s of a layout with the most and the least that published runs reached of the device's FLOP/s."""
+    found = []
+    for rate in sorted(question.device.fitted):
+        changed = question._replace(device=question.device.scaled(rate / question.device.factor))
+        found.append(
+            config.train.global_batch_size * config.model.seq_length / model_of(changed, config).step().seconds
+        )
+    return found[0], found[1]
+
+
 def _choice(question: Question, model: StepModel, memory: Plan) -> Choice:
     config, step = model.config, model.step()
     tokens = config.train.global_batch_size * config.model.seq_length / step.seconds
