@@ -139,6 +139,8 @@ def _check(values: Mapping[str, str], environment: Mapping[str, str]) -> None:
     for name, value in numbers.items():
         if not value.isdecimal():
             raise ValueError(f"{name} is {value!r}, and has to be a whole number: {REMEDY}")
+    if not 0 < int(numbers.get("MASTER_PORT", "1")) < 2**16:
+        raise ValueError(f"MASTER_PORT is {numbers['MASTER_PORT']}: ports are 1 to 65535")
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if {rank, size} <= numbers.keys() and int(numbers[rank]) >= int(numbers[size]):
             raise ValueError(f"{rank} is {numbers[rank]}, and {size} is {numbers[size]}: ranks count from 0; {REMEDY}")

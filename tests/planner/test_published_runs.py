@@ -22,9 +22,6 @@ def test_gates_are_met(name):
 
 def test_plans_use_the_factors_that_are_fitted():
     """Of each GPU whose tables there are, and of another one of its kind."""
-    fits = {
-        name: evaluate(name).rate for name in ("megatron_a100", "megatron_recompute", "megatron_h100", "torchtitan")
-    }
     for names, tables in (
         (("a100-40", "a100-80"), ("megatron_a100", "megatron_recompute")),
         (("h100", "h200", "b200"), ("megatron_h100", "torchtitan")),

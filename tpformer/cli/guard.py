@@ -15,7 +15,8 @@ from tpformer.launchers import JoinError
 from tpformer.processes.launch import USAGE_EXIT_CODE, record_exception
 
 USAGE = (ValueError, FileNotFoundError, ImportError, FloatingPointError, JoinError)
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # of a disk, for which no traceback is needed
+# of a disk or a limit of the machine, for which no traceback is needed
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE)
 PEER_SECONDS = 1.0  # how long other ranks leave it to rank 0 to report a mistake that all of them have found
 
 

@@ -17,7 +17,7 @@ RANGES = {
     "model.vocab_size": "[1, 2147483648]",  # ids are stored as int32
     "model.vocab_multiple": COUNT,
     "model.seq_length": COUNT,
-    "model.n_layers": "[1, 1e5]",  # each is an entry of several lists
+    "model.n_layers": "[1, 1e4]",  # each is an entry of several lists
     "model.hidden_size": COUNT,
     "model.n_heads": COUNT,
     "model.n_kv_heads": COUNT,

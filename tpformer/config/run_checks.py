@@ -42,6 +42,8 @@ def check_config(config: RunConfig, *, trains: bool = True) -> None:
     _check_recorded(config)
     _check_compression(config)
     _check_server(config)
+    if not config.run.dir.strip():
+        raise ValueError(f"run.dir = {config.run.dir!r} names no directory: give the run one of its own")
     if trains and not config.data.train:
         raise ValueError("data.train names no dataset: give the prefix of a .bin/.idx pair (`tpformer data build`)")
     if config.data.weights and len(config.data.weights) != len(config.data.train):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -70,7 +71,29 @@ def _join(backend: str, timeout: timedelta) -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(f"the environment has RANK and WORLD_SIZE, but not {' and '.join(missing)}: {REMEDY}")
+    _reach(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout.total_seconds())
     dist.init_process_group(backend, timeout=timeout)
+
+
+def _reach(host: str, port: int, seconds: float) -> None:
+    """Wait until rank 0 listens, which may start later, and whose name may become known later. OSError if it does not.
+
+    torch would wait as well, with lines and stacks of its own for each try. Rank 0 itself only needs the name, unless
+    torchrun listens for it.
+    """
+    serves = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            if serves:
+                socket.getaddrinfo(host, port)
+            else:
+                socket.create_connection((host, port), timeout=min(seconds, 10.0)).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.distributed.collectives import all_reduce
-from tpformer.distributed.mesh import DEFAULT_TIMEOUT
+from tpformer.distributed.mesh import DEFAULT_TIMEOUT, joining
 
 from .gradients import local_part
 
@@ -39,7 +39,8 @@ class TiedParameter:
         if first_rank != last_rank:
             ranks = mesh.mesh.flatten(start_dim=1)
             for pair in zip(ranks[first_rank].tolist(), ranks[last_rank].tolist(), strict=True):
-                group = dist.new_group(list(pair), timeout=timeout)
+                with joining():
+                    group = dist.new_group(list(pair), timeout=timeout)
                 if dist.get_rank() in pair:
                     self.group = group
 

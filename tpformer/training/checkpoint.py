@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
 from tpformer.config.words import listed
+from tpformer.distributed.mesh import joining
 from tpformer.processes.files import file_sha256, naming
 
 from .checkpoint_files import (
@@ -186,7 +187,8 @@ class Checkpointer:
     ) -> None:
         self.directory, self.keep, self.on_saved = directory, keep, on_saved
         self.failures = 0  # how many saves in a row have failed, the same on all ranks
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        with joining():
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._pending: Future | None = None
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._report = report if self._rank == 0 else lambda text: None
