@@ -30,22 +30,25 @@ H100, H200 = machine_for("H100"), machine_for("H200")
 assert H100 is not None and H200 is not None
 LARGE = TILES["large"]  # 128 x 256, 8 rows a step
 
-# GEMM + reduce-scatter on 8 H100 (ByteDance-Seed/Triton-distributed#166): whole sizes, ranks, milliseconds of their
-# fused kernel and of torch with NCCL. Of the larger shape the fused times are those "after", which is the same code.
+# GEMM + reduce-scatter on H100s (ByteDance-Seed/Triton-distributed#166, the whole table): whole sizes, ranks,
+# milliseconds of their fused kernel and of torch with NCCL. Of the smaller shape the fused times are those "before", as
+# their kernel gives way to NCCL "after"; of the larger one those "after", which is the same code.
 PUBLISHED = [
     ((8192, 8192, 29568), 2, 2.902, 3.077),
     ((8192, 8192, 29568), 4, 1.575, 1.707),
     ((8192, 8192, 29568), 8, 0.851, 1.045),
+    ((4096, 4096, 8192), 2, 0.259, 0.275),
+    ((4096, 4096, 8192), 4, 0.286, 0.205),
     ((4096, 4096, 8192), 8, 0.323, 0.167),
 ]
 
 
 def test_published_times_are_predicted() -> None:
-    """Six of eight within 8 %, and no constant of the model was fitted to them.
+    """The library's within 5 %, and two of six of a fused kernel that is not ours within 8 %. No constant was fitted.
 
-    Of a fused kernel that is not ours, two on 8 ranks are missed. With 4096 rows (0.106 ms for 0.323) it is bound by
-    work that does not shrink with the GEMM; its authors take NCCL there since. With 8192 (0.764 ms for 0.851) it has
-    SMs of its own for the reduction, which its GEMM lacks; our model gives the GEMM all SMs.
+    With 4096 rows that kernel is bound by work that does not shrink with the GEMM; its authors take NCCL there since.
+    With 8192 rows on 8 ranks (0.763 ms for 0.851) it has SMs of its own for the reduction, which its GEMM lacks; our
+    model gives the GEMM all SMs.
     """
     errors = {}
     for (m, n, k), t, fused, sequential in PUBLISHED:
@@ -53,7 +56,7 @@ def test_published_times_are_predicted() -> None:
         errors["fused", m, t] = 1e3 * found.fused.device / fused - 1
         errors["sequential", m, t] = 1e3 * found.sequential.device / sequential - 1
     missed = {key for key, error in errors.items() if abs(error) > 0.08}
-    assert missed == {("fused", 4096, 8), ("fused", 8192, 8)}, errors
+    assert missed == {("fused", 8192, 8), *(("fused", 4096, t) for t in (2, 4, 8))}, errors
     assert errors["fused", 8192, 8] > -0.105
     assert max(abs(error) for key, error in errors.items() if key[0] == "sequential") < 0.05, errors
 

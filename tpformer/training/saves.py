@@ -148,7 +148,7 @@ class Saves:
                 if left == 0 or self._checkpointer.on_any(len(requests) > asked):
                     raise NotSaved(f"{error}; the steps since the last checkpoint are lost") from None
                 self._notice(
-                    f"{error}; it is tried again in {self._pause:g} s, {left} times at most: make room if the disk is full"
+                    f"{error}; it is tried again in {self._pause:g} s, {left} times at most: make room if there is none"
                 )
             time.sleep(self._pause)
             self._save()
