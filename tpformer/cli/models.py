@@ -98,7 +98,7 @@ def generate_command(arguments: Sequence[str]) -> None:
     settings |= {"prompts": prompts, "sampling": sampling, "seed": options.seed}
 
     def work(config: RunConfig) -> None:
-        model, _ = load_model(config, decided=decides("generate", config, source=config.run.dir, **settings))
+        model, _ = load_model(config, decided=decides("generate", config, source=config.run.dir, beside=settings))
         pieces = generate_text(
             model,
             tokenizer,
@@ -217,10 +217,12 @@ def evaluate_command(arguments: Sequence[str]) -> None:
             evaluation.config,
             source=str(options.source),
             data=[each.prefix for each in evaluation.data],
-            samples=[each.n_samples for each in evaluation.data],
-            step=options.step,
-            questions=evaluation.questions,
-            lm_eval=options.lm_eval,
+            beside={
+                "samples": [each.n_samples for each in evaluation.data],
+                "step": options.step,
+                "questions": evaluation.questions,
+                "lm_eval": options.lm_eval,
+            },
         )
         result = evaluate_rank(evaluation, step=options.step, tasks=str(options.tasks), more=more, decided=decided)
         if dist.get_rank() == 0:

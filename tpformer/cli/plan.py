@@ -109,8 +109,8 @@ def plan_command(arguments: Sequence[str]) -> None:
 
 def _check(options: Plan) -> None:
     """ValueError for numbers out of range, options that exclude each other, and files that could not be made."""
-    given = {"--gpus": options.gpus, "--top": options.top, "--batch": options.batch, "--seq-length": options.seq_length}
-    check_positive(**given)
+    check_positive(**{"--gpus": options.gpus, "--top": options.top, "--batch": options.batch})
+    check_positive(**{"--seq-length": options.seq_length})
     if options.price is not None and not 0 <= options.price < math.inf:
         raise ValueError(f"--price {options.price} must be at least 0")
     files = {name: Path(path) for name in FILES if (path := getattr(options, name))}

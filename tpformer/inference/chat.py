@@ -264,7 +264,7 @@ def chat(config: RunConfig, *, system: str | None, max_new_tokens: int, sampling
     # a terminal sends Ctrl-C to all ranks. While the model is loaded it ends them; then it is rank 0's alone
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     settings = {"system": system, "max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed}
-    model, _ = load_model(config, decided=decides("chat", config, source=config.run.dir, **settings))
+    model, _ = load_model(config, decided=decides("chat", config, source=config.run.dir, beside=settings))
     ranks = Ranks()
     speaker = Speaker(model, stop=tokenizer.stop_tokens, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
     if not ranks.leads:

@@ -169,8 +169,8 @@ def parse_device(name: str, values: Mapping[str, Any], where: str) -> Device:
         required += [(section, key) for key in pair if any(other in values[section] for other in pair)]
     for section, key in required:
         if key not in values[section]:
-            pair = next((pair for pair in (CUDA, FITTED, NODE) if key in pair), None)
-            like = f"it goes with {pair[1 - pair.index(key)]}" if pair else f"as {DIRECTORY / 'h100.toml'} does"
+            both = next((names for names in (CUDA, FITTED, NODE) if key in names), None)
+            like = f"it goes with {both[1 - both.index(key)]}" if both else f"as {DIRECTORY / 'h100.toml'} does"
             raise ValueError(f"[{section}] of {where} lacks {key}: give it, {like}")
     capability, dtype = gpu.get("capability"), gpu.get("dtype", "bfloat16")
     numbers = isinstance(capability, list) and len(capability) == 2 and all(type(part) is int for part in capability)

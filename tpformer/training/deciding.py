@@ -4,8 +4,9 @@ Belongs here: which keys and files count. tpformer.distributed.agreement compare
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tpformer.config import RunConfig
@@ -23,13 +24,19 @@ FREE = frozenset(
 
 
 def decides(
-    command: str, config: RunConfig, *, source: str | None = None, data: Sequence[str] = (), **values: Any
+    command: str,
+    config: RunConfig,
+    *,
+    source: str | None = None,
+    data: Sequence[str] = (),
+    beside: Mapping[str, Any] = MappingProxyType({}),
 ) -> Decides:
     """What decides a command on a run's configuration.
 
     source: the directory whose weights are used as they are; data: what then takes the place of the run's datasets.
-    values: what decides the command beside that. Of a run's checkpoints the manifest is compared where one is chosen.
+    beside: what decides the command beside that. Of a run's checkpoints the manifest is compared where one is chosen.
     """
+    values = dict(beside)
     for section, keys in dataclasses.asdict(config).items():
         values |= {f"{section}.{key}": value for key, value in keys.items() if f"{section}.{key}" not in FREE}
     files: dict[str, Path] = {}
