@@ -148,6 +148,8 @@ class Siblings(nn.Module):
             x = x * 2
         elif self.case == "written":
             x.mul_(2)
+        elif self.case == "written behind autograd":
+            x.data.mul_(2)
         k = self.k(x)
         if self.case == "skipped":
             return q * k
@@ -157,7 +159,7 @@ class Siblings(nn.Module):
 
 
 TWICE = ["same", "same"]
-CASES = [*TWICE, "another", *TWICE, "written", "same", "skipped", *TWICE, "no_grad", *TWICE]
+CASES = [*TWICE, "another", *TWICE, "written", "same", "skipped", *TWICE, "no_grad", *TWICE, "same"]
 
 
 def in_every_case(block, compute=None):
@@ -201,3 +203,19 @@ def test_columns_that_get_one_tensor_communicate_once_for_all(kind):
     assert_same(found, {name: y.chunk(2, -1)[tp.rank] if name.startswith("y") else y for name, y in plain.items()})
     assert counts[:2] == {"recomputed": [1, 1], "recomputed from the first": [3, 3]}.get(kind, [3, 1])
     assert counts[-1] == (3 if "first" in kind else 1)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@on_every_rank(2)
+def test_nothing_is_shared_where_a_tensor_has_no_version_that_tells(mode):
+    for case in ("written", "written behind autograd"):
+        block, plain = Siblings(), Siblings()
+        block.case = plain.case = case
+        tp = TensorParallel(build_mesh("cpu", tensor_parallel=2)["tp"])
+        for linear in (block.q, block.k, block.v):
+            make_column(linear, tp)
+        share_inputs(block)
+        with mode():
+            for _ in range(3):
+                x = torch.rand(2, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+                assert_same(block(x.clone()), plain(x.clone()).chunk(2, -1)[tp.rank])

@@ -32,13 +32,13 @@ class Given(NamedTuple):
     state: tuple
 
     @classmethod
-    def of(cls, x: Tensor) -> Given:
-        """What a linear is given now."""
-        version = None if x.is_inference() else x._version
-        return cls(x, (version, torch.is_grad_enabled(), autocast_dtype(x)))
+    def of(cls, x: Tensor, layer: Column | None = None) -> Given:
+        """What a linear is given now. With the layer, its parameters are part of it."""
+        held = () if layer is None else [(id(p), p._version) for p in layer.parameters(recurse=False)]
+        return cls(x, (x._version, torch.is_grad_enabled(), autocast_dtype(x), *held))
 
     def equals(self, other: Given) -> bool:
-        """Whether it is the same tensor, unchanged, in the same modes."""
+        """Whether it is the same tensor, unchanged, in the same modes, for unchanged parameters."""
         return self.x is other.x and self.state == other.state
 
 
@@ -46,28 +46,31 @@ class Siblings:
     """Column linears of one parent. The first one that gets a tensor computes for those that got it, too, last time.
 
     A linear that is then given another tensor computes alone. Outputs are kept no longer than the parent's forward.
+    That a tensor is unchanged is told by its version. Inference tensors have none, and nothing is shared for them. Writes
+    that leave the version as it is, through x.data or numpy, are seen by the values, in the forward that teaches.
     Activation checkpointing runs a forward again, and both runs have to save the same tensors. So the first forward
     under it ends all learning; a forward before it, such as one without gradients, has taught what is shared.
     """
 
     def __init__(self, parent: nn.Module, members: list[Column]) -> None:
         self.followers: dict[nn.Module, list[Column]] = {member: [] for member in members}
-        self.learning = True
+        self.learning = self.curious = True
         self._forget()
         parent.register_forward_pre_hook(self.enter)
         parent.register_forward_hook(self.leave, always_call=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"followers": self.followers, "learning": self.learning}
+        return {"followers": self.followers, "learning": self.learning, "curious": self.curious}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.followers, self.learning = state["followers"], state["learning"]
+        self.followers, self.learning, self.curious = (state[name] for name in ("followers", "learning", "curious"))
         self._forget()
 
     def enter(self, *_: Any) -> None:
         """The parent's forward begins."""
         self._forget()
         self.inside = True
+        self.looking, self.curious = self.curious, False
 
     @uncompiled
     def leave(self, *_: Any) -> None:
@@ -79,31 +82,33 @@ class Siblings:
 
     def rows_of(self, layer: Column, x: Tensor) -> Tensor:
         """The layer's output rows for x: made by an earlier sibling, or now, maybe with those of later ones."""
-        if not self.inside:
+        if not self.inside or x.is_inference():
             return project(to_rows(x, layer.sequence_dim), [layer], None)[0][0]
-        given = Given.of(x)
         expected, rows = self.made.pop(layer, (None, None))
-        if expected is not None and expected.equals(given):
+        if expected is not None and expected.equals(Given.of(x, layer)):
             assert rows is not None
             return rows
         self.learning &= not has_other_hooks()
         if self.learning:
-            self._learn(layer, given)
+            self._learn(layer, Given.of(x))
         followers = [each for each in self.followers[layer] if _computable(each, layer)]
         (rows, *others), _ = project(to_rows(x, layer.sequence_dim), [layer, *followers], None)
-        self.made |= {each: (given, y) for each, y in zip(followers, others, strict=True)}
+        self.made |= {each: (Given.of(x, each), y) for each, y in zip(followers, others, strict=True)}
         return rows
 
     def _forget(self) -> None:
-        self.inside = False
-        self.leader: tuple[nn.Module, Given] | None = None
+        self.inside = self.looking = False
+        self.leader: tuple[nn.Module, Given, Tensor | None] | None = None  # with a copy of its values, if looking
         self.made: dict[nn.Module, tuple[Given, Tensor]] = {}
 
     def _learn(self, layer: Column, given: Given) -> None:
+        """Take note of a layer that computes by itself. A new follower has to find the values that its leader found."""
         self._unlearn(layer)
         if self.leader is None or not self.leader[1].equals(given):
-            self.leader = layer, given
-        elif layer is not self.leader[0]:
+            self.leader = layer, given, given.x.detach().clone() if self.looking else None
+        elif self.leader[2] is None:
+            self.curious = True  # the next forward looks
+        elif layer is not self.leader[0] and torch.equal(self.leader[2], given.x.detach()):
             self.followers[self.leader[0]].append(layer)
 
     def _unlearn(self, layer: nn.Module) -> None:
