@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from steps import Results, each_case, own, with_keys_in_one
-from test_block_layer import BATCH, SEQ, inputs, make_block
-from testing import assert_kernel_close, assert_same
+from steps import Results, each_case, own, tp_mesh, with_keys_in_one
+from test_block_layer import BATCH, HIDDEN, SEQ, inputs, make_block
+from testing import assert_kernel_close, assert_same, on_every_rank
 
 from tpformer.layers import MLP, ColumnParallelLinear, DropoutKey, LayerNorm, Positions, RowParallelLinear
 from tpformer.planner.storages import Saved
@@ -64,3 +64,14 @@ def test_one_graph_is_refused_with_the_reason(make):
     with pytest.raises(torch._dynamo.exc.Unsupported, match=refusal):
         torch.compile(layer, fullgraph=True, backend="eager")(x)
     assert_same(torch.compile(layer, backend="eager")(x), layer(x))
+
+
+@on_every_rank(2)
+def test_sequence_lengths_are_compiled_twice_at_most():
+    """For one length, then for any: nothing that grows with the calls is asked, such as the transports opened so far."""
+    mlp = MLP(HIDDEN, ffn_hidden_size=2 * HIDDEN, tp=tp_mesh())
+    torch._dynamo.reset()
+    step = torch.compile(mlp, backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        for seq in (6, 8, 10, 12, 14):
+            step(torch.ones(seq, HIDDEN))

@@ -46,7 +46,7 @@ class Siblings:
     """Column linears of one parent. The first one that gets a tensor computes for those that got it, too, last time.
 
     A linear that is then given another tensor computes alone. Outputs are kept no longer than the parent's forward.
-    That a tensor is unchanged is told by its version. Inference tensors have none, and nothing is shared for them. Writes
+    A tensor's version tells that it is unchanged. Inference tensors have none, and nothing is shared for them. Writes
     that leave the version as it is, through x.data or numpy, are seen by the values, in the forward that teaches.
     Activation checkpointing runs a forward again, and both runs have to save the same tensors. So the first forward
     under it ends all learning; a forward before it, such as one without gradients, has taught what is shared.

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpformer import ops
 from tpformer.config import check_positive
 from tpformer.ops.sequence import flat_rows, with_leading_dims
+from tpformer.ops.uncompiled import uncompiled
 from tpformer.torch_private import is_own_parameter
 
 from .module import Constant, Normal, ParallelModule, check_plain
@@ -157,6 +158,7 @@ class ColumnParallelLinear(_Linear):
         return f"in_features={self.in_features}, out_features={self.out_features}{gathered}, tp={self.tp.size}"
 
 
+@uncompiled
 def project(
     rows: Tensor,
     layers: Sequence[ColumnParallelLinear],
@@ -259,6 +261,7 @@ class RowParallelLinear(_Linear):
                 f"input_is_parallel=False if x has all of them, True if it has this rank's"
             )
 
+    @uncompiled
     def reduced(
         self,
         rows: Tensor,
