@@ -61,8 +61,8 @@ def test_plain_modules_compiled_or_not():
 REASONS = (
     "ranks got different inputs, but they compute one batch together: give all the same samples, by a sampler",
     "different random states, and would draw different tokens: call torch.manual_seed",
-    "lora_dropout.default.p is 0.1 in training mode",
-    "dropout.p is 0.1 in training mode",
+    "self_attn draws random numbers (torch, q_proj.lora_dropout.default.p is 0.1), and each rank has only a part",
+    "attention draws random numbers (torch, output.dropout.p is 0.1), and each rank has only a part of its features",
     "output_attentions=True, but each rank",
     "scale differs between tensor-parallel ranks",
     "up.weight has a gradient",

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import weakref
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,9 @@ class Registry:
         default_factory=weakref.WeakKeyDictionary
     )
     kernels: weakref.WeakKeyDictionary[dist.ProcessGroup, KernelState] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = field(
         default_factory=weakref.WeakKeyDictionary
     )
     timeout: float = TIMEOUT_SECONDS
@@ -103,6 +107,17 @@ def close(group: dist.ProcessGroup) -> None:
     """Forget the group and free its workspaces; destroying the process group does the same. Not collective."""
     REGISTRY.collectives.pop(group, None)
     REGISTRY.kernels.pop(group, None)
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """A gloo group of the same ranks, for what their hosts tell one another beside the group's own operations.
+
+    None for a group of a dry run, which has no other ranks. Collective over the group at first use.
+    """
+    if group not in REGISTRY.hosts and torch_backend(group, "cpu") != "fake":
+        ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=REGISTRY.timeout)
+        REGISTRY.hosts[group] = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+    return REGISTRY.hosts.get(group)
 
 
 def kernel_state(group: dist.ProcessGroup) -> KernelState:

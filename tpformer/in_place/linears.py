@@ -144,6 +144,7 @@ class _InPlace(ParallelModule):
     """A layer in the place of a plain module, all of whose gradients are whole after the backward."""
 
     makes_whole_gradients = True
+    guard: Any = None  # the Guard of the model that it is part of
     transposed: bool  # whether the weight is (in_features, out_features), as in a Conv1D
 
     def local(self, name: str, partial: bool = False) -> Tensor | None:
@@ -159,7 +160,13 @@ class _InPlace(ParallelModule):
 
         The compiler has nothing to gain inside, and would compile it anew for each layer.
         """
+        self.report()
         return super().forward(*args, **kwargs).contiguous()
+
+    def report(self) -> None:
+        """Tell the guard, if there is one, that this layer is called."""
+        if self.guard is not None:
+            self.guard.visit(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduced(self, protocol)
@@ -177,6 +184,7 @@ class Column(_InPlace, ColumnParallelLinear):
         """As ColumnParallelLinear's. The result may have been made already, by a sibling that got the same x."""
         if self.siblings is None:
             return super().forward(x)
+        self.report()
         self.check(x)
         return self.finished(self.siblings.rows_of(self, x), x).contiguous()
 
@@ -207,6 +215,7 @@ class _Embedding(_InPlace, VocabParallelEmbedding):
     def forward(self, ids: Tensor) -> Tensor:
         if not self.tp.sharded:
             return super().forward(ids)
+        self.report()
         assert self.sequence_dim is not None
         dim = self.sequence_dim % (ids.ndim + 1)
         if dim == ids.ndim or ids.shape[dim] % self.tp.size:

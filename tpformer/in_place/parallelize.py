@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +18,13 @@ from tpformer.layers import ParallelModule, TensorParallel, explain
 
 from .adapters import cut_adapters
 from .alone import COLUMNS, EMBEDDING, EXPERTS, GATHERED, ROWS, SPLIT
+from .guard import guard
 from .linears import REPLACED_BY, make_column, make_embedding, make_row
 from .matrices import make_matrices
 from .narrowed import Narrowed
 from .plan import Plan, auto_plan, check_plan
 from .ranks import share_out
-from .refusals import refuse_in_forward, sample_alike
+from .refusals import sample_alike
 from .regions import example_of, is_adapted, pattern_of
 from .saving import save_from_all_ranks
 from .sequence import SEQUENCE_DIM, shard_sequence
@@ -84,7 +85,7 @@ def parallelize(
         cut_adapters(model)
         globalize(model, before.tp.mesh)
         share_inputs(model)
-        _guard(model, before.plan, before.tp)
+        _guard(model, before.plan, before.tp, ())
         return model
     if any(isinstance(part, ParallelModule) for part in model.modules()):
         raise ValueError("the model has this library's layers, which lie on their ranks already")
@@ -219,11 +220,11 @@ def cut(model: nn.Module, plan: Plan, tp: TensorParallel, streams: Streams) -> N
     for region, way in plan.regions.values():
         for narrowed in Narrowed.of(region, way, tp.size):
             narrowed.attach(model)  # behind what gathers the module's input
-    _guard(model, plan, tp)
+    _guard(model, plan, tp, [name for chain in streams.chains for name in chain])
 
 
-def _guard(model: nn.Module, plan: Plan, tp: TensorParallel) -> None:
-    """Make what is called on a cut model right on all ranks, or refused."""
+def _guard(model: nn.Module, plan: Plan, tp: TensorParallel, on_shards: Sequence[str]) -> None:
+    """Make what is called on a cut model right on all ranks, or refused. on_shards: layers on sequence shards."""
     save_from_all_ranks(model, tp)
     sample_alike(model)
-    refuse_in_forward(model, bool(plan.regions), tp)
+    guard(model, tp, [*(region.root for region, _ in plan.regions.values()), *on_shards], bool(plan.regions))

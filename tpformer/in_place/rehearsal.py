@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from tpformer.layers.children import DROPOUTS
 from tpformer.torch_private import tree_leaves
 
 from .narrowed import Narrowed
-from .refusals import drawing
 from .regions import Region, as_measured, inputs_of, join, stand_ins, values_of
 from .trial import TOLERANCE
 from .ways import Way, own_slice
@@ -189,6 +189,18 @@ class Rehearsal:
 
         before = {} if rank is None else {name: enter(name) for name in regions}
         return before, {name: leave(name) for name in regions}
+
+
+def drawing(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """(name of the module, module, attribute) for what looks like a probability of dropout in a model."""
+    found: list[tuple[str, nn.Module, str]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, DROPOUTS):
+            found.append((name, module, "p"))
+        else:
+            floats = [key for key, value in vars(module).items() if type(value) is float and "drop" in key]
+            found += [(name, module, key) for key in floats]
+    return found
 
 
 @contextmanager
