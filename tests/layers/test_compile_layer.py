@@ -68,7 +68,7 @@ def test_one_graph_is_refused_with_the_reason(make):
 
 @on_every_rank(2)
 def test_sequence_lengths_are_compiled_twice_at_most():
-    """For one length, then for any: nothing that grows with the calls is asked, such as the transports opened so far."""
+    """For one length, then for any: nothing is asked that grows with the calls, such as the transports opened."""
     mlp = MLP(HIDDEN, ffn_hidden_size=2 * HIDDEN, tp=tp_mesh())
     torch._dynamo.reset()
     step = torch.compile(mlp, backend="eager")

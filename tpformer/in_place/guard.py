@@ -35,8 +35,8 @@ INPUTS = (
     "sampler whose rank is that of the data-parallel axis"
 )
 GRADIENTS = (
-    "tensor-parallel ranks got different gradients of the model's outputs, but they compute one batch together: let all "
-    "compute the same loss, of the same targets"
+    "tensor-parallel ranks got different gradients of the model's outputs, but they compute one batch together: let "
+    "all compute the same loss, of the same targets"
 )
 STATES = (
     "tensor-parallel ranks have different random states, and would draw different {what}: call torch.manual_seed with "

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpformer.distributed.collectives import all_gather_single
+from tpformer.distributed.collectives import all_gather, all_gather_single
 from tpformer.distributed.dtensor import is_dtensor
-from tpformer.distributed.groups import host_group
+from tpformer.distributed.groups import backend_of, host_group
 
 MOST = 1 << 18  # elements of a floating tensor that are looked at; of whole numbers all are
 DIRECTIONS = 3  # in which values are projected
@@ -83,19 +83,24 @@ class Exchange:
     """What one group of ranks sends one another. names: what a place's `what` is, in words."""
 
     def __init__(self, group: dist.ProcessGroup, names: dict[int, str]) -> None:
-        self.group, self.names = host_group(group), names
+        self.shared, self.names = backend_of(group) == "shared", names
+        self.group = group if self.shared else host_group(group)
         self.pending: deque[tuple[Any, Tensor, str]] = deque()
 
     def send(self, place: Place, of: int, seen: list[float], refusal: str, wait: bool) -> None:
         """Compare a place, and values of forward number `of` that digest() saw, with the other ranks'.
 
-        wait: until they have sent theirs. Else a later call looks at them.
+        wait: until they have sent theirs. Else a later call looks at them, so that no device runs dry. CPU processes of
+              one machine always wait: memory that they share takes microseconds, and the rows come next anyway.
         Communicates: an all-gather of 120 bytes between hosts.
         Errors:  ValueError if ranks are at different places, or with this refusal if they have different values.
         """
         if self.group is None:
             return
         own = torch.tensor([*map(float, vars(place).values()), float(of), *(seen or [0.0] * SEEN)], dtype=torch.float64)
+        if self.shared:
+            self._compare(all_gather(own[None], self.group).tolist(), refusal)
+            return
         rows = torch.empty((self.group.size(), own.numel()), dtype=torch.float64)
         work = all_gather_single(rows.view(-1), own, group=self.group, async_op=True)
         self.pending.append((work, rows, refusal))
