@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from tpformer.distributed.collectives import all_reduce
 from tpformer.layers import ParallelModule, TensorParallel, explain
 
-from .adapters import cut_adapters
+from .adapters import check_config, cut_adapters, follow_peft
 from .alone import COLUMNS, EMBEDDING, EXPERTS, GATHERED, ROWS, SPLIT
 from .guard import guard
 from .linears import REPLACED_BY, make_column, make_embedding, make_row
 from .matrices import make_matrices
 from .narrowed import Narrowed
 from .plan import Plan, auto_plan, check_plan
-from .ranks import share_out
+from .ranks import check_equal, share_out
 from .refusals import sample_alike
 from .regions import example_of, is_adapted, pattern_of
 from .saving import save_from_all_ranks
@@ -82,7 +79,10 @@ def parallelize(
     """
     before = next((vars(part)[APPLIED] for part in model.modules() if APPLIED in vars(part)), None)
     if before is not None:
+        for config in (getattr(model, "peft_config", None) or {}).values():
+            check_config(config, before.tp)
         cut_adapters(model)
+        check_equal(dict(model.named_parameters()), before.tp)
         globalize(model, before.tp.mesh)
         share_inputs(model)
         _guard(model, before.plan, before.tp, ())
@@ -151,19 +151,7 @@ def _check_values(model: nn.Module, tp: TensorParallel) -> None:
     graded = next((name for name, x in named.items() if x.grad is not None), None)
     if graded is not None:
         raise ValueError(f"{graded} has a gradient: call parallelize before the first backward, or zero_grad() first")
-    assert tp.mesh is not None
-    zero = torch.zeros((), dtype=torch.float64)
-    sums = [zero if x.is_meta else x.detach().double().sum().cpu() for x in named.values()]
-    names = zlib.crc32(repr([(name, tuple(x.shape)) for name, x in named.items()]).encode())
-    own = torch.stack([zero + names, *sums]).nan_to_num()
-    extremes = all_reduce(torch.cat([own, -own]).to(tp.mesh.device_type), tp.group, "max").view(2, -1)
-    equal = (extremes[0] == -extremes[1]).tolist()
-    differing = [name for name, same in zip(("", *named), equal, strict=True) if not same]
-    if differing:
-        raise ValueError(
-            f"{differing[0] or 'the list of names and shapes'} differs between tensor-parallel ranks: build or load "
-            f"the same model on every rank, one with random values after the same torch.manual_seed"
-        )
+    check_equal(named, tp)
 
 
 def _streams(model: nn.Module, plan: Plan, example: Any) -> Streams:
@@ -225,6 +213,7 @@ def cut(model: nn.Module, plan: Plan, tp: TensorParallel, streams: Streams) -> N
 
 def _guard(model: nn.Module, plan: Plan, tp: TensorParallel, on_shards: Sequence[str]) -> None:
     """Make what is called on a cut model right on all ranks, or refused. on_shards: layers on sequence shards."""
+    follow_peft()
     save_from_all_ranks(model, tp)
     sample_alike(model)
     guard(model, tp, [*(region.root for region, _ in plan.regions.values()), *on_shards], bool(plan.regions))

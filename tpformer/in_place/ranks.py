@@ -1,17 +1,21 @@
-"""How many ranks share one copy of a model, where only the number of processes is given."""
+"""Which ranks share one copy of a model, and whether their copies are equal."""
 
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.distributed import build_mesh, initialize
+from tpformer.distributed.collectives import all_reduce
+from tpformer.distributed.dtensor import is_dtensor
+from tpformer.layers import TensorParallel
 
 from .alone import GATHERED, SUMMED, WHOLE
 from .plan import Plan, auto_plan, check_plan
@@ -53,3 +57,24 @@ def weights_per_rank(model: nn.Module, plan: Plan) -> float:
         share = 1 if alone or style in (*WHOLE, *SUMMED) else plan.t
         total += sum(parameter.numel() for parameter in module.parameters(recurse=False)) / share
     return total
+
+
+def check_equal(named: Mapping[str, Tensor], tp: TensorParallel) -> None:
+    """ValueError if tensors differ between ranks, but for those that are laid out on ranks.
+
+    Communicates: an all-reduce of 16 bytes a tensor.
+    """
+    assert tp.mesh is not None
+    zero = torch.zeros((), dtype=torch.float64)
+    plain = {name: x for name, x in named.items() if not is_dtensor(x)}
+    sums = [zero if x.is_meta else x.detach().double().sum().cpu() for x in plain.values()]
+    names = zlib.crc32(repr([(name, tuple(x.shape)) for name, x in named.items()]).encode())
+    own = torch.stack([zero + names, *sums]).nan_to_num()
+    extremes = all_reduce(torch.cat([own, -own]).to(tp.mesh.device_type), tp.group, "max").view(2, -1)
+    equal = (extremes[0] == -extremes[1]).tolist()
+    differing = [name for name, same in zip(("", *plain), equal, strict=True) if not same]
+    if differing:
+        raise ValueError(
+            f"{differing[0] or 'the list of names and shapes'} differs between tensor-parallel ranks: build or load "
+            f"the same model on every rank, one with random values after the same torch.manual_seed"
+        )

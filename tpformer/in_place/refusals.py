@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from tpformer.layers import ParallelModule
+from tpformer.layers.children import unwrapped
 
 from .adapters import cuts_adapters
 from .regions import is_adapted
@@ -32,10 +33,17 @@ class Refusals:
         """ValueError as the module says."""
         for holder, key, part in self.cut:
             now = getattr(holder, key)
-            if (now is not part or not isinstance(now, ParallelModule)) and not cuts_adapters(now):
+            if now is part and cuts_adapters(part):
+                continue
+            if is_adapted(now):
                 raise ValueError(
                     f"{key} has an adapter that was added to a tensor-parallel linear: call parallelize(model) again, "
-                    f"which cuts it"
+                    f"which cuts it and lets the adapter be saved"
+                )
+            if not isinstance(unwrapped(now), ParallelModule) and not hasattr(now, "modules_to_save"):
+                raise ValueError(
+                    f"{key} is a {type(now).__name__}, put in the place of a tensor-parallel module, and made for one "
+                    f"rank's features: do that before parallelize"
                 )
         asked = kwargs.get("output_attentions")
         if asked is None:

@@ -67,8 +67,10 @@ class Recording:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether a module is PEFT's LoRA around a linear: it has base_layer, and lora_A and lora_B for each adapter."""
-    return all(hasattr(module, name) for name in ("base_layer", "lora_A", "lora_B"))
+    """Whether a module is PEFT's LoRA around a linear: it has base_layer, and linears lora_A and lora_B by adapter."""
+    parts = dict(module.named_children())
+    matrices = (parts.get("lora_A"), parts.get("lora_B"))
+    return "base_layer" in parts and all(isinstance(each, nn.ModuleDict) for each in matrices)
 
 
 def linear_of(module: nn.Module) -> nn.Module | None:
