@@ -18,6 +18,7 @@ from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tpformer.layers import ColumnParallelLinear, ParallelModule, RowParallelLinear, TensorParallel
+from tpformer.layers.children import unwrapped
 from tpformer.ops.uncompiled import uncompiled, untraced
 from tpformer.torch_private import compiler_is_imported, in_backward, leave_frame_uncompiled, tree_leaves
 
@@ -68,8 +69,7 @@ class Guard:
         self.seen: tuple[int, list[float]] = (0, [])  # of which forward values were seen, and what
         self.coming: tuple[int, Tensor, Any] | None = None  # what a GPU is still computing
         self.optimizers: weakref.WeakKeyDictionary[optim.Optimizer, bool] = weakref.WeakKeyDictionary()
-        counted = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
-        weakref.finalize(self, counted.remove)
+        _guards().add(self)
 
     def __deepcopy__(self, memo: dict) -> Guard:
         return self
@@ -92,6 +92,8 @@ class Guard:
                 holders |= {".".join(parts[:depth]) for depth in range(len(parts))}
         for name in holders:
             module = modules[name]
+            if unwrapped(module) is not module:
+                continue
             if GUARD not in vars(module) and not is_adapted(module) and not isinstance(module, ParallelModule):
                 _wrap(module)
             setattr(module, GUARD, self)
@@ -240,15 +242,20 @@ def _left_alone() -> bool:
     return in_backward() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
-def _stepped(guard: Callable[[], Guard | None], optimizer: optim.Optimizer, *_: Any) -> None:
-    own = guard()
-    model = None if own is None else own.model()
-    if own is None or model is None:
-        return
-    if optimizer not in own.optimizers:
-        held = {id(parameter) for parameter in model.parameters()}
-        own.optimizers[optimizer] = any(id(p) in held for group in optimizer.param_groups for p in group["params"])
-    own.steps += own.optimizers[optimizer]
+@cache
+def _guards() -> weakref.WeakSet[Guard]:
+    """All guards, which count the steps of optimizers. No hook is removed later: torch may be calling them then."""
+    register_optimizer_step_post_hook(_stepped)
+    return weakref.WeakSet()
+
+
+def _stepped(optimizer: optim.Optimizer, *_: Any) -> None:
+    for own in list(_guards()):
+        model = own.model()
+        if model is not None and optimizer not in own.optimizers:
+            held = {id(parameter) for parameter in model.parameters()}
+            own.optimizers[optimizer] = any(id(p) in held for group in optimizer.param_groups for p in group["params"])
+        own.steps += own.optimizers.get(optimizer, False)
 
 
 def guard(model: nn.Module, tp: TensorParallel, divided: Iterable[str], partial_attention: bool) -> None:
@@ -272,6 +279,12 @@ def _wrap(module: nn.Module) -> None:
         setattr(module, OWN, module.forward)
     if type(module).forward is not nn.Module.forward or OWN in vars(module):  # a list of modules is not called
         module.forward = MethodType(_guarded(type(module).forward), module)
+    if isinstance(module, nn.Sequential):  # the compiler calls its members one by one, unless it has a hook
+        module.register_forward_pre_hook(_keep)
+
+
+def _keep(module: nn.Module, args: tuple) -> None:
+    """Changes nothing."""
 
 
 @cache

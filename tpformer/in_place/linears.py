@@ -38,6 +38,21 @@ FALCON = ("transformers.models.falcon.modeling_falcon", "FalconLinear")  # an nn
 REPLACED_BY = "_replaced_by"  # on a parameter: the DTensor that has taken its place, for modules that are tied
 
 
+class Replaced(nn.Parameter):
+    """What a parameter is when a DTensor has taken its place: it never gets a gradient, and says so when it is asked.
+
+    An optimizer that was made before, or a list of parameters to clip, would go on without a word.
+    """
+
+    @property
+    def grad(self) -> Any:  # type: ignore[override]
+        """ValueError."""
+        raise ValueError(
+            f"the model no longer has this parameter of {tuple(self.shape)}, because it has been cut over ranks: make "
+            f"optimizers, and lists of parameters, after parallelize"
+        )
+
+
 def make_column(
     module: nn.Module,
     tp: TensorParallel | DeviceMesh | None,
@@ -328,6 +343,7 @@ def lay_out(module: nn.Module, tp: TensorParallel, shards: dict[str, int | None]
     laid_out = {name: _laid_out(name, p, tp.mesh, placements[name]) for name, p in found.items() if p is not None}
     for name, parameter in laid_out.items():
         setattr(found[name], REPLACED_BY, parameter)
+        found[name].__class__ = Replaced
         module.register_parameter(name, parameter)
     return placements
 

@@ -73,9 +73,9 @@ def parallelize(
     example: arguments of one small forward, a tuple, or a dict of keyword arguments; transformers models need none.
     Communication: an all-reduce of 16 bytes per parameter and buffer, and those of make_column.
     Errors:  ValueError for an entry of a plan that is not right, for ranks that hold different values, and for
-             sequence_parallel where no layer allows it. In the forward, ValueError for inputs that differ between ranks
-             (the first forward compares them), in training with dropout, whose masks would differ, and for
-             output_attentions.
+             sequence_parallel where no layer allows it. Of calls of the model, whichever of its modules is called:
+             ValueError for ranks at different places of a program, for inputs or gradients of outputs that differ, for
+             random numbers that ranks would draw for parts of the features, and for output_attentions.
     """
     before = next((vars(part)[APPLIED] for part in model.modules() if APPLIED in vars(part)), None)
     if before is not None:
