@@ -1,4 +1,4 @@
-"""Adapters of PEFT that are added to a cut model: LoRA is what it is in one process, others are refused by their class."""
+"""Adapters of PEFT that are added to a cut model: LoRA is what it is in one process, others are refused by class."""
 
 import re
 

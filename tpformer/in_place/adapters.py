@@ -173,9 +173,9 @@ def follow_peft() -> None:
     DTensors. Weights that it loads next are for all features, so adapters are cut before.
     """
     tuners = sys.modules.get("peft.tuners.tuners_utils")
-    own = None if tuners is None else tuners.BaseTuner.inject_adapter
-    if own is None or hasattr(own, FOLLOWED):
+    if tuners is None or hasattr(tuners.BaseTuner.inject_adapter, FOLLOWED):
         return
+    own = tuners.BaseTuner.inject_adapter
 
     @wraps(own)
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:

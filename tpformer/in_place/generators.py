@@ -32,7 +32,7 @@ def _torch_cuda() -> Any:
 
 
 def _numpy() -> Any:
-    generator = np.random.get_bit_generator()
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if isinstance(generator, np.random.MT19937):  # as a dict it takes twenty times as long
         return ctypes.string_at(generator.ctypes.state_address, MT19937)
     return repr(generator.state)

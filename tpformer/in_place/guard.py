@@ -87,7 +87,7 @@ class Guard:
         holders = {""}
         for name, module in modules.items():
             if isinstance(module, ParallelModule):
-                module.guard = self  # type: ignore[assignment]
+                module.guard = self
                 parts = name.split(".")
                 holders |= {".".join(parts[:depth]) for depth in range(len(parts))}
         for name in holders:

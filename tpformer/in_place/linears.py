@@ -31,26 +31,11 @@ from tpformer.ops.moves import Moves, move_rows
 from tpformer.ops.uncompiled import uncompiled
 from tpformer.torch_private import has_gradient_hooks, is_own_parameter, own_part
 
+from .replaced import REPLACED_BY, Replaced
 from .tensors import parameter_from
 
 CONV1D = ("transformers.pytorch_utils", "Conv1D")  # transformers' linear with a weight (in_features, out_features)
 FALCON = ("transformers.models.falcon.modeling_falcon", "FalconLinear")  # an nn.Linear that adds its bias by itself
-REPLACED_BY = "_replaced_by"  # on a parameter: the DTensor that has taken its place, for modules that are tied
-
-
-class Replaced(nn.Parameter):
-    """What a parameter is when a DTensor has taken its place: it never gets a gradient, and says so when it is asked.
-
-    An optimizer that was made before, or a list of parameters to clip, would go on without a word.
-    """
-
-    @property
-    def grad(self) -> Any:  # type: ignore[override]
-        """ValueError."""
-        raise ValueError(
-            f"the model no longer has this parameter of {tuple(self.shape)}, because it has been cut over ranks: make "
-            f"optimizers, and lists of parameters, after parallelize"
-        )
 
 
 def make_column(
@@ -306,7 +291,9 @@ def _check(module: nn.Module, tp: TensorParallel | DeviceMesh | None, kind: type
             raise ValueError(
                 f"{name} of {own.__name__} is a DTensor already: call fully_shard after the sharding in place"
             )
-        if parameter is not None and (parameter.grad is not None or has_gradient_hooks(parameter)):
+        if parameter is None or isinstance(parameter, Replaced):  # tied, and asked before
+            continue
+        if parameter.grad is not None or has_gradient_hooks(parameter):
             raise ValueError(f"{name} of {own.__name__} has a gradient or hooks for it: shard it in place before that")
     return TensorParallel.of(tp)
 

@@ -16,13 +16,14 @@ from tpformer.layers import ParallelModule, TensorParallel, explain
 from .adapters import check_config, cut_adapters, follow_peft
 from .alone import COLUMNS, EMBEDDING, EXPERTS, GATHERED, ROWS, SPLIT
 from .guard import guard
-from .linears import REPLACED_BY, make_column, make_embedding, make_row
+from .linears import make_column, make_embedding, make_row
 from .matrices import make_matrices
 from .narrowed import Narrowed
 from .plan import Plan, auto_plan, check_plan
 from .ranks import check_equal, share_out
 from .refusals import sample_alike
 from .regions import example_of, is_adapted, pattern_of
+from .replaced import REPLACED_BY
 from .saving import save_from_all_ranks
 from .sequence import SEQUENCE_DIM, shard_sequence
 from .sequence_trial import Linears

@@ -35,6 +35,12 @@ class Place:
     training: bool
     grad: bool
 
+    @classmethod
+    def read(cls, words: list[float]) -> Place:
+        """The place that another rank has sent."""
+        forwards, backwards, steps, what, training, grad = (int(word) for word in words[: len(fields(cls))])
+        return cls(forwards, backwards, steps, what, bool(training), bool(grad))
+
     def sentence(self, names: Mapping[int, str]) -> str:
         """The place in words."""
         mode = ("training" if self.training else "evaluation") + " without gradients" * (not self.grad)
@@ -42,9 +48,6 @@ class Place:
             f"in {names.get(self.what, 'another call')} in {mode}, after {self.forwards} forwards, {self.backwards} "
             f"backwards and {self.steps} optimizer steps"
         )
-
-
-PLACE = tuple(field.name for field in fields(Place))
 
 
 def number_of(name: str) -> int:
@@ -114,10 +117,10 @@ class Exchange:
             self._compare(rows.tolist(), refusal)
 
     def _compare(self, rows: list[list[float]], refusal: str) -> None:
-        count = len(PLACE)
+        count = len(fields(Place))
         for rank, row in enumerate(rows):
             if row[:count] != rows[0][:count]:
-                first, second = (Place(*map(int, each[:count])).sentence(self.names) for each in (rows[0], row))
+                first, second = (Place.read(each).sentence(self.names) for each in (rows[0], row))
                 raise ValueError(
                     f"tensor-parallel ranks are not at the same place: rank 0 is {first}; rank {rank} is {second}: let "
                     f"all of them call the model, its backward and its optimizer together"
