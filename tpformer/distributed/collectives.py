@@ -59,10 +59,15 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor
         output = x.new_empty(shape)
         all_gather_single(output, flat.view(x.shape), group=group)
         return output
-    slots = state.gather.slots(group, flat.numel(), x.dtype, 1)
+    return gather_shared(flat, group, state).resize_(shape)
+
+
+def gather_shared(flat: torch.Tensor, group: dist.ProcessGroup, state: CollectiveState) -> torch.Tensor:
+    """all_gather of a flat CPU tensor through shared memory. It is in no record of collectives."""
+    slots = state.gather.slots(group, flat.numel(), flat.dtype, 1)
     slots[state.rank][0].copy_(flat)
-    state.gather.exchange(Collective.ALL_GATHER, nbytes)
-    return torch.cat(from_all_ranks(slots, 0, flat, state)).resize_(shape)
+    state.gather.exchange(Collective.ALL_GATHER, flat.nbytes)
+    return torch.cat(from_all_ranks(slots, 0, flat, state))
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpformer.distributed.collectives import all_gather, all_gather_single
+from tpformer.distributed.collectives import all_gather_single, gather_shared
 from tpformer.distributed.dtensor import is_dtensor
-from tpformer.distributed.groups import backend_of, host_group
+from tpformer.distributed.groups import backend_of, collective_state, host_group
 
 MOST = 1 << 18  # elements of a floating tensor that are looked at; of whole numbers all are
 DIRECTIONS = 3  # in which values are projected
@@ -102,7 +102,9 @@ class Exchange:
             return
         own = torch.tensor([*map(float, vars(place).values()), float(of), *(seen or [0.0] * SEEN)], dtype=torch.float64)
         if self.shared:
-            self._compare(all_gather(own[None], self.group).tolist(), refusal)
+            self._compare(
+                gather_shared(own, self.group, collective_state(self.group)).view(-1, own.numel()).tolist(), refusal
+            )
             return
         rows = torch.empty((self.group.size(), own.numel()), dtype=torch.float64)
         work = all_gather_single(rows.view(-1), own, group=self.group, async_op=True)
