@@ -168,6 +168,11 @@ def test_what_was_made_of_the_parameters_before_is_refused():
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     model = parallelize(model, tp_mesh(), example=X)
     model(X).sum().backward()
-    for use in (optimizer.step, optimizer.zero_grad, lambda: nn.utils.clip_grad_norm_(parameters, 1.0)):
+    whole = torch.optim.SGD([each for each in parameters if each.ndim == 1], lr=0.1)
+    for use in (optimizer.step, optimizer.zero_grad, whole.step, lambda: nn.utils.clip_grad_norm_(parameters, 1.0)):
         with pytest.raises(ValueError, match="no longer has this parameter of .* after parallelize"):
             use()
+    hooked = Model()
+    next(hooked.parameters()).register_hook(lambda gradient: gradient)
+    with pytest.raises(ValueError, match="has hooks for its gradient: call parallelize before they are registered"):
+        parallelize(hooked, tp_mesh(), example=X)

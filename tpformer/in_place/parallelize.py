@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from tpformer.layers import ParallelModule, TensorParallel, explain
+from tpformer.torch_private import has_gradient_hooks
 
 from .adapters import check_config, cut_adapters, follow_peft
 from .alone import COLUMNS, EMBEDDING, EXPERTS, GATHERED, ROWS, SPLIT
@@ -152,6 +153,9 @@ def _check_values(model: nn.Module, tp: TensorParallel) -> None:
     graded = next((name for name, x in named.items() if x.grad is not None), None)
     if graded is not None:
         raise ValueError(f"{graded} has a gradient: call parallelize before the first backward, or zero_grad() first")
+    hooked = next((name for name, x in model.named_parameters() if has_gradient_hooks(x)), None)
+    if hooked is not None:
+        raise ValueError(f"{hooked} has hooks for its gradient: call parallelize before they are registered")
     check_equal(named, tp)
 
 

@@ -24,6 +24,8 @@ from tpformer.torch_private import (
     without_torch_function,
 )
 
+from .replaced import Replaced
+
 TAKEN = "_taken_as_gradient"  # an attribute of a tensor that is some parameter's gradient
 
 
@@ -113,6 +115,8 @@ def globalize(model: nn.Module, mesh: DeviceMesh) -> None:
                 whole = DTensor.from_local(parameter.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
                 made[parameter] = parameter_from(whole, parameter)
             setattr(module, name, made[parameter])  # torch's RNNs hear of it by this
+    for parameter in made:
+        parameter.__class__ = Replaced
 
 
 def _is_cut(x: Tensor) -> bool:
