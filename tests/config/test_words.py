@@ -39,7 +39,7 @@ def test_texts_names_and_messages():
     assert printable("a\x1b[2J\n\udcff\u202eé b") == "a\\x1b[2J\\n\\udcff\\u202eé b"
     assert message("one\ntwo\x07") == "one\ntwo\\x07" and len(message("x" * 10**6)) == 4000
     assert listed({"b", "a"}) == "a, b" and listed("dcba", 2) == "a, b and 2 more"
-    assert listed(["x" * 1000, "\x1b"]) == f"\\x1b, {'x' * 77}..."
+    assert listed(["x" * 1000 + "/b", "\x1b"]) == f"\\x1b, {'x' * 38}...{'x' * 37}/b"
     assert harmless("a\tb\n\r\x1b]0;x\x07\x9b1m\ud800é") == "a\tb\n\ufffd\ufffd]0;x\ufffd\ufffd1m\ufffdé"
 
 

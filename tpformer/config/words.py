@@ -62,4 +62,10 @@ def listed(names: Collection[Any], limit: int = 3) -> str:
     """Some names for a message: the first ones, and how many there are more."""
     ordered = sorted(map(str, names))
     more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
-    return ", ".join(printable(name, _LONGEST) for name in ordered[:limit]) + more
+    return ", ".join(printable(_ends(name)) for name in ordered[:limit]) + more
+
+
+def _ends(name: str) -> str:
+    """A name without its middle, if it is long: files differ at the end of their paths, keys often at the beginning."""
+    half = _LONGEST // 2
+    return name if len(name) <= _LONGEST else f"{name[: half - 2]}...{name[1 - half :]}"
