@@ -42,9 +42,9 @@ def forward_hooks(module: nn.Module) -> Mapping[int, Callable]:
     return module._forward_hooks
 
 
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether hooks run around a module's backward."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+def backward_hooks(module: nn.Module) -> Mapping[int, Callable]:
+    """The hooks that run around a module's backward."""
+    return {**module._backward_hooks, **module._backward_pre_hooks}
 
 
 def has_global_hooks() -> bool:

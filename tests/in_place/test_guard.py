@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from steps import tp_mesh
-from testing import assert_same, on_every_rank
+from testing import assert_identical, assert_same, on_every_rank
 from torch import nn
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
@@ -23,11 +23,11 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up, self.down, self.own = nn.Linear(16, 22), nn.Linear(22, 16), torch.Generator()
+        self.up, self.act, self.down, self.own = nn.Linear(16, 22), nn.Tanh(), nn.Linear(22, 16), torch.Generator()
         self.draw = None
 
     def forward(self, x):
-        y = self.up(x).tanh()
+        y = self.act(self.up(x))
         return x + self.down(y if self.draw is None else y * self.draw(self, y))
 
 
@@ -176,3 +176,27 @@ def test_what_was_made_of_the_parameters_before_is_refused():
     next(hooked.parameters()).register_hook(lambda gradient: gradient)
     with pytest.raises(ValueError, match="has hooks for its gradient: call parallelize before they are registered"):
         parallelize(hooked, tp_mesh(), example=X)
+
+
+@on_every_rank(2)
+def test_what_would_see_a_part_is_refused_when_it_comes_later():
+    """Hooks, modules and forwards within what was divided; what sees whole tensors is left alone."""
+    seen = []
+    later = {
+        "hook that would see one rank's part": lambda model: model.blocks[0].act.register_forward_hook(
+            lambda module, args, output: output * 2
+        ),
+        "up has a hook": lambda model: model.blocks[1].up.register_full_backward_hook(lambda *_: None),
+        "act is another Softmax": lambda model: setattr(model.blocks[0], "act", nn.Softmax(-1)),
+        "the forward of down was replaced": lambda model: setattr(model.blocks[0].down, "forward", lambda x: x),
+    }
+    for reason, change in later.items():
+        model = cut()
+        expected = model(X)
+        model.blocks[0].register_forward_hook(lambda module, args, output: seen.append(output.shape))
+        assert_identical(model(X), expected)
+        change(model)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=reason):
+                model(X)
+    assert set(seen) == {X.shape}

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tpformer.layers import ColumnParallelLinear, ParallelModule, RowParallelLinear, TensorParallel
+from tpformer.layers import ParallelModule, TensorParallel
 from tpformer.layers.children import unwrapped
 from tpformer.ops.uncompiled import uncompiled, untraced
 from tpformer.torch_private import compiler_is_imported, in_backward, leave_frame_uncompiled, tree_leaves
 
 from .generators import Generators, numbers
 from .places import Exchange, Place, digest, number_of
-from .refusals import Refusals
+from .refusals import Refusals, is_part
 from .regions import is_adapted, values_of
 from .rehearsal import drawing
 
@@ -79,7 +79,7 @@ class Guard:
 
     def look(self, model: nn.Module) -> None:
         """Wrap the forwards of all modules that hold cut ones; again after adapters have been cut."""
-        self.model, self.refusals = weakref.ref(model), Refusals(model, self.partial_attention)
+        self.model, self.refusals = weakref.ref(model), Refusals(model, self.partial_attention, self.divided)
         self.generators = Generators(model)
         modules = dict(model.named_modules())
         self.name = {module: name or type(module).__name__ for name, module in modules.items()}
@@ -134,14 +134,14 @@ class Guard:
         """A cut layer is called. ValueError if that is no part of a call of a module that holds it."""
         if self.stack:
             outermost = self.stack[0]
-            if len(self.stack) == 1 and outermost.module not in self.divided and _is_part(layer):
+            if len(self.stack) == 1 and outermost.module not in self.divided and is_part(layer):
                 if self.quiet.get(outermost.kind, 0) < LOOKS:
                     self.divided.add(outermost.module)  # it calls what holds the layer piece by piece
             return
         if _left_alone():
             return
         name = self.name.get(layer, type(layer).__name__)
-        if _is_part(layer):
+        if is_part(layer):
             raise ValueError(
                 f"{name} gives or takes one rank's part of the features, and was called by itself: call the module "
                 f"that it is part of"
@@ -228,13 +228,6 @@ class Guard:
             self.known.add((*kind, "backward"))
             place = self._place(f"the backward of {kind[0]}", kind[1])
             self.exchange.send(place, -self.forwards, digest([gradient]).tolist(), GRADIENTS, wait=True)
-
-
-def _is_part(layer: nn.Module) -> bool:
-    """Whether a layer gives or takes one rank's part of the features."""
-    if isinstance(layer, ColumnParallelLinear):
-        return not layer.gather_output
-    return isinstance(layer, RowParallelLinear) and layer.input_is_parallel
 
 
 def _left_alone() -> bool:

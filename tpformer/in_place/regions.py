@@ -16,9 +16,9 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from tpformer.torch_private import (
+    backward_hooks,
     forward_hooks,
     forward_pre_hooks,
-    has_backward_hooks,
     is_own_parameter,
     tree_leaves,
     tree_map,
@@ -386,6 +386,6 @@ def _why_whole(linear: nn.Module, tied: frozenset[int], is_row: bool) -> str | N
     if any(id(p) in tied for p in base.parameters(recurse=False)):
         return "is tied to another module"
     for module in {linear, base}:
-        if (forward_pre_hooks if is_row else forward_hooks)(module) or has_backward_hooks(module):
+        if (forward_pre_hooks if is_row else forward_hooks)(module) or backward_hooks(module):
             return "has a hook, which would see one rank's features only"
     return None

@@ -17,8 +17,8 @@ from tpformer.ops.autocast import autocast_dtype
 from tpformer.ops.packing import has_other_hooks
 from tpformer.ops.uncompiled import uncompiled
 from tpformer.torch_private import (
+    backward_hooks,
     forward_pre_hooks,
-    has_backward_hooks,
     is_own_parameter,
 )
 
@@ -120,7 +120,7 @@ def _computable(layer: Column, leader: Column) -> bool:
     """Whether a layer may be computed with the leader: nothing happens between its call and its forward."""
     if layer.tp is not leader.tp or layer.sequence_dim != leader.sequence_dim:
         return False
-    hooked = forward_pre_hooks(layer) or has_backward_hooks(layer) or "forward" in layer.__dict__
+    hooked = forward_pre_hooks(layer) or backward_hooks(layer) or "forward" in layer.__dict__
     return not hooked and is_own_parameter(layer, "weight") and (layer.bias is None or is_own_parameter(layer, "bias"))
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from tpformer import ops
 from tpformer.torch_private import (
     WRAPPERS,
+    backward_hooks,
     forward_hooks,
     forward_pre_hooks,
-    has_backward_hooks,
     has_global_hooks,
     is_compiled_in_place,
 )
@@ -40,7 +40,7 @@ def why_called(child: nn.Module, *kinds: type[nn.Module]) -> str | None:
     """Why a child has to be called as a module; None if it is of these kinds and unchanged, so that it may be fused."""
     if type(child) not in kinds:
         return f"it is a {type(child).__name__}"
-    if forward_hooks(child) or forward_pre_hooks(child) or has_backward_hooks(child):
+    if forward_hooks(child) or forward_pre_hooks(child) or backward_hooks(child):
         return "it has hooks"
     if "forward" in child.__dict__ or is_compiled_in_place(child):
         return "its forward has been replaced"

@@ -13,9 +13,9 @@ from tpformer.ops.cross_entropy import IGNORE_INDEX
 from tpformer.ops.sequence import flat_rows
 from tpformer.torch_private import (
     WEIGHT_NORMS,
+    backward_hooks,
     forward_hooks,
     forward_pre_hooks,
-    has_backward_hooks,
     is_own_parameter,
 )
 
@@ -248,5 +248,5 @@ def makes_loss(head: nn.Module) -> bool:
 
     It may if it is an LMHead, nobody has replaced its forward, and no hook sees its output.
     """
-    hooked = others_hook(forward_hooks(head)) or has_backward_hooks(head)
+    hooked = others_hook(forward_hooks(head)) or backward_hooks(head)
     return keeps_forward(head, LMHead) and not hooked
