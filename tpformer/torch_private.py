@@ -187,6 +187,9 @@ def held_by(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
+unscale = torch._amp_foreach_non_finite_check_and_unscale_  # what GradScaler does to gradients
+
+
 def laid_out_as(local: Tensor, like: DTensor) -> DTensor:
     """A DTensor with this local part, and all else as another one has it. from_local takes six times as long."""
     return type(like)(local, like._spec, requires_grad=False)

@@ -172,6 +172,11 @@ def test_what_was_made_of_the_parameters_before_is_refused():
     for use in (optimizer.step, optimizer.zero_grad, whole.step, lambda: nn.utils.clip_grad_norm_(parameters, 1.0)):
         with pytest.raises(ValueError, match="no longer has this parameter of .* after parallelize"):
             use()
+    aliased = Model()
+    aliased.kept = [aliased.blocks[0].up.weight]
+    aliased.blocks[0].draw = lambda block, y: aliased.kept[0].sum()
+    with pytest.raises(ValueError, match="let the forward read it from its module"):
+        parallelize(aliased, tp_mesh(), example=X)(X)
     hooked = Model()
     next(hooked.parameters()).register_hook(lambda gradient: gradient)
     with pytest.raises(ValueError, match="has hooks for its gradient: call parallelize before they are registered"):

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from tpformer import parallelize
 from tpformer.distributed import build_mesh
 from tpformer.distributed.dtensor import full_tensor
+from tpformer.in_place.linears import make_column
 from tpformer.layers import ColumnParallelLinear
 
 X = torch.randn(2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -222,6 +223,73 @@ def test_plain_values_for_parameters():
         cut.up.weight.data = torch.ones(4)
     cut.up.weight.share_memory_()
     assert cut.up.weight.is_shared() and cut.up.weight.data_ptr() == cut.up.weight.to_local().data_ptr()
+
+
+LOST = [
+    lambda w: w[3].zero_(),
+    lambda w: w.data[16:].mul_(2),
+    lambda w: nn.init.normal_(w[:4]),
+    lambda w: w.chunk(2)[1].view(-1)[0].fill_(1),
+    lambda w: w.t()[:, 5].copy_(w[1]),
+    lambda w: w.__setitem__(slice(2, 4), w[4:6]),
+    lambda w: w.__setitem__(7, 0.0),
+    lambda w: w.view(11, 2, 8).unbind()[2].add_(1),
+]
+
+
+@on_every_rank(2)
+@torch.no_grad()
+def test_what_is_written_to_a_part_is_there_or_refused():
+    """DTensor gathers a slice of a sharded dim, and takes what is written to the copy without a word."""
+    plain, cut = (model.up.weight for model in pair())
+    for write in LOST:
+        with pytest.raises(RuntimeError, match="of a part of a parameter that is cut over ranks would be lost"):
+            write(cut)
+    for right in (lambda w: w.t().mul_(2), lambda w: w[:, 2:4].zero_(), lambda w: w.view(-1).add_(1), nn.init.eye_):
+        right(plain)
+        right(cut)
+        assert_same(full_tensor(cut), plain)
+    with pytest.raises(
+        RuntimeError, match=r"torch cannot take nonzero of a parameter \(22, 8\) that is cut over ranks"
+    ):
+        cut.nonzero()
+    cut.grad = torch.ones(22, 8, dtype=X.dtype)
+    with pytest.raises(RuntimeError, match="mul_ of a part"):
+        cut.grad[:15].mul_(0)
+
+
+@on_every_rank(2)
+def test_random_values_and_overflows_are_of_the_whole():
+    """Shards of other sizes on each rank, and an overflow in the part of one."""
+    torch.manual_seed(torch.distributed.get_rank())
+    linear = nn.Linear(8, 33).double()
+    for parameter in linear.parameters():
+        torch.distributed.broadcast(parameter.data, 0)
+    make_column(linear, tp_mesh())
+    for draw, seed in ((torch.randn_like, 3), (torch.bernoulli, 4)):
+        torch.manual_seed(seed)
+        expected = draw(full_tensor(linear.weight.detach()).abs().clamp(max=1))
+        torch.manual_seed(seed + torch.distributed.get_rank())
+        assert_identical(full_tensor(draw(linear.weight.detach().abs().clamp(max=1))), expected)
+    torch.manual_seed(5)
+    twin = nn.Linear(8, 33, dtype=X.dtype)
+    torch.manual_seed(5)
+    linear.reset_parameters()
+    assert_same([full_tensor(each) for each in linear.parameters()], list(twin.parameters()))
+    assert_same(full_tensor(parameters_to_vector(linear.parameters())), parameters_to_vector(twin.parameters()))
+    _, cut = pair()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for order in (list(cut.parameters()), list(cut.parameters())[::-1]):
+        optimizer = torch.optim.SGD(order, lr=0.1)
+        optimizer.zero_grad()
+        scaler.scale(loss_of(cut)).backward()
+        if torch.distributed.get_rank() == 0:
+            cut.up.weight.grad.to_local()[0] = torch.inf
+        before = [full_tensor(each.detach()).clone() for each in order]
+        scaler.step(optimizer)
+        scaler.update()
+        assert_identical([full_tensor(each.detach()) for each in order], before)
+    assert scaler.get_scale() == 16.0
 
 
 @on_every_rank(2)

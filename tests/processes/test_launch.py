@@ -13,7 +13,7 @@ import pytest
 from commands import Command
 
 from tpformer.launchers import STORE_VARIABLE
-from tpformer.processes.launch import STOPPED_EXIT_CODE, _start, check_local_ranks, run_ranks
+from tpformer.processes.launch import STOPPED_EXIT_CODE, TOGETHER_SECONDS, _start, check_local_ranks, run_ranks
 from tpformer.processes.watchdog import HANG_EXIT_CODE
 
 # every rank notes its start and waits for the others; `error` leaves a message as record_exception does
@@ -150,6 +150,8 @@ def launched(commands, folder: Path, script: str, *options: object) -> Command:
     # when a terminal closes, its shell and the kernel both say so
     ("ends.append(time.monotonic() + 0.3)", [signal.SIGHUP] * 2, 5),
     ("pass", [signal.SIGTERM] * 2, 128 + signal.SIGKILL),
+    # `timeout` signals the process and its group
+    ("ends.append(time.monotonic() + 0.3)", [signal.SIGTERM, 0, signal.SIGTERM], 5),
 ])  # fmt: skip
 def test_signals_are_passed_on_and_nothing_restarts(commands, tmp_path, handler, signals, code):
     """A first signal lets ranks finish, or fail without a restart; a second one kills them, but for SIGHUP (R19)."""
@@ -166,8 +168,10 @@ sys.exit(5)
 """
     launcher = launched(commands, tmp_path, script)
     os.kill(launcher.pid, signals[0])
-    for number in signals[1:]:
+    if 0 not in signals:
         launcher.wait_until(lambda: all_have(tmp_path, "seen"), "signals")
+        time.sleep(TOGETHER_SECONDS)
+    for number in signals[1:]:
         os.kill(launcher.pid, number)
     ended, _, err = launcher.finish()
     assert ended == code, err

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .regions import Recording, join, linear_of, linears, matches, pattern_of, sizes_of
+from .regions import Recording, is_adapted, join, linear_of, linears, matches, pattern_of, sizes_of
 
 COLUMNS, ROWS, SUMMED = ("colwise", "packed_colwise"), ("rowwise",), ("replicated_with_grad_allreduce",)
 GATHERED, SPLIT = ("colwise_gather_output", "colwise_rep"), ("rowwise_split_input", "rowwise_rep")
@@ -36,13 +36,15 @@ class Alone:
 
     def __init__(self, model: nn.Module, recording: Recording, t: int, style: Callable[[str], str]) -> None:
         self.model, self.recording, self.t = model, recording, t
-        self.named = {name: module for name, module in model.named_modules() if style(name) == "replicate"}
+        adapted = tuple(f"{name}." for name, module in model.named_modules() if is_adapted(module)) or "\n"
+        whole = {name: module for name, module in model.named_modules() if style(name) == "replicate"}
+        self.named = {name: module for name, module in whole.items() if not name.startswith(adapted)}
         self.tied: dict[int, list[str]] = defaultdict(list)
         self.sizes: dict[str, int] = defaultdict(int)
         for name, module in model.named_modules():
             pattern = pattern_of(name, model) if name else ""
             self.sizes[pattern] += sum(p.numel() for p in module.parameters(recurse=False))
-            if isinstance(getattr(module, "weight", None), nn.Parameter):
+            if isinstance(getattr(module, "weight", None), nn.Parameter) and not name.startswith(adapted):
                 self.tied[id(module.weight)].append(name)
         self.given = transformers_plan(model)
         get_head = getattr(model, "get_output_embeddings", None)

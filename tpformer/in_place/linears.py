@@ -168,6 +168,10 @@ class _InPlace(ParallelModule):
         if self.guard is not None:
             self.guard.visit(self)
 
+    def reset_parameters(self) -> None:
+        """As the module's whose place it took: of the whole tensors, drawn by torch's generator."""
+        self.swapped[1].reset_parameters(self)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduced(self, protocol)
 

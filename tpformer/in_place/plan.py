@@ -12,7 +12,9 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from tpformer.torch_private import tree_leaves
 
@@ -99,6 +101,7 @@ class Plan(dict[str, str]):
         return "\n".join(lines + [f"  {pattern:{width}}  {reason}" for pattern, reason in self.kept.items()])
 
 
+@torch.enable_grad()
 def auto_plan(model: nn.Module, t: int, *, example: Any = None) -> Plan:
     """A plan for t ranks, found by measuring. The model is not changed, and nothing is communicated.
 
@@ -181,6 +184,8 @@ def _add_matrices(plan: Plan, model: nn.Module, recording: Recording, alone: Alo
     rows: dict[str, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
         several = sum(p.ndim > 1 for p in module.parameters(recurse=False)) > 1
+        if isinstance(module, ParametrizationList):  # what makes a parameter, of tensors of one shape only
+            continue
         if several and alone.is_large(name) and plan.style(name) == WHOLE[0]:
             rows[pattern_of(name, model)].append(name)
     tried: dict[Any, Division] = {}
@@ -287,6 +292,7 @@ def _tried(model: nn.Module, region: Region, recording: Recording, t: int, tried
     return tried[key]
 
 
+@torch.enable_grad()
 def check_plan(entries: Mapping[str, str], model: nn.Module, t: int, example: Any = None) -> Plan:
     """The plan of a user's own entries, where each is right. A Plan that was measured for t and such a model is not
     measured again.

@@ -1,0 +1,180 @@
+"""Whole tensors, and the parts of them that ranks hold: what functions of torch get and return in their place.
+
+Belongs here: how tensors among arguments are sorted, made local, and laid out. Which function gets what is in
+tensor_rules.py, and the class of the tensors in tensors.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from tpformer.torch_private import held_by, laid_out_as, own_part
+
+COPIED = "_tpformer_copied"  # an attribute of a view of a sharded tensor, which is none: what is written to it is lost
+WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "copy_")
+VIEWS = frozenset(
+    "__getitem__ select narrow split split_with_sizes chunk tensor_split unbind diagonal unflatten view view_as "
+    "reshape flatten expand transpose t permute squeeze unsqueeze swapaxes movedim detach hsplit vsplit".split()
+)
+TAKEN = "_taken_as_gradient"  # an attribute of a tensor that is some parameter's gradient
+
+
+def is_cut(x: Tensor) -> bool:
+    if isinstance(x, DTensor):
+        for place in x.placements:
+            if type(place) is not Replicate:
+                return True
+    return False
+
+
+def sorted_out(args: tuple, kwargs: dict[str, Any]) -> tuple[list[Tensor], list[DTensor], list[DTensor]]:
+    """(plain, whole, sharded) tensors among the arguments of a function of torch."""
+    plain: list[Tensor] = []
+    whole: list[DTensor] = []
+    cut: list[DTensor] = []
+
+    def sort(values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, DTensor):
+                (cut if is_cut(value) else whole).append(value)
+            elif isinstance(value, Tensor):
+                plain.append(value)
+            elif isinstance(value, list | tuple):
+                sort(value)
+
+    sort(args)
+    if kwargs:
+        sort(kwargs.values())
+    return plain, whole, cut
+
+
+class Local(torch.autograd.Function):
+    """to_local() of a whole tensor, whose gradient is memory of its own.
+
+    DTensor's own wraps the gradient as it comes. `x + b + c` hands b and c one tensor, of which autograd would copy one
+    if it saw that; clipping b's gradient in place would clip c's, too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> Tensor:
+        """The local tensor."""
+        ctx.tensor, held = tensor, held_by(tensor)
+        return held.view_as(held)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> DTensor:
+        """Its gradient, whole on this rank."""
+        (gradient,) = gradients
+        if gradient.stride() != held_by(ctx.tensor).stride() or hasattr(gradient, TAKEN):
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        setattr(gradient, TAKEN, True)
+        return whole_result(gradient, ctx.tensor) if not gradient.requires_grad else replicated(gradient, ctx.tensor)
+
+
+def on_locals(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What a function makes of plain tensors and of the whole ones' local tensors."""
+    replaced: dict[int, Any] = {}
+    recorded = torch.is_grad_enabled()
+
+    def local(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            own = Local.apply(value) if recorded else held_by(value)
+            replaced[id(own)] = value
+            return own
+        return [local(part) for part in value] if isinstance(value, list | tuple) else value
+
+    result = function(*[local(each) for each in args], **{name: local(each) for name, each in kwargs.items()})
+    return replaced.get(id(result), result)  # itself, where the function works in place
+
+
+def on_shards(function: Any, args: tuple, kwargs: dict[str, Any], plain: list[Tensor], cut: list[DTensor]) -> Any:
+    """What DTensor makes of tensors among which some are sharded."""
+
+    def scalar(value: Any) -> Any:  # a loss, say: its gradient has to be plain again
+        if isinstance(value, Tensor):
+            recorded = value.requires_grad and value.ndim == 0 and not isinstance(value, DTensor)
+            return replicated(value, cut[0]) if recorded else value
+        return [scalar(part) for part in value] if isinstance(value, list | tuple) else value
+
+    if plain:
+        args, kwargs = tuple(scalar(args)), {name: scalar(value) for name, value in kwargs.items()}
+    name = getattr(function, "__name__", str(function))
+    try:
+        if name == "__setitem__":
+            check_writable(name, copies(args[0][args[1]], args[0]))
+        return copies(function(*args, **kwargs), cut[0]) if name in VIEWS else function(*args, **kwargs)
+    except RuntimeError as error:
+        if name in VIEWS and "unevenly sharded" in str(error):
+            return copies(
+                function(cut[0].redistribute(placements=[Replicate()] * cut[0].device_mesh.ndim), *args[1:]), None
+            )
+        if not plain and "shard" in str(error).lower():
+            raise type(error)(
+                f"torch cannot take {name} of a parameter {tuple(cut[0].shape)} that is cut over ranks: use its "
+                f".full_tensor(), or do this before parallelize"
+            ) from error
+        if not plain:
+            raise
+        raise type(error)(
+            f"{getattr(function, '__name__', function)} of a plain tensor {tuple(plain[0].shape)} and a parameter "
+            f"{tuple(cut[0].shape)} that is cut over ranks: use its .full_tensor(), or do this before parallelize"
+        ) from error
+
+
+def check_writable(name: str, tensor: Any) -> None:
+    """RuntimeError where what a function writes would be lost."""
+    if hasattr(tensor, COPIED):
+        raise RuntimeError(
+            f"{name} of a part of a parameter that is cut over ranks would be lost, as that part is a copy: change its "
+            f".full_tensor(), and give that to copy_()"
+        )
+
+
+def copies(result: Any, source: DTensor | None) -> Any:
+    """Views of a sharded tensor. Those that DTensor has gathered are copies, and it writes to them without a word."""
+    for x in result if isinstance(result, list | tuple) else (result,):
+        if isinstance(x, DTensor):
+            shared = source is not None and not hasattr(source, COPIED)
+            if not shared or _memory(x) != _memory(source):
+                setattr(x, COPIED, True)
+    return result
+
+
+def _memory(tensor: Any) -> int:
+    return held_by(tensor).untyped_storage().data_ptr()
+
+
+def whole_result(result: Any, like: DTensor) -> Any:
+    """A result of operations on whole tensors: plain where autograd records it, as arithmetic goes on from it."""
+    if type(result) in (list, tuple):
+        return type(result)([whole_result(part, like) for part in result])
+    if not isinstance(result, Tensor) or isinstance(result, DTensor) or result.requires_grad:
+        return result
+    held = held_by(like)
+    same = result.shape == held.shape and result.dtype == held.dtype and result.stride() == held.stride()
+    return laid_out_as(result, like) if same else replicated(result, like)
+
+
+def replicated(plain: Tensor, like: DTensor) -> DTensor:
+    mesh = like.device_mesh
+    return DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def part_of(whole: Tensor, like: DTensor) -> DTensor:
+    """A tensor of the whole's shape, laid out as another one is."""
+    if isinstance(whole, DTensor):
+        return whole if whole.placements == like.placements else whole.redistribute(placements=like.placements)
+    if whole.shape != like.shape:
+        raise ValueError(
+            f"a tensor of {tuple(whole.shape)} for one of {tuple(like.shape)} on ranks: give one of its global shape"
+        )
+    shape, offset = own_part(like.shape, like.device_mesh, like.placements)
+    held = whole.detach()[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
+    return DTensor.from_local(
+        held, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
