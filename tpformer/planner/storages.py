@@ -24,6 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from tpformer.torch_private import without_torch_function
+
 OTHER, RESULT = "other", "result"
 Names = Mapping[str, Mapping[int | str, str]]
 NO_NAMES: Names = MappingProxyType({})
@@ -48,15 +50,16 @@ def storages(tensors: Iterable[Tensor]) -> set[torch.UntypedStorage]:
 def live_storages(wanted: Callable[[Tensor], bool]) -> set[torch.UntypedStorage]:
     """The storages of this process's tensors and of leaves' gradients for which `wanted` holds.
 
-    Tensors that only C++ refers to, as autograd does, are not seen.
+    Tensors that only C++ refers to, as autograd does, are not seen, and those of the compiler have symbols for sizes.
     """
     found: set[torch.UntypedStorage] = set()
-    for each in gc.get_objects():
-        if issubclass(type(each), Tensor):  # isinstance would ask objects that answer for others
-            for x in (each, each.grad if each.is_leaf else None):
-                if x is not None and wanted(inner := local(x)):
-                    found.add(inner.untyped_storage())
-    return found
+    with without_torch_function():  # the class of a tensor may refuse to be asked
+        for each in gc.get_objects():
+            if issubclass(type(each), Tensor):  # isinstance would ask objects that answer for others
+                for x in (each, each.grad if each.is_leaf else None):
+                    if x is not None and wanted(inner := local(x)):
+                        found.add(inner.untyped_storage())
+    return {storage for storage in found if type(storage.nbytes()) is int}
 
 
 @contextmanager
