@@ -141,6 +141,12 @@ def own_part(
         return compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
+def own_slices(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[slice, ...]:
+    """Where this rank's part of a tensor with these placements lies in the whole one."""
+    sizes, offset = own_part(shape, mesh, placements)
+    return tuple(slice(first, first + size) for first, size in zip(offset, sizes, strict=True))
+
+
 def foreach_norm(tensors: list[Tensor], norm_type: float = 2.0) -> Sequence[Tensor]:
     """The norm of each tensor, in float32 or wider, by one launch a dtype on a GPU. torch's clip_grad_norm_ uses it."""
     places: dict[torch.dtype, list[int]] = defaultdict(list)

@@ -9,19 +9,18 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import wraps
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from tpformer.distributed.collectives import all_reduce
-from tpformer.distributed.dtensor import is_dtensor
 from tpformer.layers import ColumnParallelLinear, ParallelModule, RowParallelLinear, TensorParallel
 
 from .linears import make_column, make_row
 from .ranks import check_equal
 from .regions import is_adapted
+from .tensors import globalize
 
 LINEARS = (ColumnParallelLinear, RowParallelLinear)
 ON_WHOLE_ROWS = ("LN_TUNING", "PROMPT_TUNING", "P_TUNING")  # what touches only values that every rank has whole
@@ -70,22 +69,6 @@ def cut_adapters(model: nn.Module, configs: Mapping[str, Any] | None = None) -> 
                 _whole(module, adapter, part, base.in_features, part.out_features, configs)
                 make_row(part, base.tp, split_input=not base.input_is_parallel)
         module.in_features, module.out_features = base.in_features, base.out_features
-        module.get_delta_weight = MethodType(_delta, module)
-
-
-def _delta(self: Any, adapter: str) -> Any:
-    """get_delta_weight of the module's class, for merging: a DTensor, laid out as the weight is that it is added to."""
-    whole = (self.lora_A if isinstance(self.base_layer, ColumnParallelLinear) else self.lora_B)[adapter]
-    held = whole.weight
-    if not is_dtensor(held):
-        from torch.distributed.tensor import DTensor, Replicate
-
-        value = DTensor.from_local(held.detach(), self.base_layer.tp.mesh, [Replicate()], run_check=False)
-        whole.weight = nn.Parameter(value, requires_grad=False)
-    try:
-        return type(self).get_delta_weight(self, adapter)
-    finally:
-        whole.weight = held
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -186,6 +169,7 @@ def follow_peft() -> None:
         if part is not None:
             cut_adapters(model, self.peft_config)
             check_equal(dict(model.named_parameters()), part.tp)
+            globalize(model, part.tp.mesh)
 
     setattr(inject_adapter, FOLLOWED, True)
     tuners.BaseTuner.inject_adapter = inject_adapter

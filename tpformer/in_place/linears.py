@@ -29,7 +29,7 @@ from tpformer.layers.embedding import check_lookup
 from tpformer.layers.optimizers import watch_optimizers
 from tpformer.ops.moves import Moves, move_rows
 from tpformer.ops.uncompiled import uncompiled
-from tpformer.torch_private import has_gradient_hooks, is_own_parameter, own_part
+from tpformer.torch_private import has_gradient_hooks, is_own_parameter, own_slices
 
 from .replaced import REPLACED_BY, Replaced
 from .tensors import parameter_from
@@ -351,8 +351,7 @@ def _laid_out(name: str, whole: nn.Parameter, mesh: DeviceMesh, placement: Any) 
                 f"cannot become {placement} on {mesh}: shard both in the same way, or leave both whole"
             )
         return tied
-    shape, offset = own_part(whole.shape, mesh, [placement])
-    held = whole.detach()[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
+    held = whole.detach()[own_slices(whole.shape, mesh, [placement])]
     local = held.clone() if held.is_meta else held.to(mesh.device_type, copy=True)
     value = DTensor.from_local(
         local.contiguous(), mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()

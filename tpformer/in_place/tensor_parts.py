@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from tpformer.torch_private import held_by, laid_out_as, own_part
+from tpformer.torch_private import held_by, laid_out_as, own_slices
 
 COPIED = "_tpformer_copied"  # an attribute of a view of a sharded tensor, which is none: what is written to it is lost
 WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "copy_")
@@ -160,6 +160,16 @@ def whole_result(result: Any, like: DTensor) -> Any:
     return laid_out_as(result, like) if same else replicated(result, like)
 
 
+def of_class(value: Any, kind: type) -> Any:
+    """The same value, in which all DTensors are of this class from now on."""
+    if type(value) is DTensor:
+        value.__class__ = kind
+    elif isinstance(value, list | tuple):
+        for part in value:
+            of_class(part, kind)
+    return value
+
+
 def replicated(plain: Tensor, like: DTensor) -> DTensor:
     mesh = like.device_mesh
     return DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -173,8 +183,7 @@ def part_of(whole: Tensor, like: DTensor) -> DTensor:
         raise ValueError(
             f"a tensor of {tuple(whole.shape)} for one of {tuple(like.shape)} on ranks: give one of its global shape"
         )
-    shape, offset = own_part(like.shape, like.device_mesh, like.placements)
-    held = whole.detach()[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
+    held = whole.detach()[own_slices(like.shape, like.device_mesh, like.placements)]
     return DTensor.from_local(
         held, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tpformer.torch_private import held_by, methods_of_the_object, unscale
 
-from .tensor_parts import is_cut, on_locals, part_of, replicated, sorted_out, whole_result
+from .tensor_parts import is_cut, of_class, on_locals, part_of, replicated, sorted_out, whole_result
 
 
 def _unchanged(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,14 +55,7 @@ def _of_memory(function: Any, tensor: DTensor, *args: Any, **kwargs: Any) -> Any
 
 def _register(function: Any, tensor: DTensor, hook: Callable) -> Any:
     """register_hook(): the hook gets the gradient as this class has it."""
-    return function(tensor, lambda gradient: hook(like_class(gradient, type(tensor))))
-
-
-def like_class(gradient: Any, kind: type) -> Any:
-    """A DTensor that is of this class from now on."""
-    if type(gradient) is DTensor:
-        gradient.__class__ = kind
-    return gradient
+    return function(tensor, lambda gradient: hook(of_class(gradient, type(tensor))))
 
 
 def _get_gradient(function: Any, tensor: DTensor) -> Any:
@@ -96,27 +89,45 @@ def _copy(function: Any, tensor: Any, source: Tensor, *args: Any, **kwargs: Any)
 
 
 def _draw(function: Any, tensor: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-    """Random values like a tensor: each rank draws for the whole one, and the first rank's are taken."""
+    """Random values like a tensor: those that the first rank draws for the whole."""
     with torch.no_grad():
-        whole = function(tensor.full_tensor(), *args, **kwargs)
-        _share(whole, tensor)
-        return part_of(whole, tensor)
+        like = tensor.full_tensor() if function in BY_VALUE else _empty(tensor)
+        return part_of(_shared(function(like, *args, **kwargs), tensor), tensor)
 
 
-def _share(whole: Tensor, like: DTensor) -> None:
-    """Give all ranks the first one's."""
-    mesh = like.device_mesh
-    for dim in range(mesh.ndim):
-        dist.broadcast(whole, group=mesh.get_group(dim), group_src=0)
+def _fill(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Random values in place: those that the first rank draws for the whole."""
+    tensor, rest = (args[0], args[1:]) if args else (kwargs.pop("tensor"), ())
+    if tensor.is_meta:
+        return tensor
+    with torch.no_grad():
+        return _take(tensor, _shared(function(_empty(tensor), *rest, **kwargs), tensor))
 
 
 def _into(function: Any, *args: Any, out: Any = None, **kwargs: Any) -> Any:
     """Functions that nn.init calls with out=."""
     if not isinstance(out, DTensor):
         return function(*args, out=out, **kwargs)
-    whole = function(*args, out=torch.empty(out.shape, dtype=out.dtype, device=held_by(out).device), **kwargs)
-    held_by(out).copy_(part_of(whole, out).to_local())
-    return out
+    return _take(out, function(*args, out=_empty(out), **kwargs))
+
+
+def _empty(like: DTensor) -> Tensor:
+    """Memory for the whole of a tensor on this rank."""
+    return torch.empty(like.shape, dtype=like.dtype, device=held_by(like).device)
+
+
+def _shared(whole: Tensor, like: DTensor) -> Tensor:
+    """The first rank's values, on all ranks."""
+    mesh = like.device_mesh
+    for dim in range(mesh.ndim):
+        dist.broadcast(whole, group=mesh.get_group(dim), group_src=0)
+    return whole
+
+
+def _take(tensor: DTensor, whole: Tensor) -> DTensor:
+    """The tensor, with this rank's part of the whole's values."""
+    held_by(tensor).copy_(part_of(whole, tensor).to_local())
+    return tensor
 
 
 def _unscale(function: Any, gradients: Sequence[Any], found: Tensor, scale: Tensor) -> None:
@@ -127,28 +138,14 @@ def _unscale(function: Any, gradients: Sequence[Any], found: Tensor, scale: Tens
         dist.all_reduce(found, dist.ReduceOp.MAX, group=first.device_mesh.get_group(dim))
 
 
-def _fill(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Random values in place: each rank draws the whole tensor, and the first rank's is taken."""
-    tensor, rest = (args[0], args[1:]) if args else (kwargs.pop("tensor"), ())
-    if tensor.is_meta:
-        return tensor
-    mesh = tensor.device_mesh
-    with torch.no_grad():
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
-        function(whole, *rest, **kwargs)
-        for dim in range(mesh.ndim):
-            dist.broadcast(whole, group=mesh.get_group(dim), group_src=0)
-        tensor.to_local().copy_(part_of(whole, tensor).to_local())
-    return tensor
-
-
+BY_VALUE = (torch.bernoulli, Tensor.bernoulli)  # what draws by the probabilities in a tensor
 _of_values = (
     "item is_nonzero tolist numpy __float__ __int__ __bool__ __index__ __complex__ __array__ __format__".split()
 )
 _of_places = "data_ptr is_shared share_memory_ is_pinned".split()
 _drawn = "normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_".split()
 _same = [torch.autograd.grad, torch.autograd.backward, Tensor.backward, Tensor.detach_, Tensor.__hash__]
-_same += [Tensor.requires_grad_, Tensor.retain_grad, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook]
+_same += [Tensor.requires_grad_, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook]
 _same += [Tensor.size, Tensor.stride, Tensor.storage_offset, Tensor.dim, Tensor.numel, Tensor.element_size]
 _same += [Tensor.untyped_storage, Tensor.storage, Tensor.get_device, torch.is_floating_point, torch.is_complex]
 _same += [*methods_of_the_object()]
@@ -165,7 +162,7 @@ RULES: dict[Any, Callable] = {
     Tensor.register_hook: _register,
     torch.eye: _into,
     unscale: _unscale,
-    **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like, torch.bernoulli, Tensor.bernoulli), _draw),
+    **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like, *BY_VALUE), _draw),
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack), _join),
     **{getattr(Tensor, name).__get__: _view for name in ("data", "T", "mT", "H", "mH", "real", "imag")},
 }

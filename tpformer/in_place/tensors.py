@@ -17,7 +17,18 @@ from torch.distributed.tensor import DTensor, Replicate
 from tpformer.torch_private import allow_foreach, without_torch_function
 
 from .replaced import Replaced
-from .tensor_parts import COPIED, VIEWS, WRITES, check_writable, copies, on_locals, on_shards, sorted_out, whole_result
+from .tensor_parts import (
+    COPIED,
+    VIEWS,
+    WRITES,
+    check_writable,
+    copies,
+    of_class,
+    on_locals,
+    on_shards,
+    sorted_out,
+    whole_result,
+)
 from .tensor_rules import RULES
 
 
@@ -32,7 +43,8 @@ class GlobalTensor(DTensor):
       Communication: an all-reduce, or an all-gather of what is sharded, on all ranks of the mesh;
     - random values that are filled in (normal_(), nn.init) are those that the first rank draws for the whole.
       Communication: a broadcast of the whole;
-    - a plain gradient, .data or source of copy_() has the whole's shape, and each rank takes its part.
+    - a plain gradient, .data or source of copy_() has the whole's shape, and each rank takes its part;
+    - a slice of a sharded dim is a copy, and writing to it is refused, as it would be lost.
 
     A sharded one and a plain tensor in one function are refused by torch, unless it is cat, stack, or of 0 dims.
     """
@@ -118,13 +130,7 @@ def globalize(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _marked(value: Any) -> Any:
-    """The same value, in which all DTensors are GlobalTensors."""
-    if type(value) is DTensor:
-        value.__class__ = GlobalTensor
-    elif isinstance(value, list | tuple):
-        for part in value:
-            _marked(part)
-    return value
+    return of_class(value, GlobalTensor)
 
 
 def _as_dtensor(tensor: GlobalTensor, function: Callable[[], Any]) -> Any:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.distributed.dtensor import check_own_part, is_dtensor
 from tpformer.kernels.philox.reference import philox_key, random_normal
-from tpformer.torch_private import is_own_parameter, own_part
+from tpformer.torch_private import is_own_parameter, own_part, own_slices
 
 from .optimizers import watch_optimizers
 from .tensor_parallel import TensorParallel
@@ -180,8 +180,7 @@ class ParallelModule(nn.Module):
                     f"torch.distributed.checkpoint.state_dict.set_model_state_dict and "
                     f"StateDictOptions(full_state_dict=True)"
                 )
-            shape, offset = own_part(parameter.shape, parameter.device_mesh, parameter.placements)
-            held = value.detach()[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
+            held = value.detach()[own_slices(parameter.shape, parameter.device_mesh, parameter.placements)]
             # A copy. With assign=True it becomes the parameter, and a view would keep the whole tensor alive.
             state_dict[prefix + name] = _laid_out(held.clone(), parameter, parameter.placements)
         super()._load_from_state_dict(state_dict, prefix, *args)
