@@ -22,7 +22,7 @@ PYTHON = [path for path in FILES if path.suffix == ".py"]
 LIBRARY = [path for path in PYTHON if path.relative_to(ROOT).parts[0] in ("tpformer", "kernels")]
 PROSE = [path for path in FILES if path.suffix == ".md"]
 
-ANYWHERE = ("torch_private", "launchers")
+ANYWHERE = ("torch_private", "launchers", "words")
 # what each part may import of tpformer, beside itself and ANYWHERE: the table of CONTRIBUTING.md
 ROWS = re.findall(r"^\| `([\w/.]+)`.* \| ([^|]+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
 ARROWS = {part.rstrip("/"): re.findall(r"`([\w/]+)`", allowed) for part, allowed in ROWS}

@@ -36,6 +36,7 @@ def joined(folder: str, own: list[dict]) -> str:
     ({"file": "large copy"}, ""),
     ({"lr": 0.3}, "rank 2 has optimizer.lr = 0.3 where rank 0 has 0.1"),
     ({"lr": None, "command": "evaluate"}, "has command = 'evaluate' where rank 0 has 'pretrain'; they also differ in"),
+    ({"lr": [0.1] * 6 + ["\x1b"]}, "has optimizer.lr = [0.1, 0.1, 0.1, 0.1, 0.1, 0.1, ...] (SHA-256 "),
     ({"version": "2"}, "rank 2 has tpformer = '2, sources "),
     ({"environment": {"NVIDIA_TF32_OVERRIDE": "1"}}, "rank 2 has NVIDIA_TF32_OVERRIDE = '1' where rank 0 has unset"),
     ({"file": "as large"}, "rank 2 has data.train[0].bin = 3000 bytes with SHA-256 "),
@@ -49,6 +50,7 @@ def test_ranks_that_differ_are_named_with_the_key_and_both_values(ranks, tmp_pat
     for name in ("a", "large"):
         shutil.copy2(tmp_path / name, tmp_path / (f"copy of {name}" if name == "a" else f"{name} copy"))
     first = {"file": "large"} if last.get("file", "").startswith("large") else {}
+    first |= {"lr": [0.1] * 7} if isinstance(last.get("lr"), list) else {}  # they differ where neither is shown
     heard = ranks(3).run(joined, str(tmp_path), [first, first, last])
     assert len({*heard}) == 1 and (said in heard[0] if said else heard[0] == ""), heard
     assert "\n" not in heard[0] and str(tmp_path) not in heard[0]

@@ -10,9 +10,9 @@ import sys
 import time
 from collections.abc import Callable
 
-from tpformer.config.words import message
 from tpformer.launchers import JoinError
 from tpformer.processes.launch import USAGE_EXIT_CODE, record_exception
+from tpformer.words import message
 
 USAGE = (ValueError, FileNotFoundError, ImportError, FloatingPointError, JoinError)
 # of a disk or a limit of the machine, for which no traceback is needed

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 
 from tpformer.config import RunConfig, check_positive
-from tpformer.config.words import harmless, message, printable
+from tpformer.words import harmless, message, printable
 
 from .run import parse_overrides, with_ranks
 

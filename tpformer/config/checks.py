@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-from .words import shown
+from tpformer.words import shown
 
 
 def check_positive(**sizes: int | None) -> None:

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tpformer.words import shown
+
 from .checks import check_choice
 from .ranges import check_range, check_ranges
-from .words import shown
 
 TRANSPORTS = ("auto", "sequential", "pipelined", "fused")
 RECOMPUTE = ("none", "mlp", "full")

@@ -3,8 +3,9 @@
 seq_length is the longest context that a model was published for. A training run may want a shorter one.
 """
 
+from tpformer.words import shown
+
 from .architecture import GPTConfig
-from .words import shown
 
 _GPT2 = {"vocab_size": 50257, "seq_length": 1024}
 _MEGATRON = {"vocab_size": 51200, "seq_length": 2048}

@@ -5,7 +5,7 @@ Belongs here: ranges of single numbers. What two settings must have in common is
 
 from typing import Any
 
-from .words import shown
+from tpformer.words import shown
 
 NO_FLOAT = 2**1000  # whole numbers from here on are not turned into floats
 COUNT, AMOUNT, POSITIVE, SHARE = "[1, inf)", "[0, inf)", "(0, inf)", "[0, 1)"

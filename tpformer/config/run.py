@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tpformer.words import harmless, printable, shown
+
 from .architecture import GPTConfig
 from .checks import check_known
 from .layout import Layout
 from .presets import preset
 from .ranges import NO_FLOAT
-from .words import harmless, printable, shown
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .words import shown
+from tpformer.words import shown
 
 OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 DTYPES = ("float32", "bfloat16", "float16", "float64")

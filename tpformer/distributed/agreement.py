@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import tpformer
+from tpformer.words import listed, shown
 
 # variables that change what numbers come out, or which collectives and kernels are chosen
 ENVIRONMENT = (
@@ -28,7 +29,6 @@ ENVIRONMENT = (
 ).split()
 WHOLE = 2 * 10**9  # bytes of a file that are all compared; of a larger one parts
 PARTS, PART = 1024, 1 << 16
-SHOWN = 60  # characters of a value
 UNSET = "unset"
 
 
@@ -85,8 +85,7 @@ def _check(everyone: Sequence[Mapping[str, str]]) -> None:
         keys = [key for key in {**everyone[0], **theirs} if theirs.get(key, UNSET) != everyone[0].get(key, UNSET)]
         if keys:
             here, there = (each.get(keys[0], UNSET) for each in (everyone[0], theirs))
-            more = f"; they also differ in {', '.join(keys[1:4])}" if keys[1:] else ""
-            more += f" and {len(keys) - 4} more" if keys[4:] else ""
+            more = f"; they also differ in {listed(keys[1:])}" if keys[1:] else ""
             raise ValueError(
                 f"ranks must do the same, and rank {rank} has {keys[0]} = {there} where rank 0 has {here}{more}: give "
                 f"all ranks the same TOML file, command line, data, software and environment"
@@ -95,10 +94,10 @@ def _check(everyone: Sequence[Mapping[str, str]]) -> None:
 
 def _text(value: Any) -> str:
     """A value as a text that is equal for equal values. A long one is cut, and its digest tells the rest."""
-    text = UNSET if value is None else repr(value)
-    if len(text) <= SHOWN:
-        return text
-    return f"{text[:SHOWN]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:12]})"
+    if value is None:
+        return UNSET
+    whole, brief = repr(value), shown(value)
+    return brief if brief == whole else f"{brief} (SHA-256 {hashlib.sha256(whole.encode()).hexdigest()[:12]})"
 
 
 def _surroundings() -> dict[str, Any]:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from tpformer.config.words import listed
 from tpformer.weights.files import TensorFiles
 from tpformer.weights.tensors import equal_on_disk, own_part
+from tpformer.words import listed
 
 from .tensors import parameter_from
 

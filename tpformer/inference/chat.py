@@ -14,11 +14,11 @@ import torch.distributed as dist
 from rich.console import Console
 
 from tpformer.config import RunConfig
-from tpformer.config.words import harmless, message
 from tpformer.models import GPT, KVCache
 from tpformer.training.data import load_tokenizer
 from tpformer.training.deciding import decides
 from tpformer.training.resolve import tokenizer_name
+from tpformer.words import harmless, message
 
 from .generate import TextStream, generate, load_model
 from .sampling import Sampling

@@ -23,9 +23,9 @@ except ImportError as error:
 
 import torch.distributed as dist
 
-from tpformer.config.words import listed, shown
 from tpformer.models import GPT
 from tpformer.training.data import Tokenizer, prompt_ids
+from tpformer.words import listed, shown
 
 from .evaluate import Prompt, answer_shared, finite, greedy_texts
 from .likelihood import log_likelihoods

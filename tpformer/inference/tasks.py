@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tpformer.config.words import listed, printable, shown
 from tpformer.training.data import Tokenizer, prompt_ids
+from tpformer.words import listed, printable, shown
 
 KEYS = ({"prompt", "choices", "answer"}, {"prompt", "answer"})
 ANSWER_MARGIN = 8  # tokens that a generated text may have beyond the bytes of its answer, such as spaces

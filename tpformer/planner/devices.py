@@ -20,9 +20,9 @@ from unittest import mock
 import torch
 
 from tpformer.config import check_choice, check_known
-from tpformer.config.words import shown
 from tpformer.kernels.cost import MACHINES, MOVED, RELEASE_SECONDS, Machine
 from tpformer.ops.transports.prediction import chosen_launch
+from tpformer.words import shown
 
 DIRECTORY = Path(__file__).parent / "device_files"
 

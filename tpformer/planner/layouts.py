@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpformer.config import RECOMPUTE, SCHEDULES, Layout, RunConfig, check_choice
-from tpformer.config.words import shown
+from tpformer.words import shown
 
 OFFLOADS = ("none", "activations", "states", "both")
 NUMBERS = ("tp", "pp", "dp", "zero", "microbatch", "stages")

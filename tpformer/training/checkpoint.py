@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
-from tpformer.config.words import listed
 from tpformer.distributed.mesh import joining
 from tpformer.processes.files import file_sha256, naming
+from tpformer.words import listed
 
 from .checkpoint_files import (
     MANIFEST,

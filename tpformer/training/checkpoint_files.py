@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from tpformer.config.words import listed, message, shown
 from tpformer.processes.files import file_sha256, naming
+from tpformer.words import listed, message, shown
 
 from .checkpoint_metadata import METADATA, CheckpointError, MetadataReader, read_metadata
 

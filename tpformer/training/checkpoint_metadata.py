@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tpformer.config.words import shown
+from tpformer.words import shown
 
 METADATA = ".metadata"
 _CLASSES = {

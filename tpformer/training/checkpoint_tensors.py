@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tpformer.config.words import listed
 from tpformer.parallel import local_part, replica_sums
 from tpformer.parallel.compression import Compression
 from tpformer.torch_private import foreach_norm
+from tpformer.words import listed
 
 from .checkpoint_files import MODEL, OPTIMIZER, SUMS, read_tensors, saved_tensors
 from .checkpoint_metadata import CheckpointError

@@ -156,9 +156,9 @@ def open_source(path: str | Path, *, step: int | None = None, report: Callable[[
     weights; CheckpointError for a damaged checkpoint; ValueError for a step of what is no run, and, with names, for
     damaged files and for tensors that are missing, unknown, or of another shape.
     """
-    from tpformer.config.words import listed
     from tpformer.weights.files import TensorFiles
     from tpformer.weights.tensors import TensorMap, parameter_shapes
+    from tpformer.words import listed
 
     from .checkpoint import choose_step
     from .checkpoint_files import MODEL, CheckpointError, saved_tensors, step_path

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpformer.config import GPTConfig
-from tpformer.config.words import shown
+from tpformer.words import shown
 
 from .family import Family
 from .gpt2 import GPT2

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from tpformer.config import GPTConfig
 from tpformer.config.ranges import NO_FLOAT
-from tpformer.config.words import listed, printable, shown
+from tpformer.words import listed, printable, shown
 
 from .rope import DEFAULT_BASE, ROPE_KEYS, read_rope, write_rope
 

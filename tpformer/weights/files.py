@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tpformer.config.words import listed, printable
+from tpformer.words import listed, printable
 
 from .family import read_json
 from .folder import inside

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tpformer.config.words import printable
+from tpformer.words import printable
 
 
 def inside(folder: Path, name: str) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tpformer.config import GPTConfig
 from tpformer.config.ranges import NO_FLOAT
-from tpformer.config.words import listed, shown
+from tpformer.words import listed, shown
 
 ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor", "rope_interleaved")
 DEFAULT_BASE = 10000.0

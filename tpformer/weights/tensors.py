@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tpformer.config import GPTConfig
-from tpformer.config.words import listed
 from tpformer.models import GPT
+from tpformer.words import listed
 
 from .family import Family, Tensors
 from .files import Spec, TensorFiles

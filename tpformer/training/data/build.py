@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tpformer.config.words import listed, printable
 from tpformer.processes.files import file_sha256, in_words, replace_file
+from tpformer.words import listed, printable
 
 from .corpus import split_files, stdlib_files, stdlib_root
 from .documents import Document, find_files, open_sources, read_documents

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tpformer.config.words import printable
+from tpformer.words import printable
 
 from .tokenizer import Tokenizer
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tpformer.config.words import listed, printable, shown
 from tpformer.processes.files import in_words
+from tpformer.words import listed, printable, shown
 
 _HEAD = 1 << 16  # bytes of a file that say what it is
 _PIECE = 1 << 18  # bytes or characters of a long text that are held at a time

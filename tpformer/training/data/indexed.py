@@ -17,9 +17,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from tpformer.config.words import shown
 from tpformer.processes.files import in_words
 from tpformer.weights.family import read_json
+from tpformer.words import shown
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tpformer.config.words import printable, shown
 from tpformer.weights.family import read_json
+from tpformer.words import printable, shown
 
 from .special_tokens import read_tokenizer_files
 from .windows import encode_windows

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tpformer.config.words import shown
+from tpformer.words import shown
 
 _OVERLAP = 1 << 12  # characters that two windows share: in their middle both must have the same tokens
 _LONGEST = 1 << 22  # characters of a window

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpformer.config import build_config, check_config
-from tpformer.config.words import harmless, listed, message, printable, shown
+from tpformer.words import harmless, listed, message, printable, shown
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=200) | st.binary(max_size=200),
