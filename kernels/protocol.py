@@ -65,12 +65,15 @@ class Channel(Lasting):
     views: dict[tuple, Tensor] = field(default_factory=dict, init=False, repr=False)
     """What `gathered` has returned, at most VIEWS of them."""
 
-    def require(self, operation: str, nbytes: int, flags: int) -> None:
-        """ValueError if an operation needs larger slots or more flags than there are, and would write beyond them."""
+    def require(self, operation: str, nbytes: int, flags: int, sized_by: str | None = None) -> None:
+        """ValueError if an operation needs larger slots or more flags than there are, and would write beyond them.
+
+        sized_by: the function that gives both; unset, the operation's own.
+        """
         if nbytes > self.capacity or flags > self.writer_flags:
             raise ValueError(
                 f"{operation} needs {nbytes} bytes per slot and {flags} flags per writer, but the channel has "
-                f"{self.capacity} and {self.writer_flags}: size it by {operation}_space"
+                f"{self.capacity} and {self.writer_flags}: size it by {sized_by or operation + '_space'}"
             )
 
     def slot(self, parity: int, stride: int, like: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from types import FrameType
 
 import pytest
 import torch
+from commands import ROOT
 from torch.distributed.device_mesh import init_device_mesh
 
-ROOT = Path(__file__).resolve().parent.parent
 Function = tuple[str, str]  # file in the repository, qualified name: ("tpformer/cli/run.py", "parse_run")
 Order = dict[tuple[Function | None, Function], int]
 PAGE = (ROOT / "docs/architecture.md").read_text()

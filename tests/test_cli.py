@@ -2,16 +2,21 @@
 
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from commands import ROOT, main
 
+from tpformer.cli.data import build_data_command
+from tpformer.cli.models import evaluate_command
+from tpformer.cli.plan import FILES, plan_command
 from tpformer.cli.run import EXIT_CODES
-from tpformer.config import MLP_ACTIVATIONS, NORM_NAMES, PRESETS, preset_config
+from tpformer.config import MLP_ACTIVATIONS, NORM_NAMES, PRESETS, RunConfig, preset_config
 from tpformer.config.layout import CHOICES
 from tpformer.config.transport_table import DTYPES
 
@@ -43,6 +48,41 @@ def test_a_command_whose_output_nobody_reads_ends_by_sigpipe_without_a_word(comm
 def test_a_command_that_does_not_exist_gets_a_suggestion(commands, given, said):
     code, out, err = commands.run(*given)
     assert code == 2 and said in err and err.count("\n") == 1 and not out
+
+
+def main_on_a_full_disk(*arguments: str) -> None:
+    """The command, with room for 300 bytes in each file."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+    main(*arguments)
+
+
+@pytest.mark.parametrize("command", [
+    ("data", "build", "many.txt", "--out", "{}"),
+    ("data", "build", "few.txt", "--valid-fraction", "0.5", "--out", "{}"),  # all but PREFIX.json fits
+    *(("plan", "--preset", "gpt2-124m", "--top", "1", f"--{name}", "{}") for name in FILES),
+])  # fmt: skip
+def test_on_a_full_disk_a_command_leaves_nothing_and_names_the_path(commands, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    for name, number in (("few.txt", 9), ("many.txt", 999)):
+        Path(name).write_text("".join(f'{{"text": "abc{n}"}}\n' for n in range(number)))
+    code, _, err = commands.call(main_on_a_full_disk, *(word.format("made") for word in command)).finish()
+    assert code == 2 and err.splitlines()[-1].startswith("tpformer: made") and "File too large" in err, err
+    assert sorted(os.listdir()) == ["few.txt", "many.txt"]
+
+
+@pytest.mark.parametrize(("command", "arguments"), [
+    (build_data_command, ("text.txt", "--out")), (evaluate_command, ("run", "--json")),
+    *((plan_command, ("--preset", "gpt2-124m", f"--{name}")) for name in FILES),
+])  # fmt: skip
+def test_a_folder_or_nothing_is_refused_where_a_file_is_meant(tmp_path, monkeypatch, command, arguments):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("abc")
+    Path("run").mkdir()
+    monkeypatch.setattr("tpformer.training.source.source_config", lambda *_: RunConfig())
+    for path in (" ", "new/", ".", "..", "run", "run/", "/"):
+        with pytest.raises(ValueError, match="is empty: give it a path|is a folder: add a name, such as --"):
+            command([*arguments, path])
+    assert sorted(os.listdir()) == ["run", "text.txt"]
 
 
 def test_presets_are_listed_with_their_sizes(commands):

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from changed import module_of
+from commands import ROOT
 
 from tpformer.config import RunConfig
 
-ROOT = Path(__file__).parent.parent
 LISTED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
 FILES = [path for path in map(ROOT.joinpath, LISTED) if path.is_file() and not path.is_symlink()]
 PYTHON = [path for path in FILES if path.suffix == ".py"]

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from commands import ROOT
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tpformer.torch_private import TorchDispatchMode
 
-ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = (str(ROOT / "tpformer"), str(ROOT / "kernels"))
 # values, or a size that depends on values, come to the host
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal"}

@@ -189,7 +189,8 @@ def all_gather_grouped_matmul(
     rows, groups, n = len(shard) // served, len(weights) // served, weights.shape[2 if transposed else 1]
     if 0 in (rows, groups, n, k):
         raise ValueError(f"all_gather_grouped_matmul takes no empty {tuple(shard.shape)} or {tuple(weights.shape)}")
-    channel.require("all_gather_matmul", *all_gather_matmul_space(rows, k, world, shard.element_size()))
+    space = all_gather_matmul_space(rows, k, world, shard.element_size())
+    channel.require("all_gather_grouped_matmul", *space, "all_gather_matmul_space")
     y = shard.new_empty(len(tokens), n)
     tile = tile or select_grouped_tile(shard.device, shard.dtype, len(tokens) // served, groups * world, n)
     whole, (stored, weight_stride) = packed(shard), matrices(weights, transposed, tile)

@@ -193,7 +193,8 @@ def await_gathered(channel: Channel, shard: Tensor, push: bool) -> None:
     errors as in all_gather_matmul.
     """
     rows, k = len(shard) // channel.served, shard.shape[1]
-    channel.require("all_gather_matmul", *all_gather_matmul_space(rows, k, channel.world, shard.element_size()))
+    space = all_gather_matmul_space(rows, k, channel.world, shard.element_size())
+    channel.require("await_gathered", *space, "all_gather_matmul_space")
     whole = packed(shard)
     pushers = plan.pushers_of(whole.nbytes // channel.served, plan.machine_of(shard.device)) if push else 0
     launch(

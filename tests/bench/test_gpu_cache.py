@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import ROOT
 
 from bench.gpu import cache, schedule
 from bench.gpu.items import ITEMS
 from bench.gpu.schedule import FILL, MEASURE, REHEARSE
 from checks.driver.stub import missing
 
-ROOT = Path(__file__).resolve().parents[2]
 CALLS = ("-m", "checks.driver.pretend", "-m", "bench.gpu.rehearsal", "rope", "--quick", "--into")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from commands import ROOT
 from rich.console import Console
 
 from bench.__main__ import KERNELS
@@ -21,13 +22,12 @@ from bench.gpu.schedule import FILL, REHEARSE, Session, Stop, order, run
 from bench.gpu.state import FAILED, LIMIT, MEASURED, MISSED, STOPPED, UNFINISHED, State
 from bench.gpu.table import LINES, table
 
-ROOT = Path(__file__).resolve().parents[2]
 WRITES = 'import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(\'{"counts": {"passed": 3}}\')'
 # neither it nor its child ends when it is asked to
 LONG = """
-import os, signal, subprocess, time
+import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-subprocess.Popen(["sleep", "300"])
+subprocess.Popen(["sleep", "300"], env=os.environ | {"STARTED_FOR": sys.argv[1]})
 print("begun", os.getpid(), flush=True)
 time.sleep(300)
 """
@@ -104,12 +104,13 @@ def test_outcomes_by_exit_code_and_by_the_result(tmp_path):
     assert items["missed"]["figure"] == "3 passed" and items["nothing"]["figure"] == "a word"
 
 
-def sleepers() -> set[str]:
-    """The processes of LONG's kind that are alive: the sleeps that it starts."""
+def sleepers(folder: Path) -> set[str]:
+    """The processes that are alive of the sleeps that LONG has started for a test with this folder."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended
-            found |= {path.parent.name} if path.read_bytes() == b"sleep\x00300\x00" else set()
+            of_test = str(folder).encode() in (path.parent / "environ").read_bytes()
+            found |= {path.parent.name} if of_test and path.read_bytes() == b"sleep\x00300\x00" else set()
     return found
 
 
@@ -117,9 +118,8 @@ def test_an_item_is_ended_at_its_limit_with_its_children(tmp_path, monkeypatch):
     monkeypatch.setattr(Item, "limit", property(lambda item: item.seconds))
     monkeypatch.setattr(schedule, "GRACE", 0.1)
     monkeypatch.setattr(schedule, "SPARE", 0)
-    before = sleepers()
     run(session(tmp_path, [toy("endless", 100, 1, LONG), toy("next", 1, 60)]))
-    assert outcomes(tmp_path) == {"endless": LIMIT, "next": MEASURED} and sleepers() <= before
+    assert outcomes(tmp_path) == {"endless": LIMIT, "next": MEASURED} and not sleepers(tmp_path)
     monkeypatch.setattr(schedule, "MARGIN", 0)
     run(session(tmp_path / "another", [toy("endless", 10, 60, LONG)], seconds=1))
     assert outcomes(tmp_path / "another") == {"endless": STOPPED}, "the time was over"
@@ -138,22 +138,22 @@ def call_with_toys(folder: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_what_is_done_outlives_the_call(number, commands, tmp_path):
-    before = sleepers()
     running = commands.call(call_with_toys, str(tmp_path))
     log = tmp_path / "logs" / "endless.txt"
     running.wait_until(lambda: log.exists() and "begun" in log.read_text(), "the second item has begun")
+    assert sleepers(tmp_path)
     os.kill(running.pid, number)
     code, out, _ = running.finish(60)
     assert outcomes(tmp_path) == {"first": MEASURED, "endless": STOPPED if number == signal.SIGTERM else UNFINISHED}
     if number == signal.SIGTERM:
-        assert code == 1 and sleepers() <= before
+        assert code == 1 and not sleepers(tmp_path)
         assert "first" in out and "3 passed" in out and STOPPED in out, "the table comes"
     own = log.read_text().split()[1]
     deadline = time.monotonic() + 60
     while Path("/proc", own).exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path("/proc", own).exists(), "an item ends with the call, even if that is killed"
-    for pid in sleepers() - before:  # of the call that could end nobody
+    for pid in sleepers(tmp_path):  # of the call that could end nobody
         os.kill(int(pid), signal.SIGKILL)
 
 

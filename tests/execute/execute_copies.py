@@ -12,17 +12,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import gemms
 import pytest
+import test_all_gather_matmul_kernel as gathers
 import torch
 from execution import GATHER_ALONE, PLAIN, SCHEDULES, Execution, Schedule, executing, small_tiles, written
+from mutations import Edit, edited, move, replace
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-pytest.importorskip("triton")
-
-import gemms
-import test_all_gather_matmul_kernel as gathers
-from mutations import Edit, edited, move, replace
 
 from checks.execute import schedule as scheduler
 from checks.execute.memory import Fault

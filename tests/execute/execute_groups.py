@@ -7,15 +7,12 @@ them.
 """
 
 import pytest
-import torch
-from execution import FEW, GATHER_ALONE, SCHEDULES, SHIPPED, TRIES, Try, communicate, executing, run_group, trying
-
-pytest.importorskip("triton")
-
 import test_all_gather_grouped_matmul_kernel as experts
 import test_all_gather_matmul_kernel as gathers
 import test_matmul_all_reduce_kernel as all_reduces
 import test_matmul_reduce_scatter_kernel as scatters
+import torch
+from execution import FEW, GATHER_ALONE, SCHEDULES, SHIPPED, TRIES, Try, communicate, executing, run_group, trying
 
 from checks import protocol as closed_forms
 from checks.execute.schedule import Schedule

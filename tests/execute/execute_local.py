@@ -10,11 +10,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
-from execution import DTYPES, FEW, PLAIN, SCHEDULES, SHIPPED, TILE, executing
-
-pytest.importorskip("triton")
-
 import row_checks
 import test_activation_kernel as activations
 import test_combine_kernel as combinations
@@ -28,6 +23,8 @@ import test_rope_kernel as ropes
 import test_route_kernel as routes
 import test_update_kernel as updates
 import test_weighted_activation_kernel as weighted
+import torch
+from execution import DTYPES, FEW, PLAIN, SCHEDULES, SHIPPED, TILE, executing
 
 from tpformer.kernels.configurations import TILES, narrow_tile_names, select_local_tile, tile_names
 from tpformer.kernels.matmul.kernel import matmul_derivative

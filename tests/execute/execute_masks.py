@@ -12,12 +12,9 @@ tile, here a few elements, is a parameter like any other is assumed; `make compi
 """
 
 import pytest
-from pool import WorkerPool
-
-pytest.importorskip("triton")
-
 from mask_mutants import Mutant, all_mutants
 from masks import CASES, try_mutants, verdict
+from pool import WorkerPool
 
 # the cases that reach a file's masks, fastest first
 REACH = {

@@ -2,7 +2,7 @@
 refuse; and by what a replay finds a plan. That a replay launches what the launcher would is in tests/driver."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import gemms
 import pytest
@@ -171,7 +171,7 @@ def test_copies_hide_more_under_another_kernel_from_some_size_on():
     assert [plan.copies_hide_more(size * MIB, 8, H200) for size in (2, 3)] == [False, True]
 
 
-TOO_SMALL = "{0} needs {1} per writer, but the channel has 64 and {2}: size it by {0}_space"
+TOO_SMALL = "^{0} needs {1} per writer, but the channel has 64 and {2}: size it by {3}_space"
 NORMALISE = "finishes tiles, not whole rows: normalise its result instead"
 
 
@@ -182,13 +182,17 @@ def test_what_cannot_run_is_refused() -> None:
     a, w, matrices = torch.zeros(8, 16), torch.zeros(40, 16), torch.zeros(6, 4, 16)
     integers = torch.zeros(4, 3, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
     norm, tile = Finish(norm=Norm("rmsnorm", torch.ones(40), None, 1e-5)), {"tile": gemms.TILE}
-    shards = TOO_SMALL.format("all_gather_matmul", "512 bytes per slot and 1 flags", 1)
-    partials = TOO_SMALL.format("matmul_reduce_scatter", "3072 bytes per slot and 1 flags", 8)
-    sums = TOO_SMALL.format("matmul_all_reduce", "3072 bytes per slot and 3 flags", 8)
+
+    def too_small(launch: Callable, need: str, flags: int, sized_by: Callable) -> str:
+        return TOO_SMALL.format(launch.__name__, need, flags, sized_by.__name__)
+
+    shards = ("512 bytes per slot and 1 flags", 1, all_gather_matmul)
+    partials = too_small(matmul_reduce_scatter, "3072 bytes per slot and 1 flags", 8, matmul_reduce_scatter)
+    sums = too_small(matmul_all_reduce, "3072 bytes per slot and 3 flags", 8, matmul_all_reduce)
     for words, launch, arguments, options in (
-        (shards, all_gather_matmul, (a, [w], two), tile),
-        (shards, await_gathered, (two, a), {"push": True}),
-        (shards, all_gather_grouped_matmul, (a, matrices, two, *integers), tile),
+        (too_small(all_gather_matmul, *shards), all_gather_matmul, (a, [w], two), tile),
+        (too_small(await_gathered, *shards), await_gathered, (two, a), {"push": True}),
+        (too_small(all_gather_grouped_matmul, *shards), all_gather_grouped_matmul, (a, matrices, two, *integers), tile),
         (r"no empty \(0, 16\) or \(6, 4, 16\)", all_gather_grouped_matmul, (a[:0], matrices, two, *integers), tile),
         (partials, matmul_reduce_scatter, ([a], [w], one), tile),
         (sums, matmul_all_reduce, ([a], [w], one), tile),

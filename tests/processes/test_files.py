@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from tpformer.processes.files import file_sha256, replace_file
+from tpformer.processes.files import file_sha256, in_words, naming, replace_file
 from tpformer.processes.ownership import LOCK, owned
 
 
@@ -22,12 +22,17 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     def cut(self: Path, text: str, **options: str) -> None:
         with self.open("w") as file:
             file.write(text[:1])
-        raise OSError("disk full")
+        raise OSError(28, "disk full")
 
     monkeypatch.setattr(Path, "write_text", cut)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, match=f"disk full: '{path}'"):
         replace_file(path, "new")
-    assert path.read_text(encoding="utf-8") == "ünd"
+    assert path.read_text(encoding="utf-8") == "ünd" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_refusal_that_an_error_of_a_file_led_to_stays_one(tmp_path):
+    with pytest.raises(ValueError, match="cannot be read: it is closed"), naming(tmp_path), in_words(tmp_path):
+        raise OSError(5, "it is closed")
 
 
 def test_the_digest_is_sha256_of_the_content(tmp_path):

@@ -94,14 +94,14 @@ def test_refusals_and_what_fails_half_way_write_nothing(trained, tmp_path, monke
     for folder, name, text in ((full, "file", "precious"), (bare, "config.toml", (run / "config.toml").read_text())):
         folder.mkdir()
         (folder / name).write_text(text)
-    monkeypatch.setattr("tpformer.training.export.create_file", mock.Mock(side_effect=OSError("disk full")))
+    monkeypatch.setattr("tpformer.training.export.create_file", mock.Mock(side_effect=OSError(28, "disk full")))
     for source, target, options, error, words in (
         (tmp_path / "missing", out, {}, FileNotFoundError, "missing is not a run"),
         (bare, out, {}, FileNotFoundError, "has no checkpoint yet"),
         (run, full, {}, ValueError, "is not an empty directory"),
         (run, full / "file", {}, ValueError, "is not an empty directory"),
         (run, out, {"step": 4}, FileNotFoundError, "no checkpoint of step 4: it has 3, 12"),
-        (run, out, {}, OSError, "disk full"),
+        (run, out, {}, OSError, f"disk full: '{out}'"),
     ):
         with pytest.raises(error, match=words):
             export(source, target, **options)

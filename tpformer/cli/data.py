@@ -7,6 +7,8 @@ from typing import Annotated
 
 import tyro
 
+from .outputs import named
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuildData:
@@ -14,7 +16,7 @@ class BuildData:
     row of a .parquet (needs tpformer[parquet]). Of prompts and completions it has PREFIX.mask, too."""
 
     inputs: tyro.conf.Positional[tuple[Path, ...]]
-    out: Path
+    out: Annotated[str, tyro.conf.arg(metavar="PREFIX")]
     """Prefix of the files to write; existing ones are never overwritten."""
     tokenizer: str = "bytes"
     """"bytes" or the path of a tokenizer.json (needs tpformer[hf])."""
@@ -33,7 +35,7 @@ def build_data_command(arguments: Sequence[str]) -> None:
     from tpformer.training.data import build_dataset, build_split
 
     options = tyro.cli(BuildData, prog="tpformer data build", args=list(arguments))
-    where = (options.inputs, options.out, options.tokenizer)
+    where = (options.inputs, named("--out", options.out), options.tokenizer)
     given = [name for name in (options.prompt_field, options.completion_field) if name is not None]
     if given and (len(set(given)) < 2 or options.text_field is not None):
         raise ValueError("give --prompt-field and --completion-field together, without --text-field, as two names")

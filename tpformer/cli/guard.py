@@ -15,8 +15,11 @@ from tpformer.processes.launch import USAGE_EXIT_CODE, record_exception
 from tpformer.words import message
 
 USAGE = (ValueError, FileNotFoundError, ImportError, FloatingPointError, JoinError)
-# of a disk or a limit of the machine, for which no traceback is needed
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE)
+# of a disk, a path or a limit of the machine, for which no traceback is needed, and where starting again does not help
+USERS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE),
+    *(errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
+)
 PEER_SECONDS = 1.0  # how long other ranks leave it to rank 0 to report a mistake that all of them have found
 
 
@@ -44,14 +47,21 @@ def guarded(work: Callable[[], None]) -> None:
         _end_by(signal.SIGINT)
     except BaseException as error:  # DCP's CheckpointException does not derive from Exception
         record_exception(error)
-        usage = isinstance(error, USAGE) or getattr(error, "errno", None) in FULL
+        usage = isinstance(error, USAGE) or getattr(error, "errno", None) in USERS
         if usage:
             time.sleep(PEER_SECONDS if os.environ.get("RANK", "0") != "0" else 0)
-            sys.stderr.write(f"tpformer: {message(error)}\n")  # in one piece: other ranks write too
+            sys.stderr.write(f"tpformer: {message(_words(error))}\n")  # in one piece: other ranks write too
             sys.stderr.flush()
         else:
             sys.excepthook(*sys.exc_info())
         os._exit(USAGE_EXIT_CODE if usage else 1)
+
+
+def _words(error: BaseException) -> object:
+    """What is wrong with a file, in the order of a sentence; of any other error its own words."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename} cannot be used: {error.strerror}"
+    return error
 
 
 def _end_by(number: signal.Signals) -> None:

@@ -15,6 +15,7 @@ import tyro
 from tpformer.config import RunConfig, check_positive
 from tpformer.words import harmless, message, printable
 
+from .outputs import new_file
 from .run import parse_overrides, with_ranks
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ class Evaluate:
     """A folder of further tasks of lm-evaluation-harness, as .yaml files."""
     step: int | None = None
     """Step of a run's checkpoint. Unset: the newest good one."""
-    json: Path | None = None
+    json: str | None = None
     """File to write the result to; an existing one is not overwritten."""
 
 
@@ -186,8 +187,7 @@ def evaluate_command(arguments: Sequence[str]) -> None:
 
     options, rest = tyro.cli(Evaluate, prog="tpformer evaluate", args=list(arguments), return_unknown_args=True)
     overrides = parse_overrides(rest, source_config(options.source), "evaluate SOURCE")
-    if options.json is not None and (options.json.exists() or not options.json.absolute().parent.is_dir()):
-        raise ValueError(f"--json {options.json}: give a new file in a folder that exists")
+    file = None if options.json is None else new_file("--json", options.json)
     evaluation = prepare(
         options.source,
         overrides,
@@ -227,8 +227,8 @@ def evaluate_command(arguments: Sequence[str]) -> None:
         result = evaluate_rank(evaluation, step=options.step, tasks=str(options.tasks), more=more, decided=decided)
         if dist.get_rank() == 0:
             show(result, Console(markup=False, emoji=False, highlight=False))
-            if options.json is not None:
-                write_result(result, options.json)
+            if file is not None:
+                write_result(result, file)
         dist.destroy_process_group()
 
     with_ranks(work, evaluation.config)

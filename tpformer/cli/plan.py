@@ -2,10 +2,11 @@
 
 import csv
 import dataclasses
+import io
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ from tpformer.config import (
     read_toml,
     to_toml,
 )
+from tpformer.processes.files import replace_file
+
+from .outputs import new_file
 
 if TYPE_CHECKING:
     from tpformer.planner.devices import Device
@@ -113,14 +117,11 @@ def _check(options: Plan) -> None:
     check_positive(**{"--seq-length": options.seq_length})
     if options.price is not None and not 0 <= options.price < math.inf:
         raise ValueError(f"--price {options.price} must be at least 0")
-    files = {name: Path(path) for name in FILES if (path := getattr(options, name))}
+    files = {name: new_file(f"--{name}", path) for name in FILES if (path := getattr(options, name))}
     for name, given in (("--sweep", options.sweep is not None), ("--within with several kinds", options.kinds[1:])):
         if given and (files or options.explain is not None):
             raise ValueError(f"{name} only prints: leave out --explain, --out, --json, --csv and --html")
-    for name, path in files.items():
-        if path.exists() or not path.absolute().parent.is_dir():
-            raise ValueError(f"--{name} {path}: give a new file in a folder that exists")
-    if len({path.absolute() for path in files.values()}) < len(files):
+    if len({*map(Path.absolute, files.values())}) < len(files):
         raise ValueError(f"--{', --'.join(files)} name the same file: give each its own")
 
 
@@ -263,20 +264,20 @@ def _write(options: Plan, question: "Question", choices: Sequence["Choice"], tok
     from tpformer.planner.plan_report import record
 
     records = [record(choice, question, tokens, options.price) for choice in choices]
-    if options.out:
-        Path(options.out).write_text(run_file(options, choices[0]))
-    if options.json:
-        Path(options.json).write_text(json.dumps({"predictions": records}, indent=1) + "\n")
-    if options.csv:
-        columns = list(dict.fromkeys(key for each in records for key in each))
-        with open(options.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, columns, restval=0)
-            writer.writeheader()
-            writer.writerows(records)
-    if options.html:
-        Path(options.html).write_text(page(question, choices, tokens, options.price))
-    for path in filter(None, (getattr(options, name) for name in FILES)):
-        _print(f"written: {path}")
+    rows = io.StringIO(newline="")
+    writer = csv.DictWriter(rows, list(dict.fromkeys(key for each in records for key in each)), restval=0)
+    writer.writeheader()
+    writer.writerows(records)
+    texts: dict[str, Callable[[], str]] = {
+        "out": lambda: run_file(options, choices[0]),
+        "json": lambda: json.dumps({"predictions": records}, indent=1) + "\n",
+        "csv": rows.getvalue,
+        "html": lambda: page(question, choices, tokens, options.price),
+    }
+    for name in FILES:
+        if path := getattr(options, name):
+            replace_file(Path(path), texts[name]())
+            _print(f"written: {path}")
 
 
 def run_file(options: Plan, choice: "Choice") -> str:
@@ -306,8 +307,7 @@ def _explain(options: Plan, question: "Question") -> None:
         _write(options, question, [choice], tokens)
         return
     _print(f"{layout_text(config)} cannot work: {reason}.")
-    other = nearest(question, values)
-    if other is None:
+    if (other := nearest(question, values)) is None:
         raise ValueError(
             f"no layout works on {question.gpus} x {question.device.name}: leave out --explain to see what was dropped"
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from tpformer.parallel import SCHEDULES, Action
+from tpformer.processes.files import replace_file
 
 from .bubbles import RATIOS, Step, bubble_ratio, schedule_order, simulate
 
@@ -79,12 +80,12 @@ def write_trace(actions: Sequence[Action], path: Path) -> None:
                 "args": {"stage": action.stage, "microbatch": action.microbatch},
             }
         )
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+    replace_file(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
 
 def write_svg(actions: Sequence[Action], path: Path, title: str, formula: str) -> None:
     """Write timeline_svg of measured actions to a file."""
-    path.write_text(timeline_svg(actions, title, formula))
+    replace_file(path, timeline_svg(actions, title, formula))
 
 
 def timeline_svg(

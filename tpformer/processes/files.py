@@ -5,20 +5,31 @@ Importing this file does not import torch.
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file as UTF-8, in place of one that exists. OSError, which names it, where that fails.
+    """Write a file as UTF-8 by whole_file."""
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
-    Readers find the old content or the new one, never a part: the text goes to a hidden file beside it, which is then
-    renamed. Only one process may write a path at a time.
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield the path of a hidden file beside `path` that takes its place at the end, or is removed after an error.
+
+    Readers find the old content or the new one, never a part. Only one process may write a path at a time. OSError,
+    which names the path, where writing fails.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     with naming(path):
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        try:
+            yield temporary
+            temporary.replace(path)
+        finally:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -49,7 +60,7 @@ def naming(path: Path) -> Iterator[None]:
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__cause__ or cause.__context__
+            cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
         if cause is None:
             raise
         raise OSError(cause.errno, cause.strerror or str(cause), cause.filename or str(path)) from error

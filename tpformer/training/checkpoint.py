@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
@@ -33,6 +33,7 @@ from .checkpoint_files import (
     MODEL,
     OPTIMIZER,
     TRAINER,
+    Writer,
     discard,
     fsync,
     manifest_entries,
@@ -90,21 +91,6 @@ def _words(error: BaseException) -> str:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         return f"rank {rank}: {type(cause).__name__}: {cause}"
     return str(error)
-
-
-class _Writer(dcp.FileSystemWriter):
-    """DCP's writer, with the operating system's words when a write fails. torch.save alone would say that it finds
-    itself at an unexpected position of the file, and ranks do not send one another the causes of their errors."""
-
-    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
-        """Write this rank's file. OSError names it, or the directory."""
-        with naming(Path(self.path)):
-            return super().write_data(plan, planner)
-
-    def finish(self, metadata: Metadata, results: list) -> None:
-        """Write .metadata, on one rank. OSError names it."""
-        with naming(Path(self.path, METADATA)):
-            super().finish(metadata, results)
 
 
 def load_checkpoint(
@@ -240,7 +226,7 @@ class Checkpointer:
             self._fail(error, temporary, step, done)
             return
         stager = DefaultStager(StagingOptions(False, False, False, False))
-        writer = _Writer(temporary)
+        writer = Writer(temporary)
         saving = dcp.async_save(tensors, storage_writer=writer, process_group=self._group, async_stager=stager)
         saving.add_done_callback(lambda saved: self._finish(saved, temporary, step, done))
         saving.add_done_callback(lambda _: stager.close())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from tpformer.processes.files import file_sha256, naming
@@ -228,6 +228,21 @@ def read_parts(path: Path, parts: Iterable[tuple[str, Tensor, Sequence[int]]]) -
         reader.read_data(planner.create_local_plan(), planner)
 
 
+class Writer(dcp.FileSystemWriter):
+    """DCP's writer, with the operating system's words when a write fails. torch.save alone would say that it finds
+    itself at an unexpected position of the file, and ranks do not send one another the causes of their errors."""
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
+        """Write this rank's file. OSError names it, or the directory."""
+        with naming(Path(self.path)):
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list) -> None:
+        """Write .metadata, on one rank. OSError names it."""
+        with naming(Path(self.path, METADATA)):
+            super().finish(metadata, results)
+
+
 def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], step: int) -> None:
     """Write a model's tensors, by their names in the model, as the new checkpoint `path`, in this process alone.
 
@@ -236,6 +251,10 @@ def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], step: int) -> No
     path.mkdir(parents=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save({MODEL + name: tensor for name, tensor in tensors.items()}, checkpoint_id=path, no_dist=True)
+        try:
+            named = {MODEL + name: tensor for name, tensor in tensors.items()}
+            dcp.save(named, storage_writer=Writer(path), no_dist=True)
+        except dcp.CheckpointException as error:  # which says that rank 0 failed, where there are no others
+            raise error.failures[0][0] from None
     (path / TRAINER).write_text(json.dumps({"step": step, "extra": {}}))
     write_manifest(path, manifest_entries(path.iterdir()))

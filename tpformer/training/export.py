@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from tpformer.ops.transport import dtype_name
+from tpformer.processes.files import naming
 from tpformer.weights.families import family_for
 from tpformer.weights.files import MAX_FILE_BYTES, Spec, create_file, plan_files, write_index
 from tpformer.weights.tensors import Place, TensorMap, their_specs
@@ -123,7 +124,7 @@ def new_directory(out: Path) -> Iterator[Path]:
 
     What a killed process left there of an earlier attempt is removed, too.
     ValueError if `out` exists and is not an empty directory, before and also at the end, is the current one, or cannot
-    be made.
+    be made. OSError, which names a path, where the disk is full.
     """
     taken = ValueError(f"{out} exists and is not an empty directory: give --out a new one")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -138,7 +139,7 @@ def new_directory(out: Path) -> Iterator[Path]:
     except OSError as error:
         raise ValueError(f"{out} cannot be made: {error.strerror}") from None
     try:
-        with (temporary / "new").open("w") as lock:
+        with naming(out), (temporary / "new").open("w") as lock:
             with suppress(OSError):  # a file system without locks: then nobody takes this process for dead
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 print(platform.node(), file=lock, flush=True)

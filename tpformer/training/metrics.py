@@ -15,7 +15,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tpformer.processes.files import naming, replace_file
+from tpformer.processes.files import naming, replace_file, whole_file
 
 from .observe import RowLog, TensorBoardLog, unless_it_fails
 
@@ -262,5 +262,6 @@ def plot_losses(directory: Path) -> Path | None:
     axes.legend()
     path = directory / "plots" / "loss.png"
     path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, dpi=150, format="png")
     return path

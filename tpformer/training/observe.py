@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from tpformer.processes.files import replace_file
+from tpformer.processes.files import replace_file, whole_file
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def recorded(
     if dist.get_rank() == 0:
         with unless_it_fails("timeline.json", notice):
             kept = {"schedule": named[0], "n_microbatches": named[1], "actions": actions}
-            (directory / "timeline.json").write_text(json.dumps(kept))
+            replace_file(directory / "timeline.json", json.dumps(kept))
             notice(f"step {step} recorded: draw it with `tpformer timeline {directory}`")
 
 
@@ -58,7 +58,8 @@ def profiled(path: Path, notice: Callable[[str], object]) -> Iterator[None]:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     with unless_it_fails(path.name, notice):
-        profiler.export_chrome_trace(str(path))
+        with whole_file(path) as temporary:
+            profiler.export_chrome_trace(str(temporary))
 
 
 def check_wandb(project: str) -> None:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -132,11 +132,11 @@ class _Part:
         else:
             np.add.at(self.counts, ids, 1)
 
-    def finish(self, tokenizer_name: str) -> Summary:
+    def finish(self, tokenizer_name: str) -> None:
         """Write the sidecar of the dataset, whose other files are there."""
         frequencies = self.counts[self.counts > 0] / self.counts.sum()
         paths = dataset_paths(self.prefix)
-        summary = Summary(
+        self.summary = Summary(
             tokenizer=tokenizer_name,
             vocab_size=self.tokenizer.vocab_size,
             n_documents=self.writer.n_documents,
@@ -146,14 +146,29 @@ class _Part:
             documents_sha256=self.digest.hexdigest(),
             n_targets=self.writer.n_targets if self.masked else None,
         )
-        replace_file(paths.sidecar, json.dumps(asdict(summary), indent=2) + "\n")
-        return summary
+        replace_file(paths.sidecar, json.dumps(asdict(self.summary), indent=2) + "\n")
 
     @property
     def n_unknown(self) -> int:
         """Tokens that stand for text that no token stands for."""
         unknown = self.tokenizer.unknown
         return 0 if unknown is None else int(self.counts[unknown])
+
+
+@contextmanager
+def _written(parts: Sequence[_Part], tokenizer_name: str) -> Iterator[None]:
+    """Within, documents are added. At the end all datasets get all of their files, or after an error none."""
+    try:
+        with ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(part.writer)
+            yield
+        for part in parts:
+            part.finish(tokenizer_name)
+    except BaseException:
+        for part in parts:
+            part.writer.withdraw()
+        raise
 
 
 def _build(
@@ -183,9 +198,7 @@ def _build(
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty())
     parts = [_Part(each, tokenizer, fields is not None and len(fields) > 1) for each in prefixes]
-    with in_words(prefix, "written"), bar, ExitStack() as stack:
-        for part in parts:
-            stack.enter_context(part.writer)
+    with in_words(prefix, "written"), bar, _written(parts, tokenizer_name):
         task = bar.add_task(printable(prefix.name), total=n_bytes)
         for document in read_documents(sources, fields or ("text",)):
             parts[side(document)].add(document)
@@ -196,7 +209,7 @@ def _build(
                 f"{sum(counts)} documents are too few for {prefixes[counts.index(0)]}, which got none: change "
                 f"--valid-fraction, or give more documents"
             )
-    summaries = [part.finish(tokenizer_name) for part in parts]
+    summaries = [part.summary for part in parts]
     if not quiet:
         _say(parts, summaries)
         if left_out:

@@ -11,6 +11,7 @@ PREFIX.mask, which a dataset may lack, is one byte for each token: 1 if it is a 
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
@@ -281,7 +282,7 @@ class IndexedWriter:
         self._temporary_mask = Path(f"{self._paths.mask}.tmp")
         self._dtype = dtype
         self._largest = int(np.iinfo(dtype).max)
-        self._masked = masked
+        self._masked, self._published = masked, False
         self._lengths = array("i")
         self._length = 0  # of the document that is being added
         self.n_tokens = self.n_targets = 0
@@ -376,6 +377,7 @@ class IndexedWriter:
                 begin = ends[-1]
             for start in range(0, len(lengths) + 1, _CHUNK_TOKENS):
                 stream.write(np.arange(start, min(start + _CHUNK_TOKENS, len(lengths) + 1), dtype="<i8").tobytes())
+        self._published = True
         if self._mask_stream is not None:  # first, because without it the other two are a dataset, too
             self._mask_stream.close()
             self._temporary_mask.rename(self._paths.mask)
@@ -383,10 +385,15 @@ class IndexedWriter:
         self._temporary_bin.rename(self._paths.bin)
         self._temporary_idx.rename(self._paths.idx)
 
+    def withdraw(self) -> None:
+        """Remove the dataset, if this writer has published it."""
+        for path in self._paths if self._published else ():
+            path.unlink(missing_ok=True)
+
     def _discard(self) -> None:
-        self._stream.close()
-        if self._mask_stream is not None:
-            self._mask_stream.close()
-            self._temporary_mask.unlink(missing_ok=True)
-        self._temporary_bin.unlink(missing_ok=True)
-        self._temporary_idx.unlink(missing_ok=True)
+        for stream in (self._stream, self._mask_stream):
+            with suppress(OSError):  # what is still to be written may not fit on the disk
+                if stream is not None:
+                    stream.close()
+        for path in (self._temporary_bin, self._temporary_idx, self._temporary_mask):
+            path.unlink(missing_ok=True)
