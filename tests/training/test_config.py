@@ -6,6 +6,8 @@ import re
 import typing
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tpformer.config import RANGES, RunConfig, build_config, check_config, read_toml, to_toml
 from tpformer.config.layout import CHOICES
@@ -37,6 +39,42 @@ def test_sections_are_frozen_and_their_toml_is_read_as_it_was(tmp_path, tiny_val
         read_toml(path)
     with pytest.raises(FileNotFoundError, match="nothing.toml"):
         read_toml(tmp_path / "nothing.toml")
+
+
+BATCHES = st.fixed_dictionaries(
+    {
+        "train": st.fixed_dictionaries({
+            "global_batch_size": st.sampled_from([4, 5, 6, 12, 24]),
+            "batch_size_start": st.sampled_from([None, 1, 2, 3, 4, 5, 8]),
+            "microbatch_size": st.sampled_from([None, 1, 2, 3]),
+        }),
+        "parallel": st.fixed_dictionaries({
+            "data_parallel_replicate": st.integers(1, 3),
+            "pipeline_parallel": st.integers(1, 2),
+            "pipeline_schedule": st.sampled_from(["naive", "1F1B", "Interleaved1F1B"]),
+        }),
+        "log": st.fixed_dictionaries({"noise_interval": st.sampled_from([0, 1])}),
+    }
+)  # fmt: skip
+
+
+def refusal(values: dict) -> str:
+    """What is said of a run, without its numbers; empty if it is taken."""
+    try:
+        check_config(build_config({"model": {"n_layers": 4}}, values), trains=False)
+    except ValueError as error:
+        return re.sub(r"\d+", "", str(error))
+    return ""
+
+
+@given(BATCHES)
+def test_a_batch_that_cannot_be_is_refused_by_keys_each_of_which_mends_it(values):
+    """A key that is blamed has a value with which this is not said any more, whatever else may be."""
+    said = refusal(values)
+    for section, key in re.findall(r"(train|log)\.(\w+)", said):
+        new = range(49) if section == "log" else (None, *range(1, 49))
+        changed = ({**values, section: {**values[section], key: value}} for value in new)
+        assert any(refusal(each) != said for each in changed), (said, key)
 
 
 RAMP = {"global_batch_size": 12, "batch_size_start": 4, "batch_size_ramp_steps": 2, "microbatch_size": 1}

@@ -277,8 +277,11 @@ class Layout:
                 f"it unset, or choose LoopedBFS, Interleaved1F1B or InterleavedZeroBubble"
             )
 
-    def check_pipeline(self, n_layers: int, n_microbatches: int) -> None:
-        """ValueError for a number of layers or microbatches that the schedule cannot run; never without a pipeline."""
+    def check_pipeline(self, n_layers: int, n_microbatches: int, batch: str = "train.global_batch_size") -> None:
+        """ValueError for a number of layers or microbatches that the schedule cannot run; never without a pipeline.
+
+        batch: the key that is to be raised where there are too few microbatches.
+        """
         p, stages, name = self.pipeline_parallel, self.n_stages, self.pipeline_schedule
         if p == 1:
             return
@@ -291,20 +294,20 @@ class Layout:
         if name == "naive":
             if n_microbatches != 1:
                 raise ValueError(
-                    f"pipeline_schedule=naive runs one microbatch, not {n_microbatches}: leave train.microbatch_size "
-                    f"unset, or choose GPipe or 1F1B"
+                    f"parallel.pipeline_schedule=naive runs one microbatch, not {n_microbatches}: choose GPipe or "
+                    f"1F1B, which run several"
                 )
             return
         least = stages if name == "DualPipeV" else p
         if n_microbatches < least:
             raise ValueError(
-                f"pipeline_schedule={name} needs at least {least} microbatches for {stages} stages on {p} ranks, and "
-                f"there are {n_microbatches}: lower train.microbatch_size or raise train.global_batch_size"
+                f"parallel.pipeline_schedule={name} needs at least {least} microbatches for {stages} stages on {p} "
+                f"ranks, and there are {n_microbatches}: lower train.microbatch_size or raise {batch}"
             )
         rounds = n_microbatches // p
         if name in ("Interleaved1F1B", "InterleavedZeroBubble") and n_microbatches % rounds:
             raise ValueError(
-                f"pipeline_schedule={name} runs its microbatches in {rounds} equal rounds (microbatches // "
+                f"parallel.pipeline_schedule={name} runs its microbatches in {rounds} equal rounds (microbatches // "
                 f"pipeline_parallel = {n_microbatches} // {p}): make their number a multiple of {p}"
             )
 

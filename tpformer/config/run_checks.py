@@ -29,9 +29,11 @@ def check_config(config: RunConfig, *, trains: bool = True) -> None:
         check_ranges(section, getattr(config, section))
     model.check_ranks(parallel.tensor_parallel)
     _check_batch(config)
+    batch = "train.global_batch_size" if config.train.batch_size_start is None else "train.batch_size_start"
     for size in batch_sizes(config.train):
         for samples in (size, size // 2) if config.log.noise_interval else (size,):
-            parallel.check_pipeline(model.n_layers, samples // (parallel.data_parallel * config.microbatch_size))
+            n_microbatches = samples // (parallel.data_parallel * config.microbatch_size)
+            parallel.check_pipeline(model.n_layers, n_microbatches, batch)
     recomputed_layers(parallel.recompute, parallel.recompute_layers, parallel.recompute_interval, model.n_layers)
     packed_layers(parallel.pack_activations, parallel.pack_layers, model.n_layers)
     if parallel.transport_table:
@@ -70,29 +72,35 @@ def _check_batch(config: RunConfig) -> None:
     """Data-parallel ranks must be able to share a step's samples, tensor-parallel ranks a microbatch's tokens."""
     samples, tp = config.microbatch_size, config.parallel.tensor_parallel
     train, data_parallel = config.train, config.parallel.data_parallel
-    for name in ("global_batch_size", "batch_size_start"):
-        size = getattr(train, name)
-        if size is not None and size % (data_parallel * samples):
-            raise ValueError(
-                f"train.{name}={size} is not a multiple of {data_parallel} data-parallel ranks * "
-                f"train.microbatch_size={samples} = {data_parallel * samples}: change either"
-            )
     if train.global_batch_size % (train.batch_size_start or 1):
         raise ValueError(
             f"train.global_batch_size={train.global_batch_size} is not a multiple of "
             f"train.batch_size_start={train.batch_size_start}, by which it grows: change either"
+        )
+    # the smallest batch, which divides all others; a microbatch that is unset is made to fit
+    name = "global_batch_size" if train.batch_size_start is None else "batch_size_start"
+    size, given = batch_sizes(train)[0], train.microbatch_size or 1
+    if size % data_parallel:
+        raise ValueError(
+            f"train.{name}={size} cannot be shared by {data_parallel} data-parallel ranks: make it a multiple of "
+            f"{data_parallel}"
+        )
+    if size % (data_parallel * given):
+        raise ValueError(
+            f"train.{name}={size} is not a multiple of {data_parallel} data-parallel ranks * "
+            f"train.microbatch_size={given} = {data_parallel * given}: change either"
         )
     if (growths := len(batch_sizes(train)) - 1) > GROWTHS:
         raise ValueError(
             f"train.batch_size_start={train.batch_size_start} would grow to train.global_batch_size="
             f"{train.global_batch_size} in {growths} times, of which there may be at most {GROWTHS}: raise it"
         )
-    first, unit = batch_sizes(train)[0], 2 * data_parallel * samples
-    if config.log.noise_interval and first % unit:
+    unit = 2 * data_parallel * given
+    if config.log.noise_interval and size % unit:
         raise ValueError(
-            f"log.noise_interval={config.log.noise_interval} takes the gradients of half a batch of {first} samples, "
-            f"which {data_parallel} data-parallel ranks * train.microbatch_size={samples} cannot share: make the batch "
-            f"a multiple of {unit}"
+            f"log.noise_interval={config.log.noise_interval} takes the gradients of half a batch of {size} samples, "
+            f"which {data_parallel} data-parallel ranks cannot share in microbatches of {given}: make train.{name} a "
+            f"multiple of {unit}"
         )
     tokens = samples * config.model.seq_length
     if config.parallel.sequence_parallel and tokens % tp:
