@@ -1,5 +1,7 @@
 """What all commands have in common: what they say of themselves, and how they end when nobody reads their output."""
 
+import dataclasses
+import math
 import os
 import re
 import resource
@@ -7,15 +9,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
 from commands import ROOT, main
 
-from tpformer.cli.data import build_data_command
-from tpformer.cli.models import evaluate_command
-from tpformer.cli.plan import FILES, plan_command
+from tpformer.cli.data import BuildData, build_data_command
+from tpformer.cli.models import Chat, Evaluate, Export, Generate, Import, evaluate_command
+from tpformer.cli.options import OPTION_RANGES, checked
+from tpformer.cli.plan import FILES, Plan, plan_command
 from tpformer.cli.run import EXIT_CODES
+from tpformer.cli.training import DryRun
 from tpformer.config import MLP_ACTIVATIONS, NORM_NAMES, PRESETS, RunConfig, preset_config
 from tpformer.config.layout import CHOICES
 from tpformer.config.transport_table import DTYPES
@@ -83,6 +88,18 @@ def test_a_folder_or_nothing_is_refused_where_a_file_is_meant(tmp_path, monkeypa
         with pytest.raises(ValueError, match="is empty: give it a path|is a folder: add a name, such as --"):
             command([*arguments, path])
     assert sorted(os.listdir()) == ["run", "text.txt"]
+
+
+@pytest.mark.parametrize("options", [BuildData, Chat, DryRun, Evaluate, Export, Generate, Import, Plan])
+def test_every_number_among_the_options_has_a_range(options):
+    hints = typing.get_type_hints(options)
+    numbers = {name: kind[0] for name, hint in hints.items() if (kind := re.search(r"\b(int|float)\b", str(hint)))}
+    assert {*numbers} <= {*OPTION_RANGES}
+    for name, kind in numbers.items():
+        values = (math.nan, math.inf, -math.inf) if kind == "float" else (2**63, -(2**63))
+        for value in values:
+            with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')}={value} must be "):
+                checked(dataclasses.make_dataclass("Given", [name])(value))
 
 
 def test_presets_are_listed_with_their_sizes(commands):

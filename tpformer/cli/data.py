@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from .outputs import named
+from .options import named, parsed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ def build_data_command(arguments: Sequence[str]) -> None:
     """`tpformer data build`: make a token dataset from files."""
     from tpformer.training.data import build_dataset, build_split
 
-    options = tyro.cli(BuildData, prog="tpformer data build", args=list(arguments))
+    options = parsed(BuildData, "data build", arguments)
     where = (options.inputs, named("--out", options.out), options.tokenizer)
     given = [name for name in (options.prompt_field, options.completion_field) if name is not None]
     if given and (len(set(given)) < 2 or options.text_field is not None):

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from tpformer.config import RunConfig, check_positive
+from tpformer.config import RunConfig
 from tpformer.words import harmless, message, printable
 
-from .outputs import new_file
+from .options import new_file, parsed, parsed_with_others
 from .run import parse_overrides, with_ranks
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ class TextOptions:
         """The configuration in which the model runs. ValueError if it has no tokenizer."""
         from tpformer.training.source import source_config
 
-        check_positive(**{"--tensor-parallel": self.tensor_parallel})
         parallel = {} if self.tensor_parallel is None else {"tensor_parallel": self.tensor_parallel}
         data = {} if self.tokenizer is None else {"tokenizer": self.tokenizer}
         config = source_config(self.source, {"parallel": parallel, "data": data})
@@ -82,7 +81,7 @@ def generate_command(arguments: Sequence[str]) -> None:
     """`tpformer generate`: one text is printed as it comes, several at their end."""
     from tpformer.training.resolve import tokenizer_name
 
-    options = tyro.cli(Generate, prog="tpformer generate", args=list(arguments))
+    options = parsed(Generate, "generate", arguments)
     prompts = [*options.prompt, *([_text(options.prompt_file)] if options.prompt_file else [])] or ["def "]
     config = options.config()
 
@@ -185,7 +184,7 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     from tpformer.inference.settings import prepare
     from tpformer.training.source import source_config
 
-    options, rest = tyro.cli(Evaluate, prog="tpformer evaluate", args=list(arguments), return_unknown_args=True)
+    options, rest = parsed_with_others(Evaluate, "evaluate", arguments)
     overrides = parse_overrides(rest, source_config(options.source), "evaluate SOURCE")
     file = None if options.json is None else new_file("--json", options.json)
     evaluation = prepare(
@@ -246,7 +245,7 @@ class Chat(TextOptions):
 
 def chat_command(arguments: Sequence[str]) -> None:
     """`tpformer chat`: hold a conversation on the terminal, or one that is piped in."""
-    options = tyro.cli(Chat, prog="tpformer chat", args=list(arguments))
+    options = parsed(Chat, "chat", arguments)
     config = options.config()
 
     import torch.distributed as dist
@@ -285,7 +284,7 @@ class Export:
 
 def export_command(arguments: Sequence[str]) -> None:
     """`tpformer export`: write one checkpoint's model, in this process."""
-    options = tyro.cli(Export, prog="tpformer export", args=list(arguments))
+    options = parsed(Export, "export", arguments)
 
     from tpformer.training.export import export
 
@@ -312,7 +311,7 @@ class Import:
 
 def import_command(arguments: Sequence[str]) -> None:
     """`tpformer import`: make a run of another library's weights, in this process."""
-    options = tyro.cli(Import, prog="tpformer import", args=list(arguments))
+    options = parsed(Import, "import", arguments)
 
     from tpformer.training.source import describe
 

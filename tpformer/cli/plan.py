@@ -17,14 +17,13 @@ from tpformer.config import (
     RunConfig,
     build_config,
     check_choice,
-    check_positive,
     preset_config,
     read_toml,
     to_toml,
 )
 from tpformer.processes.files import replace_file
 
-from .outputs import new_file
+from .options import new_file, parsed
 
 if TYPE_CHECKING:
     from tpformer.planner.devices import Device
@@ -97,7 +96,7 @@ class Plan:
 
 def plan_command(arguments: Sequence[str]) -> None:
     """`tpformer plan`: search, explain, sweep or validate. ValueError, in one sentence, for what cannot be planned."""
-    options = tyro.cli(Plan, prog="tpformer plan", args=list(arguments))
+    options = parsed(Plan, "plan", arguments)
     if options.validate:
         sys.exit(0 if _validate() else 1)
     _check(options)
@@ -112,11 +111,7 @@ def plan_command(arguments: Sequence[str]) -> None:
 
 
 def _check(options: Plan) -> None:
-    """ValueError for numbers out of range, options that exclude each other, and files that could not be made."""
-    check_positive(**{"--gpus": options.gpus, "--top": options.top, "--batch": options.batch})
-    check_positive(**{"--seq-length": options.seq_length})
-    if options.price is not None and not 0 <= options.price < math.inf:
-        raise ValueError(f"--price {options.price} must be at least 0")
+    """ValueError for options that exclude each other, and files that could not be made."""
     files = {name: new_file(f"--{name}", path) for name in FILES if (path := getattr(options, name))}
     for name, given in (("--sweep", options.sweep is not None), ("--within with several kinds", options.kinds[1:])):
         if given and (files or options.explain is not None):

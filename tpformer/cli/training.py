@@ -15,6 +15,7 @@ from tpformer.launchers import launched
 from tpformer.processes.launch import STOPPED_EXIT_CODE
 from tpformer.processes.ownership import owned
 
+from .options import parsed_with_others
 from .run import parse_run, with_ranks
 
 
@@ -83,7 +84,7 @@ class DryRun:
 
 def dry_run_command(arguments: Sequence[str]) -> None:
     """`tpformer dry-run`: print the report line by line, as ranks are counted."""
-    options, rest = tyro.cli(DryRun, prog="tpformer dry-run FILE.toml", args=list(arguments), return_unknown_args=True)
+    options, rest = parsed_with_others(DryRun, "dry-run FILE.toml", arguments)
     config = parse_run(rest, "dry-run")
 
     from tpformer.planner.dry_run import check_ranks, default_ranks, device_memory, plan_config

@@ -101,10 +101,14 @@ def check_range(key: str, value: float | tuple[float, ...] | None, name: str | N
 
     name: what the message calls it; unset: the key.
     """
-    interval = RANGES[key]
     for number in value if isinstance(value, tuple) else () if value is None else (value,):
-        if not in_range(number, interval):
-            raise ValueError(f"{name or key}={shown(number)} must be {_words(interval, number)}")
+        check_interval(name or key, number, RANGES[key])
+
+
+def check_interval(name: str, value: float, interval: str) -> None:
+    """ValueError with name, value and range if a number is outside of an interval such as "[0, 1)"."""
+    if not in_range(value, interval):
+        raise ValueError(f"{name}={shown(value)} must be {_words(interval, value)}")
 
 
 def _words(interval: str, value: float) -> str:
