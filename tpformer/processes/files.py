@@ -61,6 +61,6 @@ def naming(path: Path) -> Iterator[None]:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-        if cause is None:
+        if cause is None or cause.errno is None:  # none of the operating system's: it says itself what is wrong
             raise
         raise OSError(cause.errno, cause.strerror or str(cause), cause.filename or str(path)) from error
