@@ -37,7 +37,22 @@ def main_unread(*arguments: str) -> None:
     main(*arguments)
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("pretrain", "--help"), ("dry-run", *TINY), VERIFY])
+def main_on_a_full_terminal(*arguments: str) -> None:
+    """The command, with a standard output that takes nothing."""
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    main(*arguments)
+
+
+PRINTING = [("--help",), ("--version",), ("pretrain", "--help"), ("dry-run", *TINY), VERIFY]
+
+
+@pytest.mark.parametrize("arguments", PRINTING)
+def test_a_command_whose_output_cannot_be_written_has_failed_and_says_so_once(commands, arguments):
+    code, _, err = commands.call(main_on_a_full_terminal, *arguments).finish()
+    assert (code, err) == (2, "tpformer: standard output cannot be used: No space left on device\n")
+
+
+@pytest.mark.parametrize("arguments", PRINTING)
 def test_a_command_whose_output_nobody_reads_ends_by_sigpipe_without_a_word(commands, arguments):
     """As in `tpformer dry-run FILE | head`, where `head` leaves first."""
     code, _, err = commands.call(main_unread, *arguments).finish()

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from .guard import guarded
 
-    open_standard_files()
+    open_standard_files(drops=arguments[:1] == ["pretrain"] and not {"-h", "--help"} & {*arguments})
     guarded(partial(_dispatch, arguments))
 
 

@@ -225,9 +225,9 @@ def evaluate_command(arguments: Sequence[str]) -> None:
         )
         result = evaluate_rank(evaluation, step=options.step, tasks=str(options.tasks), more=more, decided=decided)
         if dist.get_rank() == 0:
-            show(result, Console(markup=False, emoji=False, highlight=False))
             if file is not None:
                 write_result(result, file)
+            show(result, Console(markup=False, emoji=False, highlight=False))
         dist.destroy_process_group()
 
     with_ranks(work, evaluation.config)

@@ -16,14 +16,16 @@ NAMES = ("stdin", "stdout", "stderr")
 
 
 class Output(io.FileIO):
-    """Standard output or error: what cannot be written is dropped, because no line is worth the work that it is about.
+    """Standard output or error. What cannot be written is dropped, where no line is worth the work that it is about.
 
+    drops: unset, a write that fails is an OSError: of commands whose output is all that they give.
     A full disk, a terminal that has closed and a lost file system are such cases. Later lines are written again where
     that works, below one that says how many bytes were lost. unread: called once when the reader of a pipe has gone;
     None: that is a BrokenPipeError.
     """
 
     unread: Callable[[], None] | None = None
+    drops = True
     lost = 0
 
     def write(self, data: Any, /) -> int:
@@ -37,6 +39,8 @@ class Output(io.FileIO):
         except OSError as error:
             if error.errno == errno.EPIPE and self.unread is None:
                 raise
+            if not self.drops and error.errno != errno.EPIPE:
+                raise OSError(error.errno, error.strerror, "standard output") from None
             if error.errno == errno.EPIPE and self.unread is not None:
                 self.unread, told = _nobody, self.unread
                 told()
@@ -58,9 +62,10 @@ def when_unread(call: Callable[[], None]) -> None:
         raw.unread = call
 
 
-def open_standard_files() -> None:
+def open_standard_files(*, drops: bool) -> None:
     """Open those that are closed on /dev/null, and let the command outlive what its output goes to (see Output).
 
+    drops: whether its work is worth more than its standard output, as that of a run is.
     Otherwise a checkpoint could get the number of standard output, and be mixed with what C code prints there. A run
     whose terminal closes, or whose log fills its disk, would fail at the first line that it prints, before its
     checkpoint. That nobody reads the standard output stays an error: it ends `tpformer ... | head`.
@@ -78,6 +83,7 @@ def open_standard_files() -> None:
         old.flush()
         raw = Output(number, "w", closefd=False)
         raw.unread = _nobody if number == 2 else None
+        raw.drops = drops or number == 2
         new = io.TextIOWrapper(
             io.BufferedWriter(raw),
             encoding=old.encoding,
