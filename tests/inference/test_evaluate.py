@@ -143,7 +143,7 @@ def test_refused_before_any_rank_starts(commands, trained, tmp_path):
         f"--data {tmp_path / 'other'}": "was built with the tokenizer",
         f"--data {tmp_path / 'empty'}": "truncated",
         f"--data {code} --seq-length 17": "more than the model's 16 learned positions",
-        f"--data {code} --samples 0": "at least 1",
+        f"--data {code} --samples 0": "--samples=0 must be in [1, 1e6]",
         f"--data {code} --json {tmp_path / 'kept.json'}": "give a new file",
         "--model.n-layers 3": "no setting of an evaluation: leave it out",
         "--tasks none.jsonl": "does not exist",

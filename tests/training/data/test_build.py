@@ -95,6 +95,10 @@ def test_what_a_file_holds_decides_and_its_name_only_where_that_is_no_text(tmp_p
     build_dataset([tmp_path / "a.md"], tmp_path / "out", "bytes")
     assert documents(tmp_path / "out") == [b'# A\n{"content": "x"}\nno more', b""]
     assert "2 byte order marks (U+FEFF) are left out" in capsys.readouterr().out
+    line = b'{"text": "x"}\n'
+    (tmp_path / "b.jsonl").write_bytes(mark + line + mark + b"\n" + 2 * mark + line + '{"text": "\ufeff"}'.encode())
+    build_dataset([tmp_path / "b.jsonl"], tmp_path / "out b", "bytes")
+    assert "5 byte order marks (U+FEFF) are left out" in capsys.readouterr().out
     for option in ("content", "text"):
         with pytest.raises(ValueError, match=f"--text-field {option} has no effect, as no input has fields"):
             build_data_command([str(tmp_path / "a.md"), "--out", str(tmp_path / "b"), "--text-field", option])

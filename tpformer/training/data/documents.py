@@ -277,7 +277,7 @@ def _is_twice(line: bytes, field: str) -> bool:
 
 
 def _line_documents(file: Path, fields: Sequence[str]) -> Iterator[Document]:
-    name, number = printable(file), 0
+    name, number, marks = printable(file), 0, 0
     with file.open("rb") as stream:
         while line := stream.readline(_LONGEST_LINE + 1):
             number += 1
@@ -286,19 +286,23 @@ def _line_documents(file: Path, fields: Sequence[str]) -> Iterator[Document]:
                 raise ValueError(
                     f"{where} has more than {_LONGEST_LINE} bytes: write each document on a line of its own"
                 )
-            if line.isspace():
+            content = line
+            while content.startswith(codecs.BOM_UTF8):  # json would leave one out without a word
+                content, marks = content.removeprefix(codecs.BOM_UTF8), marks + 1
+            if not content.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = json.loads(content)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where} is not valid JSON: {printable(error, 100)}") from None
             texts = []
             for field in fields:
-                if line.count(json.dumps(field).encode()) > 1 and _is_twice(line, field):
+                if line.count(json.dumps(field).encode()) > 1 and _is_twice(content, field):
                     raise ValueError(f"{where} has {shown(field)} twice: leave one of them out")
                 if not isinstance(record, dict) or not isinstance(record.get(field), str):
                     raise _no_text(where, record, field, fields)
                 texts.append(_record_text(where, field, record[field]))
+            texts[0], marks = texts[0]._replace(marks=texts[0].marks + marks), 0
             yield Document(texts, len(line), where)
 
 
