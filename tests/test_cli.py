@@ -24,6 +24,7 @@ from tpformer.cli.training import DryRun
 from tpformer.config import MLP_ACTIVATIONS, NORM_NAMES, PRESETS, RunConfig, preset_config
 from tpformer.config.layout import CHOICES
 from tpformer.config.transport_table import DTYPES
+from tpformer.weights.families import FAMILIES
 
 TINY = (str(ROOT / "examples/gpt_tiny.toml"), "--model.vocab-size", "257", "--model.n-layers", "1")
 VERIFY = ("verify", *TINY, "--model.seq-length", "16", "--model.hidden-size", "32", "--parallel.tensor-parallel", "1")
@@ -103,6 +104,17 @@ def test_a_folder_or_nothing_is_refused_where_a_file_is_meant(tmp_path, monkeypa
         with pytest.raises(ValueError, match="is empty: give it a path|is a folder: add a name, such as --"):
             command([*arguments, path])
     assert sorted(os.listdir()) == ["run", "text.txt"]
+
+
+@pytest.mark.parametrize(("given", "first"), [(["--help"], "usage: "), (["data", "-h"], "  data build ")])
+def test_help_is_there_for_all_commands_and_for_those_of_one_word(commands, given, first):
+    code, out, _ = commands.run(*given)
+    assert code == 0 and out.startswith(first) and "  data stdlib " in out
+
+
+def test_import_names_every_family():
+    for family in FAMILIES:
+        assert re.sub(r"\W|_", "", family) in re.sub(r"\W", "", (Import.__doc__ or "").lower()), family
 
 
 @pytest.mark.parametrize("options", [BuildData, Chat, DryRun, Evaluate, Export, Generate, Import, Plan])

@@ -82,10 +82,12 @@ def _dispatch(arguments: list[str]) -> None:
     if arguments[:1] == ["--version"]:
         print(f"tpformer {tpformer.__version__}")
         return
-    helped = arguments[:1] in (["-h"], ["--help"])
-    if arguments and not helped:
+    helped = arguments[-1:] in (["-h"], ["--help"])
+    group = " ".join(["", "", *arguments[:-1], ""]) if helped else ""  # `data --help` prints the lines of `data`
+    lines = [line for line in USAGE.splitlines() if line.startswith(group)]
+    if arguments and not (helped and lines):
         raise ValueError(_unknown(arguments))
-    print(USAGE)
+    print(USAGE if len(arguments) < 2 else "\n".join(lines))
     sys.exit(0 if helped else 2)
 
 

@@ -16,6 +16,7 @@ class BuildData:
     row of a .parquet (needs tpformer[parquet]). Of prompts and completions it has PREFIX.mask, too."""
 
     inputs: tyro.conf.Positional[tuple[Path, ...]]
+    """Text files, files of JSON lines, .parquet files, and folders of them."""
     out: Annotated[str, tyro.conf.arg(metavar="PREFIX")]
     """Prefix of the files to write; existing ones are never overwritten."""
     tokenizer: str = "bytes"

@@ -272,6 +272,7 @@ class Export:
     """Write the model of a run's checkpoint as safetensors, in one process."""
 
     run_dir: tyro.conf.Positional[Path]
+    """Directory of the run."""
     out: Path
     """Directory to make; an existing one must be empty."""
     step: int | None = None
@@ -301,7 +302,8 @@ def export_command(arguments: Sequence[str]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Import:
-    """Make a run of a Hugging Face model (Llama, Mistral, Qwen 2, Qwen 3, GPT-2) or of an export, in one process."""
+    """Make a run of a Hugging Face model (Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, GPT-2) or of an export, in
+    one process."""
 
     directory: tyro.conf.Positional[Path]
     """A directory with config.json and safetensors files."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -104,7 +105,7 @@ def dry_run_command(arguments: Sequence[str]) -> None:
 def timeline_command(arguments: Sequence[str]) -> None:
     """`tpformer timeline`: draw a recorded step. FileNotFoundError for a run that recorded none."""
 
-    def timeline(run_dir: tyro.conf.Positional[Path]) -> None:
+    def timeline(run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="Directory of the run.")]) -> None:
         """Draw the pipeline step that a run recorded: plots/pipeline.svg, and plots/pipeline.json for Perfetto."""
         path = run_dir / "timeline.json"
         if not path.is_file():
