@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from tpformer.config.ranges import AMOUNT, COUNT, check_interval
+from tpformer.config.ranges import AMOUNT, COUNT, check_inside
 
 T = TypeVar("T")
 # of every number among the options of commands, as in RANGES
@@ -50,7 +50,7 @@ def checked(options: Any) -> Any:
     """The options. ValueError for a number out of its range."""
     for field in dataclasses.fields(options):
         if (value := getattr(options, field.name)) is not None and field.name in OPTION_RANGES:
-            check_interval(f"--{field.name.replace('_', '-')}", value, OPTION_RANGES[field.name])
+            check_inside(f"--{field.name.replace('_', '-')}", value, OPTION_RANGES[field.name])
     return options
 
 

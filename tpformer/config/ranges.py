@@ -102,10 +102,10 @@ def check_range(key: str, value: float | tuple[float, ...] | None, name: str | N
     name: what the message calls it; unset: the key.
     """
     for number in value if isinstance(value, tuple) else () if value is None else (value,):
-        check_interval(name or key, number, RANGES[key])
+        check_inside(name or key, number, RANGES[key])
 
 
-def check_interval(name: str, value: float, interval: str) -> None:
+def check_inside(name: str, value: float, interval: str) -> None:
     """ValueError with name, value and range if a number is outside of an interval such as "[0, 1)"."""
     if not in_range(value, interval):
         raise ValueError(f"{name}={shown(value)} must be {_words(interval, value)}")
