@@ -21,7 +21,7 @@ RESULTS = ROOT / "bench/results/cpu/families.json"
 
 def texts(model: nn.Module) -> list[torch.Tensor]:
     """Greedy texts after a length that ranks can share and one that they cannot; with a static cache; a drawn text."""
-    options = {"max_new_tokens": 8, "eos_token_id": None}
+    options = {"max_new_tokens": 4, "eos_token_id": None}
     calls = [(8, {}), (7, {}), (8, {"cache_implementation": "static"}), (8, {"do_sample": True})]
     found = []
     for seq, more in calls if model.can_generate() else ():
@@ -45,7 +45,7 @@ def on_rank(family: str, t: int, sequence_parallel: bool, steps: list[dict], che
         model.gradient_checkpointing_enable(again)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = train(model, steps)
+        found = train(model, steps, kind=torch.optim.SGD)
     if checkpointed:
         model.gradient_checkpointing_disable()
     said = [str(each.message) for each in caught if "sequence shards" in str(each.message)]
@@ -76,7 +76,7 @@ def test_steps_and_texts_are_those_of_one_process(ranks, family, t, sequence_par
     model = tiny(family, torch.float64).train()
     whole = {"model.layers.*.mlp.router", "model.layers.*.mlp.gate"}  # of tokens
     assert sequence_parallel or not auto_plan(model, t).kept.keys() - whole
-    expected = train(model, steps), texts(model)
+    expected = train(model, steps, kind=torch.optim.SGD), texts(model)
     text = f"7 tokens a sequence cannot be shared equally by {t} tensor-parallel ranks: such batches run without "
     text += "sequence shards; pad them to a multiple"
     times = (steps is SHARDED[1]) * (2 if family in ("bart", "t5") else 1)
