@@ -103,10 +103,13 @@ def test_on_two_ranks_one_reduction_of_a_region_is_left_out(ranks, sequence_para
         assert with_again - calls == again * LAYERS - regions
 
 
+SHARDED = 3
+
+
 def sharded(mesh, dtype: torch.dtype, options: dict) -> Results:
     """FSDP2 shards each layer and frees its parameters after a forward, so a region's second run gathers them again. By
     torch's own policy it also casts what a layer is called with."""
-    model = GPT(GPTConfig(**CONFIG), dtype=dtype, **options)
+    model = GPT(GPTConfig(**{**CONFIG, "n_layers": SHARDED}), dtype=dtype, **options)
     place = {"mesh": mesh} | ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16)} if dtype == torch.float32 else {})
     for layer in model.layers.values():
         fully_shard(layer, **place)
@@ -124,7 +127,7 @@ def sharded(mesh, dtype: torch.dtype, options: dict) -> Results:
 
 def test_sharded_layers_of_a_region_keep_the_bits(ranks):
     """As do those of layers that are recomputed one by one. A second run draws the same dropout."""
-    modes = [{}, {"recompute": "mlp"}, *map(of_regions, (1, 2, LAYERS))]
+    modes = [{}, {"recompute": "mlp"}, *map(of_regions, (1, 2, SHARDED))]
     plain: dict = {}
     for (dtype, options), found in each_case(ranks, 2, sharded, product((torch.float64, torch.float32), modes)):
         assert_identical(found, plain.setdefault(dtype, found), f"{dtype} {options}")

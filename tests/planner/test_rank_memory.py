@@ -26,6 +26,7 @@ ROUTED = {**SHARED, "n_layers": 2, "hidden_size": 32, "experts_per_token": 8}  #
 FOUR = {"n_layers": 4}
 PACKED, OFFLOADED = {"pack_activations": True}, {"offload_activations": True}
 REGIONS = {"recompute": "full", "recompute_interval": 2}
+FEW = {"microbatches": 2}  # a dry run counts as many; of more, three
 LAYOUTS = [
     ({**GPT, "position": "rope"}, {**TP2, **ZERO2, "dtype": "float16"}),
     ({**GPT, **FOUR}, {**REGIONS, "recompute_layers": "::3,2", **OFFLOADED}),
@@ -43,13 +44,13 @@ LAYOUTS = [
     ({**LLAMA, **FOUR}, {**ZBV, **PACKED, "recompute": "full"}),
     (MOE, {"tensor_parallel": 4, "sequence_parallel": False}),
     ({**MOE, "n_layers": 3, "seq_length": 1024}, {"recompute": "mlp", "recompute_layers": "::2", **OFFLOADED}),
-    (SHARED, {**ZERO3, **TP2, "recompute": "full", "balance_loss": 0.01}),
+    (SHARED, {**ZERO3, **TP2, **FEW, "recompute": "full", "balance_loss": 0.01}),
     ({**SHARED, "first_dense_layers": 2}, {**ZERO3, **TP2}),
-    ({**SHARED, "n_layers": 2}, {**TP2, "data_parallel_replicate": 2, "dtype": "float32"}),
+    ({**SHARED, "n_layers": 2}, {**TP2, **FEW, "data_parallel_replicate": 2, "dtype": "float32"}),
     (ROUTED, TP2),
-    (SHARED, {**REGIONS, "recompute_layers": "0:2", "balance_loss": 0.01}),
+    (SHARED, {**REGIONS, **FEW, "recompute_layers": "0:2", "balance_loss": 0.01}),
     ({**SHARED, **FOUR}, {**ZBV, **TP2, **PACKED, "sequence_parallel": False}),
-    ({**SHARED, "n_layers": 2, "seq_length": 1024}, {**TP2, **PACKED, **OFFLOADED, "recompute": "full"}),
+    ({**SHARED, "n_layers": 2, "seq_length": 1024}, {**TP2, **PACKED, **OFFLOADED, **FEW, "recompute": "full"}),
     ({**GPT, **FOUR}, {**TP2, "pipeline_parallel": 4, "data_parallel_replicate": 2, "recompute": "mlp"}),
     (GPT, {**TP2, **ZERO1, "data_parallel_replicate": 2}),
     (GPT, {**ZERO3, "data_parallel_replicate": 2, "recompute": "full"}),
@@ -58,9 +59,10 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("model, given", LAYOUTS, ids=lambda value: ", ".join(map(str, value.values())))
 def test_predicted_bytes_are_those_that_a_dry_run_counts(model, given):
-    parallel = {key: value for key, value in given.items() if key not in ("dtype", "balance_loss", "optimizer")}
+    others = ("dtype", "balance_loss", "optimizer", "microbatches")
+    parallel = {key: value for key, value in given.items() if key not in others}
     ranks = parallel.get("data_parallel_shard", 1) * parallel.get("data_parallel_replicate", 1)
-    batch = 64 if "pipeline_parallel" in parallel else 32 * ranks
+    batch = 64 if "pipeline_parallel" in parallel else 2 * given.get("microbatches", 16) * ranks
     train = {"global_batch_size": batch, "microbatch_size": 2, "device": "cuda", "dtype": "bfloat16"}
     train |= {key: given[key] for key in ("dtype", "balance_loss") if key in given}
     config = plan_config(configuration(parallel, train, model, optimizer=given.get("optimizer", {})))

@@ -238,7 +238,8 @@ def test_what_a_plan_rests_on_stands_above_it_and_days_and_price_have_a_range(op
 
 
 def test_the_sentence_names_what_limits():
-    asked = question({"preset": "megatron-39.1b"}, 64, 64, load_device("a100-80"))
+    space = Space(microbatch=(1,), schedule=("1F1B",), zero=(0,), recompute=("none",), offload=("none",))
+    asked = question({"preset": "megatron-39.1b"}, 64, 64, load_device("a100-80"), space)
     many, other = (planner.evaluate(asked, laid_out(asked, text)) for text in ("tp=2,pp=16,dp=2", "tp=8,dp=8"))
     first, second = sorted((many, other), key=lambda choice: choice.key)
     said = why([first, first, second])
