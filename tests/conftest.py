@@ -139,7 +139,7 @@ LONGEST = (
     "inference/test_evaluate.py", "parallel/test_zero_bytes.py", "layers/test_habits.py",
     "in_place/test_verify_in_place.py", "in_place/test_language_models.py",
     "kernels/test_matmul_reduce_scatter_kernel.py", "ops/test_fused_op.py", "inference/test_generate.py",
-    "inference/test_tasks.py",
+    "inference/test_tasks.py", "weights/test_round_trip.py",
 )  # fmt: skip
 
 # marker -> (how many CUDA devices its tests need, why they are skipped)

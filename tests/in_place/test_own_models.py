@@ -22,12 +22,8 @@ class Fused(nn.Module):
 
     def __init__(self, score: Callable = lambda m, a: a, **held: nn.Module | nn.Parameter) -> None:
         super().__init__()
-        self.mix, self.back, self.n_head, self.n_embd = (
-            nn.Linear(WIDTH, 3 * WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-            HEADS,
-            WIDTH,
-        )
+        self.mix, self.back = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.n_head, self.n_embd = HEADS, WIDTH
         self.register_buffer("bias", torch.ones(SEQ, SEQ).tril()[None, None])
         self.score = score
         for name, value in held.items():
