@@ -24,6 +24,11 @@ BERT = {**SIZES, **TOKENS, "intermediate_size": 48}
 VISION = {**SIZES, "intermediate_size": 48, "patch_size": 2}
 WIDE = (6, 10)  # pixels: 15 patches, and with the class 16 tokens; a square has 9 patches, so that 4 do not divide 10
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+NEXT = {
+    **GROUPED, **EXPERTS, "head_dim": 8, "num_experts": 4, "shared_expert_intermediate_size": 16,
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
 LATENT = {
     **LLAMA, **EXPERTS, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
     "q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
@@ -135,6 +140,7 @@ GROUPS: dict[str, tuple[Family, ...]] = {
             "Qwen2MoeForCausalLM",
             {**GROUPED, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
         ),
+        Family("Qwen3-Next", "Qwen3NextForCausalLM", NEXT),
         Family("PhiMoE", "PhimoeForCausalLM", {**GROUPED, "num_local_experts": 4, "intermediate_size": 16}, draws=True),
         Family("GraniteMoE", "GraniteMoeForCausalLM", {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
         Family(

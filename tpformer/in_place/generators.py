@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,6 +52,15 @@ def _state(generator: Any) -> Any:
     )
 
 
+def _giver(generator: Any) -> Callable[[], None]:
+    """What gives a generator that a module holds its state back."""
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.Generator):
+        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    return partial(generator.set_state, generator.get_state())
+
+
 SOURCES: dict[str, Callable[[], Any]] = {"torch": _torch_cpu, "torch.cuda": _torch_cuda, "numpy": _numpy}
 NUMBERS = "random"  # Python's own, which draws one number at a time and takes longest to read
 
@@ -60,6 +71,19 @@ class Generators:
     def __init__(self, model: nn.Module) -> None:
         self.held = [(f"{name}.{key}".lstrip("."), value) for name, part in model.named_modules()
                      for key, value in vars(part).items() if isinstance(value, HELD)]  # fmt: skip
+
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        """Afterwards all but torch's own, which torch.random.fork_rng gives back, are in the states of before."""
+        bits, drawn = np.random.get_bit_generator(), random.getstate()  # type: ignore[attr-defined]
+        state, own = bits.state, [_giver(each) for _, each in self.held]
+        try:
+            yield
+        finally:
+            bits.state = state
+            random.setstate(drawn)
+            for give_back in own:
+                give_back()
 
     def tensors(self) -> tuple:
         """The states of the generators that whole tensors are drawn from."""

@@ -23,8 +23,8 @@ from tpformer.ops.divided import enter_part, leave_part
 from tpformer.ops.uncompiled import uncompiled
 from tpformer.torch_private import tree_leaves, tree_map
 
-from .eager import eager_experts
 from .linears import class_of, lay_out, reduced
+from .measured import settings
 from .sequence_trial import with_random_values
 from .trial import Refused, differ, short
 
@@ -124,7 +124,7 @@ def divisions(module: nn.Module, call: Any, t: int) -> Iterator[Division]:
 
 def find_division(module: nn.Module, call: tuple[tuple, dict], t: int) -> Division:
     """How a module can be divided over t ranks; call: its (args, kwargs) in a run. Raises Refused with the reason."""
-    with eager_experts(module):
+    with settings(module):
         return _find_division(module, call, t)
 
 

@@ -19,6 +19,7 @@ from .alone import COLUMNS, EMBEDDING, EXPERTS, GATHERED, ROWS, SPLIT
 from .guard import guard
 from .linears import make_column, make_embedding, make_row
 from .matrices import make_matrices
+from .measured import unchanged
 from .narrowed import Narrowed
 from .plan import Plan, auto_plan, check_plan
 from .ranks import check_equal, share_out
@@ -166,7 +167,8 @@ def _streams(model: nn.Module, plan: Plan, example: Any) -> Streams:
     named = [(name, plan.style(name)) for name, _ in model.named_modules()]
     styles = COLUMNS, ROWS, (*GATHERED, *SPLIT, *EMBEDDING, *EXPERTS)
     linears = Linears(*([name for name, style in named if style in some] for some in styles))
-    streams = find_streams(model, linears, *example_of(model, example))
+    with unchanged(model):
+        streams = find_streams(model, linears, *example_of(model, example))
     for name, reason in streams.kept.items():
         plan.kept.setdefault(pattern_of(name, model), f"runs on the whole sequence: {reason}")
     return streams

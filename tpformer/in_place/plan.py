@@ -33,6 +33,7 @@ from .alone import (
     why_not,
 )
 from .matrices import Division, find_division
+from .measured import unchanged
 from .regions import (
     Recording,
     Region,
@@ -112,6 +113,11 @@ def auto_plan(model: nn.Module, t: int, *, example: Any = None) -> Plan:
     example: arguments of the run, a tuple, or a dict of keyword arguments; None for transformers models.
     Errors:  ValueError if there is no example, or if the model cannot run it.
     """
+    with unchanged(model):
+        return _measured(model, t, example)
+
+
+def _measured(model: nn.Module, t: int, example: Any) -> Plan:
     recording = record(model, example)
     patterns = {name: pattern_of(name, model) for name in linears(model)}
     plan = Plan({}, t, {}, {}, identity(model), outside=recording.outside)

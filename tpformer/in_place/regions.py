@@ -5,8 +5,7 @@ Belongs here: what counts as a linear, the example that is run, what is recorded
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +23,8 @@ from tpformer.torch_private import (
     tree_map,
 )
 
-from .eager import eager_experts
 from .linears import is_linear
+from .measured import as_measured
 
 # what may be asked of a tensor without its values or its length, and without its values
 HARMLESS = {
@@ -138,7 +137,7 @@ def example_of(model: nn.Module, example: Any) -> tuple[tuple, dict]:
     """
     if example is not None:
         if isinstance(example, Mapping):
-            return (), dict(example)
+            return (), {**example, **dict.fromkeys(("use_cache",) * bool(example.get("use_cache")), False)}
         return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
     config: Any = getattr(model, "config", None)
     name = getattr(model, "main_input_name", None)
@@ -179,26 +178,6 @@ def inputs_of(model: nn.Module, example: Any) -> tuple[tuple, dict]:
         return x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
 
     return tree_map(floating, call)
-
-
-@contextmanager
-def as_measured(model: nn.Module) -> Iterator[None]:
-    """Within, the model is in evaluation mode and all its parameters require gradients; random numbers are given
-    back."""
-    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    training = {module: module.training for module in model.modules()}
-    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
-    model.eval()
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
-        with torch.random.fork_rng(devices=gpus), torch.enable_grad(), eager_experts(model):
-            yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-        for module, was in training.items():
-            module.training = was
 
 
 class _Graph:

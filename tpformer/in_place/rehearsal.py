@@ -21,8 +21,9 @@ from torch.func import functional_call
 from tpformer.layers.children import DROPOUTS
 from tpformer.torch_private import tree_leaves
 
+from .measured import as_measured
 from .narrowed import Narrowed
-from .regions import Region, as_measured, inputs_of, join, stand_ins, values_of
+from .regions import Region, inputs_of, join, stand_ins, values_of
 from .trial import TOLERANCE
 from .ways import Way, own_slice
 
@@ -106,11 +107,11 @@ class Rehearsal:
             with as_measured(self.model), _mode(self.model, training):
                 torch.manual_seed(seed)
                 result = functional_call(self.model, given, self.args, self.kwargs)
+                kept = [x for module in self.model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
         finally:
             for handle in handles:
                 handle.remove()
-        kept = [x for module in self.model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
-        return [*tree_leaves(values_of(result)), *kept, *buffers.values()]
+        return [*tree_leaves(values_of(result)), *kept, *(given[name] for name in buffers)]
 
     def fault(self, regions: Found) -> str | None:
         """Why these regions cannot all be cut; None if they can."""

@@ -18,8 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from tpformer.torch_private import tree_map_with_path
 
+from .measured import as_measured
 from .plan import INDEX
-from .regions import HARMLESS, as_measured, stand_ins
+from .regions import HARMLESS, stand_ins
 from .sequence_trial import Layout, Linears, Misfit, call_tree, real_leaves, try_layer
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

@@ -48,15 +48,18 @@ def find_way(root: nn.Module, columns: Sequence[str], row: str, call: tuple[tupl
         raise Refused(f"its {width} input features are too few for {t} ranks")
     try:
         whole = _Run(root, columns, row, call)
+        shown = whole.shown(width, t)
     except Exception as error:
         raise Refused(f"{type(root).__name__} cannot be tried alone ({short(error)})") from error
     reason = ""
     outputs = {name: len(whole.weights[name]) for name in columns}
-    for way in islice(ways(root, outputs, whole.shown(width, t), t), MOST):
+    for way in islice(ways(root, outputs, shown, t), MOST):
         try:
             return _tried(whole, way, width, t)
         except Refused as refused:
             reason = reason or str(refused)
+        except Exception as error:
+            reason = reason or f"with one rank's features of {t}, {type(root).__name__} raises {short(error)}"
     raise Refused(reason or f"{t} ranks cannot share the {max(outputs.values())} features of {max(outputs)}")
 
 
@@ -283,12 +286,7 @@ def _tried(whole: _Run, way: Way, width: int, t: int) -> Way:
     size = -(-width // t)
     for rank in range(t):
         part = slice(rank * size, min((rank + 1) * size, width))
-        try:
-            run = _Run(whole.root, whole.columns, whole.row, whole.call, whole, way, (rank, t))
-        except Exception as error:
-            if isinstance(error, Refused):
-                raise
-            raise Refused(f"with one rank's features of {t}, {name} raises {short(error)}") from error
+        run = _Run(whole.root, whole.columns, whole.row, whole.call, whole, way, (rank, t))
         if differ(run.arriving, z[..., part]):
             raise Refused(
                 f"with one rank's features of {t}, {name} does not compute that rank's part of what {whole.row} gets"

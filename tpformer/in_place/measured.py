@@ -1,0 +1,133 @@
+"""While a model is measured its own code runs, and leaves nothing behind.
+
+Belongs here: how a model is while it is measured, and what is given back to it and to the process afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .generators import Generators
+
+SETTINGS = {"_experts_implementation": "eager", "use_cache": False}  # of transformers' configurations
+MOST = 1 << 20  # elements of a tensor that is no buffer, of which a copy is kept: matrices of large models have more
+DEPTH = 3  # of containers and objects within what a module holds
+
+
+@contextmanager
+def as_measured(model: nn.Module) -> Iterator[None]:
+    """Within, the model is in evaluation mode, keeps no cache, and all its parameters require gradients; afterwards it
+    is as it was."""
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    with unchanged(model), settings(model), torch.enable_grad():
+        model.eval()
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+
+
+@contextmanager
+def settings(model: nn.Module) -> Iterator[None]:
+    """Within, experts of transformers' models run one after another, because torch multiplies no groups of float64
+    matrices, and none without strides, as stand_ins are. No caches are made, which a trial would find filled."""
+    configs = {id(each): each for each in (getattr(module, "config", None) for module in model.modules())}
+    before = [
+        (each, name, getattr(each, name)) for each in configs.values() for name in SETTINGS if hasattr(each, name)
+    ]
+    try:
+        for config, name, _ in before:
+            setattr(config, name, SETTINGS[name])
+        yield
+    finally:
+        for config, name, was in before:
+            setattr(config, name, was)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """What the model's code changes within is undone, if an exception leaves it, too: random generators, buffers, what
+    modules keep as attributes (numbers, tensors, containers), gradients, and parameters of up to MOST elements.
+
+    Tensors stay the same objects in the same memory."""
+    undo: dict[int, Callable[[], None]] = {}
+    _remember(model, undo, DEPTH)
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with Generators(model).given_back(), torch.random.fork_rng(devices=gpus):
+        try:
+            yield
+        finally:
+            for step in undo.values():
+                step()
+
+
+def _remember(value: Any, undo: dict[int, Callable[[], None]], depth: int) -> None:
+    """Note how a value becomes what it is now, and those within it."""
+    if id(value) in undo or depth < 0 or isinstance(value, type | ModuleType):
+        return
+    within: Any = ()
+    if isinstance(value, nn.Module):
+        depth = DEPTH
+        undo |= {id(buffer): _of_tensor(buffer) for buffer in value.buffers(recurse=False)}
+        undo[id(value)] = partial(_restore, value, type(value), dict(vars(value)))
+        within = list(vars(value).values())
+    elif isinstance(value, Tensor):
+        if value.numel() <= MOST and not nn.parameter.is_lazy(value):
+            undo[id(value)] = _of_tensor(value)
+    elif isinstance(value, dict):
+        within = list(value.values())
+        undo[id(value)] = partial(_refill, value.clear, value.update, dict(value))
+    elif isinstance(value, list | deque):
+        within = list(value)
+        undo[id(value)] = partial(_refill, value.clear, value.extend, list(value))
+    elif isinstance(value, set):
+        undo[id(value)] = partial(_refill, value.clear, value.update, set(value))
+    elif isinstance(value, tuple):
+        within = value
+    elif hasattr(value, "__dict__") and not callable(value):
+        undo[id(value)] = partial(_restore, value, type(value), dict(vars(value)))
+        within = list(vars(value).values())
+    for each in within:
+        _remember(each, undo, depth - 1)
+
+
+def _refill(clear: Callable[[], None], fill: Callable[[Any], None], before: Any) -> None:
+    clear()
+    fill(before)
+
+
+def _restore(value: Any, kind: type, before: dict[str, Any]) -> None:
+    """The attributes of a module or another object, unless it has become one of another class, as lazy modules do."""
+    held = vars(value)
+    if type(value) is kind and (held.keys() != before.keys() or any(held[key] is not x for key, x in before.items())):
+        held.clear()
+        held.update(before)
+
+
+def _of_tensor(x: Tensor) -> Callable[[], None]:
+    """What gives a tensor its memory, its values and its gradient back."""
+    gradient = x.grad if x.is_leaf else None
+    if type(x) not in (Tensor, nn.Parameter) or x.is_meta or x.is_inference() or x.layout is not torch.strided:
+        return lambda: None
+    memory, values = x.detach(), x.detach().clone()
+
+    def undo() -> None:
+        if x.is_leaf and x.grad is not gradient:
+            x.grad = gradient
+        if x.data_ptr() != memory.data_ptr() or x.shape != memory.shape or x.dtype != memory.dtype:
+            x.data = memory
+        if not torch.equal(memory, values):
+            memory.data.copy_(values)
+
+    return undo
