@@ -241,3 +241,37 @@ def test_what_cannot_be_planned_is_refused():
         auto_plan(Between(), 2)
     with pytest.raises(ValueError, match="Between cannot run the example.*RuntimeError"):
         auto_plan(Between(), 2, example=torch.rand(3, 7))
+
+
+class Holding(nn.Module):
+    """Parameters between two linears, which this module uses and another one holds: it has no forward of its own."""
+
+    def __init__(self, held: nn.Module, read: Callable[[Any], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.up, self.down, self.held, self.read = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH), held, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        (scale, shift), h = self.read(self.held), self.up(x)
+        return self.down(torch.tanh(h * scale) + h * shift)
+
+
+def slope(size: int) -> nn.PReLU:
+    return nn.PReLU(size, init=0.3)
+
+
+HOLDERS: list[tuple[Callable[[Tensor], nn.Module], Callable[[Any], tuple[Tensor, Tensor]]]] = [
+    (lambda x: nn.ParameterList([x, x + 1]), lambda held: (held[0], held[1])),
+    (lambda x: nn.ParameterDict({"a": x, "b": x + 1}), lambda held: (held["a"], held["b"])),
+    (lambda x: nn.ModuleList([slope(x.numel()), slope(x.numel())]), lambda held: (held[0].weight, held[1].weight)),
+]
+
+
+@on_every_rank(2)
+def test_parameters_that_another_module_holds() -> None:
+    """Ranks see their part of vectors; gradients of what every rank uses are summed."""
+    tp, x = build_mesh("cpu", tensor_parallel=2)["tp"], torch.randn(2, 6, WIDTH).double()
+    for (hold, read), shape in zip(HOLDERS, ((32,), (), (1,)), strict=True):
+        torch.manual_seed(0)
+        model = Holding(hold(torch.rand(shape)), read).double()
+        assert auto_plan(model, 2, example=x)["down"] == "rowwise"
+        verify(model, lambda whole: parallelize(whole, tp, example=x), x).check()

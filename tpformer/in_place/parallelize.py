@@ -24,7 +24,7 @@ from .narrowed import Narrowed
 from .plan import Plan, auto_plan, check_plan
 from .ranks import check_equal, share_out
 from .refusals import sample_alike
-from .regions import example_of, is_adapted, pattern_of
+from .regions import example_of, is_adapted, join, pattern_of
 from .replaced import REPLACED_BY
 from .saving import save_from_all_ranks
 from .sequence import SEQUENCE_DIM, shard_sequence
@@ -185,7 +185,10 @@ def cut(model: nn.Module, plan: Plan, tp: TensorParallel, streams: Streams) -> N
                 setattr(root.get_submodule(holder), name, value)
         cuts |= {root.get_submodule(name): found for name, found in way.cuts.items()}
         for name, own in way.seen_by_rank().items():
-            seen.setdefault(root.get_submodule(name), {}).update(own)
+            if join(region.root, name) in plan.outside:  # others read it, such as the holder of a ParameterDict
+                seen.setdefault(root, {}).update({join(name, key): dim for key, dim in own.items()})
+            else:
+                seen.setdefault(root.get_submodule(name), {}).update(own)
     on_shards = streams.linears()
     for name, module in list(model.named_modules()):
         style = plan.style(name)

@@ -25,7 +25,7 @@ def sum_gradients(
     For a module of any class that works on this rank's part: its rows of the sequence, or its heads. Its parameters
     stay as they are, plain or Replicate, and its children are left alone.
     seen:    {name of a parameter or buffer: the dim of which the forward sees this rank's equal part, None for all of
-             it}; None for all parameters, whole.
+             it}; None for all parameters, whole. A dotted name is one that a module within holds, and this one uses.
     Communication, per rank: backward an all-reduce for each of these parameters.
     Errors:  ValueError for parameters that are sharded, and where the gradients are summed already.
     """
@@ -53,21 +53,26 @@ class _Summing(nn.Module):
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        held, buffers = dict(self._parameters), dict(self._buffers)
-        tp, seen = self.summed_over, dict.fromkeys(held) if self.seen is None else self.seen
+        tp = self.summed_over
+        held: list[tuple[dict[str, Any], str, Any]] = []
         try:
-            for name, dim in seen.items():
-                value = held.get(name, buffers.get(name))
-                if value is not None:
-                    whole = value.to_local() if is_dtensor(value) else value
-                    if name in held:
-                        whole = ops.sum_gradient(whole, tp.group)
-                    part = whole if dim is None else own_slice(whole, dim, tp.rank, tp.size)
-                    (self._parameters if name in held else self._buffers)[name] = part
+            for path, dim in (dict.fromkeys(self._parameters) if self.seen is None else self.seen).items():
+                holder, _, name = path.rpartition(".")
+                module = self.get_submodule(holder) if holder else self
+                own = name in module._parameters
+                table = module._parameters if own else module._buffers
+                value = table.get(name)
+                if value is None:
+                    continue
+                held.append((table, name, value))
+                whole = value.to_local() if is_dtensor(value) else value
+                if own:
+                    whole = ops.sum_gradient(whole, tp.group)
+                table[name] = whole if dim is None else own_slice(whole, dim, tp.rank, tp.size)
             return super().forward(*args, **kwargs)
         finally:
-            self._parameters.update(held)
-            self._buffers.update({name: buffers[name] for name in seen if name in buffers})
+            for table, name, value in held:
+                table[name] = value
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduced(self, protocol)
