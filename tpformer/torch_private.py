@@ -96,6 +96,26 @@ def compiler_is_imported() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def in_transform() -> bool:
+    """Whether torch.func (grad, vmap, jvp) or a tracer runs this code; the public questions take ten times as long."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing()
+
+
+def refuse_replicas(model: nn.Module, refusal: str) -> None:
+    """Let DistributedDataParallel raise ValueError for a model: it asks a model for the names that it should ignore."""
+    model._ddp_params_and_buffers_to_ignore = Refusal(refusal)  # type: ignore[assignment]
+
+
+class Refusal:
+    """A list that nobody can read."""
+
+    def __init__(self, words: str) -> None:
+        self.words = words
+
+    def __iter__(self) -> Iterator[Any]:
+        raise ValueError(self.words)
+
+
 def leave_uncompiled(function: Callable, why: str) -> None:
     """Keep torch.compile out of a function, as torch.compiler.disable does, but without importing the compiler."""
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, why  # type: ignore[attr-defined]

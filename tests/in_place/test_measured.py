@@ -69,7 +69,9 @@ def state(model: nn.Module) -> bytes:
     numpy_own = repr([each.get_state() for each in (model.state, np.random)]), repr(model.numpy.bit_generator.state)
     own = [{k: v for k, v in vars(m).items() if k not in ("generators", "torch", "numpy", "state", "python")}
            for m in model.modules()]  # fmt: skip
-    held = [{k: v for k, v in each.items() if not k.startswith("_") or k in ("_parameters", "_buffers")} for each in own]
+    held = [
+        {k: v for k, v in each.items() if not k.startswith("_") or k in ("_parameters", "_buffers")} for each in own
+    ]
     return pickle.dumps(
         [held, torch_own, numpy_own, model.python.getstate(), random.getstate(), torch.get_rng_state().tolist()]
     )

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tpformer.layers import ParallelModule, TensorParallel
 from tpformer.layers.children import unwrapped
 from tpformer.ops.uncompiled import uncompiled, untraced
-from tpformer.torch_private import compiler_is_imported, in_backward, leave_frame_uncompiled, tree_leaves
+from tpformer.torch_private import compiler_is_imported, in_backward, in_transform, leave_frame_uncompiled, tree_leaves
 
 from .generators import Generators, numbers
 from .places import Exchange, Place, digest, number_of
@@ -42,6 +42,11 @@ GRADIENTS = (
 STATES = (
     "tensor-parallel ranks have different random states, and would draw different {what}: call torch.manual_seed with "
     "the same number on all of them before {when}"
+)
+
+TRANSFORMED = (
+    "torch.func's grad, vmap and jvp, and torch's tracers, cannot go through a model that is cut over ranks: take its "
+    "gradients by backward() or torch.autograd.grad, and transform or trace the model before parallelize"
 )
 
 
@@ -107,6 +112,8 @@ class Guard:
             frame = Frame(module, self.generators.tensors(), (), len(self.stack))
         elif _left_alone():
             return None
+        elif in_transform():
+            raise ValueError(TRANSFORMED)
         else:
             self.refusals.check(module, kwargs)
             kind = self._begin(module, (args, kwargs))

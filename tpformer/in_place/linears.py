@@ -168,6 +168,18 @@ class _InPlace(ParallelModule):
         if self.guard is not None:
             self.guard.visit(self)
 
+    @property
+    def qconfig(self) -> Any:
+        """What torch.ao.quantization gives each module before it replaces some; it would leave this one as it is."""
+        raise AttributeError("qconfig")
+
+    @qconfig.setter
+    def qconfig(self, value: Any) -> None:
+        raise ValueError(
+            f"a {type(self).__name__} is cut over ranks, and torch's quantization would silently leave it as it is: "
+            f"quantize before parallelize, which then leaves quantized linears whole"
+        )
+
     def reset_parameters(self) -> None:
         """As the module's whose place it took: of the whole tensors, drawn by torch's generator."""
         self.swapped[1].reset_parameters(self)

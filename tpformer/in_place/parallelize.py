@@ -9,10 +9,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from tpformer.layers import ParallelModule, TensorParallel, explain
-from tpformer.torch_private import has_gradient_hooks
+from tpformer.torch_private import has_gradient_hooks, refuse_replicas
 
 from .adapters import check_config, cut_adapters, follow_peft
 from .alone import COLUMNS, EMBEDDING, EXPERTS, GATHERED, ROWS, SPLIT
@@ -21,7 +22,7 @@ from .linears import make_column, make_embedding, make_row
 from .matrices import make_matrices
 from .measured import unchanged
 from .narrowed import Narrowed
-from .plan import Plan, auto_plan, check_plan
+from .plan import Plan, auto_plan, check_plan, check_shapes
 from .ranks import check_equal, share_out
 from .refusals import sample_alike
 from .regions import example_of, is_adapted, join, pattern_of
@@ -38,7 +39,13 @@ from .ways import Cut
 
 MOST_VERIFIED = 2**30  # bytes of parameters; parallelize(gpus=) verifies models up to this size
 TOKENS = 4096  # for which parallelize(gpus=) explains how linears are carried
+WRAPPED = (DistributedDataParallel, DataParallel, FSDPModule, FullyShardedDataParallel)
 APPLIED = "_tpformer"  # the attribute of a model that says what was done to it
+
+REPLICATED = (
+    "DistributedDataParallel around a model that is cut over ranks would not average its gradients: make copies along "
+    "a data-parallel axis by FSDP2's fully_shard(model, mesh=mesh['dp_shard'])"
+)
 
 
 @dataclass
@@ -150,7 +157,14 @@ def _from_counts(
 
 def _check_values(model: nn.Module, tp: TensorParallel) -> None:
     """ValueError if parameters have gradients, or if parameters or buffers differ between ranks."""
+    check_shapes(model)
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    wrapped = next((part for part in model.modules() if isinstance(part, WRAPPED)), None)
+    if wrapped is not None:
+        raise ValueError(
+            f"a {type(wrapped).__name__} is data-parallel already: call parallelize first, and then FSDP2's "
+            f"fully_shard on top"
+        )
     graded = next((name for name, x in named.items() if x.grad is not None), None)
     if graded is not None:
         raise ValueError(f"{graded} has a gradient: call parallelize before the first backward, or zero_grad() first")
@@ -225,5 +239,6 @@ def _guard(model: nn.Module, plan: Plan, tp: TensorParallel, on_shards: Sequence
     """Make what is called on a cut model right on all ranks, or refused. on_shards: layers on sequence shards."""
     follow_peft()
     save_from_all_ranks(model, tp)
+    refuse_replicas(model, REPLICATED)
     sample_alike(model)
     guard(model, tp, [*(region.root for region, _ in plan.regions.values()), *on_shards], bool(plan.regions))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from tpformer.torch_private import tree_leaves
@@ -113,8 +114,16 @@ def auto_plan(model: nn.Module, t: int, *, example: Any = None) -> Plan:
     example: arguments of the run, a tuple, or a dict of keyword arguments; None for transformers models.
     Errors:  ValueError if there is no example, or if the model cannot run it.
     """
+    check_shapes(model)
     with unchanged(model):
         return _measured(model, t, example)
+
+
+def check_shapes(model: nn.Module) -> None:
+    """ValueError for a parameter of a lazy module that has not run."""
+    lazy = next((name for name, x in model.named_parameters() if is_lazy(x)), None)
+    if lazy is not None:
+        raise ValueError(f"{lazy} has no shape yet: call the model once before it is planned")
 
 
 def _measured(model: nn.Module, t: int, example: Any) -> Plan:

@@ -5,11 +5,8 @@ Belongs here: full_state_dict, and what makes a parallel model's own methods of 
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
-from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from tpformer.layers import TensorParallel
 from tpformer.torch_private import WRAPPERS
+
+from .waiting import said
 
 PATIENCE = 60  # seconds
 
@@ -32,21 +31,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     Memory: rank 0 has the whole at the end; another rank has one whole tensor at a time.
     Communication: an all-gather of each sharded tensor over each axis that it is sharded on.
     """
-    with _said("full_state_dict"):
+    with said("full_state_dict", PATIENCE):
         return _gathered(model, model.state_dict())
-
-
-@contextmanager
-def _said(what: str) -> Iterator[None]:
-    """Within, a rank that waits for the others for long says why, once."""
-    words = f"{what} has waited {PATIENCE} s for other ranks: call it on all of them, not on one"
-    timer = Timer(PATIENCE, warnings.warn, [words])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 @torch.no_grad()
@@ -108,7 +94,7 @@ def _save_pretrained(self: Any, save_directory: Any, *, state_dict: Mapping[str,
 
     Errors: where rank 0 fails, RuntimeError on the others.
     """
-    with _said("save_pretrained"):
+    with said("save_pretrained", PATIENCE):
         state = _gathered(self, self.state_dict() if state_dict is None else state_dict)
     if not dist.is_initialized():
         return type(self).save_pretrained(self, save_directory, state_dict=state, **options)

@@ -56,11 +56,12 @@ class _Summing(nn.Module):
         tp = self.summed_over
         held: list[tuple[dict[str, Any], str, Any]] = []
         try:
-            for path, dim in (dict.fromkeys(self._parameters) if self.seen is None else self.seen).items():
+            for path, dim in (dict.fromkeys(vars(self)["_parameters"]) if self.seen is None else self.seen).items():
                 holder, _, name = path.rpartition(".")
                 module = self.get_submodule(holder) if holder else self
-                own = name in module._parameters
-                table = module._parameters if own else module._buffers
+                parameters = vars(module)["_parameters"]
+                own = name in parameters
+                table = parameters if own else vars(module)["_buffers"]
                 value = table.get(name)
                 if value is None:
                     continue

@@ -21,6 +21,8 @@ VIEWS = frozenset(
     "__getitem__ select narrow split split_with_sizes chunk tensor_split unbind diagonal unflatten view view_as "
     "reshape flatten expand transpose t permute squeeze unsqueeze swapaxes movedim detach hsplit vsplit".split()
 )
+BY_ELEMENT = ("_fused_sgd_", "_fused_adagrad_", "_foreach_copy_")  # of optimizers, which DTensor does not know
+UNDIVIDED = ("_weight_norm",)  # whose backward DTensor does not know
 TAKEN = "_taken_as_gradient"  # an attribute of a tensor that is some parameter's gradient
 
 
@@ -104,6 +106,10 @@ def on_shards(function: Any, args: tuple, kwargs: dict[str, Any], plain: list[Te
     if plain:
         args, kwargs = tuple(scalar(args)), {name: scalar(value) for name, value in kwargs.items()}
     name = getattr(function, "__name__", str(function))
+    if name in BY_ELEMENT or (name == "__setitem__" and _is_mask(*args)):
+        return on_locals(function, args, kwargs)
+    if name in UNDIVIDED:
+        raise _refusal(name, cut[0])
     try:
         if name == "__setitem__":
             check_writable(name, copies(args[0][args[1]], args[0]))
@@ -114,16 +120,27 @@ def on_shards(function: Any, args: tuple, kwargs: dict[str, Any], plain: list[Te
                 function(cut[0].redistribute(placements=[Replicate()] * cut[0].device_mesh.ndim), *args[1:]), None
             )
         if not plain and "shard" in str(error).lower():
-            raise type(error)(
-                f"torch cannot take {name} of a parameter {tuple(cut[0].shape)} that is cut over ranks: use its "
-                f".full_tensor(), or do this before parallelize"
-            ) from error
+            raise _refusal(name, cut[0], type(error)) from error
         if not plain:
             raise
         raise type(error)(
             f"{getattr(function, '__name__', function)} of a plain tensor {tuple(plain[0].shape)} and a parameter "
             f"{tuple(cut[0].shape)} that is cut over ranks: use its .full_tensor(), or do this before parallelize"
         ) from error
+
+
+def _is_mask(tensor: Any, index: Any, value: Any) -> bool:
+    """Whether `tensor[index] = value` writes one number to elements that a tensor laid out alike chooses."""
+    alike = isinstance(tensor, DTensor) and isinstance(index, DTensor) and index.dtype is torch.bool
+    number = not isinstance(value, Tensor) or value.ndim == 0
+    return alike and number and (index.shape, index.placements) == (tensor.shape, tensor.placements)
+
+
+def _refusal(name: str, cut: DTensor, kind: type[Exception] = RuntimeError) -> Exception:
+    return kind(
+        f"torch cannot take {name} of a parameter {tuple(cut.shape)} that is cut over ranks: use its .full_tensor(), "
+        f"or do this before parallelize"
+    )
 
 
 def check_writable(name: str, tensor: Any) -> None:

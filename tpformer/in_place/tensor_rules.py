@@ -17,6 +17,9 @@ from torch.distributed.tensor import DTensor
 from tpformer.torch_private import held_by, methods_of_the_object, unscale
 
 from .tensor_parts import is_cut, of_class, on_locals, part_of, replicated, sorted_out, whole_result
+from .waiting import said
+
+PATIENCE = 10  # seconds
 
 
 def _unchanged(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -36,7 +39,12 @@ def _join(function: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _of_whole(function: Any, tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
     """Functions that take values out of torch."""
-    return function(tensor.full_tensor(), *args, **kwargs)
+    if not is_cut(tensor):
+        return function(held_by(tensor), *args, **kwargs)
+    name = getattr(function, "__name__", "a value").strip("_")
+    with said(f"{name}() of a tensor {tuple(tensor.shape)} that ranks share", PATIENCE):
+        whole = tensor.full_tensor()
+    return function(whole, *args, **kwargs)
 
 
 def _view(function: Any, tensor: DTensor) -> Any:

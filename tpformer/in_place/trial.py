@@ -85,6 +85,7 @@ class _Run:
         self.weights: dict[str, Tensor] = {} if whole is None else whole.weights
         self.values: dict[str, Tensor] = {} if whole is None else whole.values
         self.parameters: dict[str, nn.Parameter] = {}
+        self.parts: list[tuple[nn.Module, str, Tensor]] = []
         module = self._copy(way, at)
         self.integers: dict[str, dict[str, int]] = {}
         if way is None:
@@ -100,6 +101,8 @@ class _Run:
         self.before: dict[str, Tensor] = {}  # what enters the columns
         self.entering: dict[str, Tensor] = {}  # the same, cut from the graph above
         self.arriving = self._run(module, args, kwargs)
+        for holder, name, held in self.parts:  # what a checkpoint recomputes would see all of it
+            setattr(holder, name, held)
 
     def _random(self, name: str, shape: Sequence[int]) -> Tensor:
         """Around one for norms and scales, around zero for biases, else such that a linear keeps the scale."""
@@ -156,6 +159,7 @@ class _Run:
                         held = self.parameters[key] = nn.Parameter(held)
                     dim = None if way is None else way.parts.get(holder_name, {}).get(name)
                     if dim is not None:
+                        self.parts.append((holder, name, held))
                         delattr(holder, name)
                         held = own_slice(held, dim, *at)
                     setattr(holder, name, held)

@@ -1,12 +1,19 @@
 """What every optimizer is told or refused when it steps parameters that lie on ranks, whoever made it."""
 
-from functools import cache
-from typing import Any
+from __future__ import annotations
 
-from torch import optim
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tpformer.distributed.dtensor import check_own_part, is_dtensor
+from tpformer.torch_private import held_by, own_slices
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 CHECKED = "_tpformer_checked"  # an optimizer's attribute: the state that has been looked at
 
@@ -38,15 +45,32 @@ def _part_by_part(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dic
         group["foreach"] = False
 
 
+@torch.no_grad()
 def _check_loaded(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """ValueError if the state that was loaded since the last step is another rank's."""
+    """Of a state that was loaded since the last step, and that one process has saved, each rank takes its part.
+
+    ValueError if it is another rank's, or of tensors of another shape."""
     state = optimizer.state
     if vars(optimizer).get(CHECKED) is state:
         return
-    for held in state.values():
+    for parameter, held in state.items():
         for name, value in held.items() if isinstance(held, dict) else ():
             check_own_part(f"{name} of {type(optimizer).__name__}", value)
+            if is_dtensor(parameter) and isinstance(value, Tensor) and value.ndim and not is_dtensor(value):
+                held[name] = _own_part(f"{name} of {type(optimizer).__name__}", value, parameter)
     vars(optimizer)[CHECKED] = state
+
+
+def _own_part(name: str, whole: Tensor, like: DTensor) -> Tensor:
+    """A whole tensor of a state, laid out as its parameter is."""
+    if whole.shape != like.shape:
+        raise ValueError(
+            f"{name} is {tuple(whole.shape)}, and its parameter is {tuple(like.shape)} on all ranks together: load the "
+            f"state of an optimizer that had the same parameters in the same order"
+        )
+    part = torch.zeros_like(like, dtype=whole.dtype, requires_grad=False)
+    held_by(part).copy_(whole[own_slices(like.shape, like.device_mesh, like.placements)])
+    return part
 
 
 def _refuse(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

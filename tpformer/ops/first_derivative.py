@@ -65,5 +65,6 @@ class _NoSecond(torch.autograd.Function):
     def backward(ctx, *_):
         raise RuntimeError(
             f"{ctx.name} has no second derivative: if you need one, as for a gradient penalty or a Hessian, use "
-            f"modules of torch.nn, or functions of torch.nn.functional, in its place"
+            f"modules of torch.nn, or functions of torch.nn.functional, in its place; in a model that parallelize cut, "
+            f"leave the linears of that part out of its plan"
         )
