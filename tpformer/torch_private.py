@@ -103,7 +103,7 @@ def in_transform() -> bool:
 
 def refuse_replicas(model: nn.Module, refusal: str) -> None:
     """Let DistributedDataParallel raise ValueError for a model: it asks a model for the names that it should ignore."""
-    model._ddp_params_and_buffers_to_ignore = Refusal(refusal)  # type: ignore[assignment]
+    model._ddp_params_and_buffers_to_ignore = Refusal(refusal)
 
 
 class Refusal:
