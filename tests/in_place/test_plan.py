@@ -9,6 +9,7 @@ import torch
 from testing import on_every_rank
 from tiny import tiny
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tpformer.distributed import build_mesh
 from tpformer.in_place import alone, auto_plan, parallelize, verify
@@ -163,6 +164,13 @@ def normed(hooked: bool) -> nn.Module:
     return model
 
 
+def recomputed() -> nn.Module:
+    """In the backward it reads a parameter of which the forward has seen a rank's part."""
+    model = Between(lambda m, h, x: checkpoint(lambda y: torch.tanh(y * m.scale), h, use_reentrant=False))
+    model.scale = nn.Parameter(torch.ones(32))
+    return model
+
+
 # what a trial of one block finds wrong, and then what only the whole model shows
 OTHERWISE = "does not compute that rank's part"
 WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -181,6 +189,7 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "an integer": (lambda: Between(by_heads, lambda m, h, y: y / m.num_heads), "integer .* also used elsewhere"),
     "a scale": (lambda: Between(lambda m, h, x: h * m.scale, lambda m, h, y: y * m.scale), "parameter .* elsewhere"),
     "the input": (lambda: Between(lambda m, h, x: h * x.mean()), "reaches down also around up"),
+    "a checkpoint": (recomputed, "Between raises RuntimeError"),
     "a hook": (lambda: normed(True), "up has a hook"),
     "a tie": (tied, "is tied to another module"),
     "a forward": (lambda: normed(False), "no other linear's output reaches it"),
