@@ -72,7 +72,8 @@ def test_a_command_that_does_not_exist_gets_a_suggestion(commands, given, said):
 
 
 def main_on_a_full_disk(*arguments: str) -> None:
-    """The command, with room for 300 bytes in each file."""
+    """The command, with room for 300 bytes in each file, and a standard output that is no file."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
     main(*arguments)
 
