@@ -6,9 +6,12 @@ dropout/reference.py's and norm/reference.py's; on the device tile.finish_tile a
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .arguments import Addends, Mask, Rows
+from .operands import FLOATS, require
+from .pack.format import Packed
 
 
 class Dropout(NamedTuple):
@@ -56,13 +59,24 @@ class Finish(NamedTuple):
     norm: Norm | None = None
     """If given, there is a second result, the norm of z as z is stored. Only operations on whole rows take it."""
 
+    def check(self, operation: str, like: Tensor | Packed, rows: int, columns: int, served: int = 1) -> None:
+        """ValueError unless bias, residual and dropout fit sums (rows, columns) on the device of `like`. served: of
+        virtual ranks, whose biases are stacked. The norm's parts are norm/reference.py's to check."""
+        start = None if self.dropout is None else self.dropout.start
+        require(
+            operation, like, ("bias", self.bias, (served * columns,), FLOATS),
+            ("dropout's start", start, (rows,), (torch.int64,)), ("residual", self.residual, (rows, columns), FLOATS),
+        )  # fmt: skip
+
     def arguments(self) -> Addends:
-        """What kernels take of it beside the key; norm is not among them."""
-        mask = None
+        """What kernels take of it beside the key; norm is not among them. They read elements that lie side by side."""
+        bias, mask, residual = self.bias, None, None
         if self.dropout is not None:
-            mask = Mask(self.dropout.start, self.dropout.threshold, self.dropout.scale)
-        residual = None if self.residual is None else Rows(self.residual, self.residual.stride(0))
-        return Addends(self.bias, residual, mask)
+            mask = Mask(self.dropout.start.contiguous(), self.dropout.threshold, self.dropout.scale)
+        if self.residual is not None:
+            rows = self.residual if self.residual.stride(1) == 1 else self.residual.contiguous()
+            residual = Rows(rows, rows.stride(0))
+        return Addends(None if bias is None else bias.contiguous(), residual, mask)
 
     @property
     def key(self) -> int:

@@ -13,6 +13,7 @@ from ..pack.format import Packed
 from ..pack.kernel import kept_source, read_block, unpacked
 from ..replay import launch, replayed
 from .formulas import activate, differentiate
+from .reference import check_operands
 
 FORWARD_BYTES = 8192  # of each operand in a block, so that each thread of WARPS has two 16-byte vectors in flight
 BACKWARD_BYTES = 4096  # one vector each; with two a thread took up to 213 registers, and fewer threads were resident
@@ -101,6 +102,7 @@ def activation_forward(x: Tensor, name: str | None, gate: Tensor | None = None) 
     Order:    each element by itself; no communication, deterministic
     Source:   as in reference.py
     """
+    check_operands(x, name, gate)
     if name is None:
         return x
     x = x.contiguous()
@@ -129,6 +131,7 @@ def activation_backward(
     Order:    each element by itself; no communication, deterministic
     Source:   as in reference.py
     """
+    check_operands(x, name, gate, da)
     if name is None:
         return da, None, unpacked(x)
     da, x, gate = da.contiguous(), kept_source(x), None if gate is None else kept_source(gate)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..cast import cast
 from ..cost import Cost
+from ..operands import require, require_known
 from ..pack.format import Packed
 from ..pack.reference import parts_of, ranges, unpacked
 
@@ -20,7 +21,18 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu2")
 # exponential is several times faster than tanh on a CPU
 _LINEAR = 2 * math.sqrt(2 / math.pi)
 _CUBIC = _LINEAR * 0.044715
+_FAR = 32.0  # gelu and gelu_tanh of larger x are x, and those of -x are -0, in float64, too
 _CPU_ELEMENTS = 2**18  # so many at a time are taken on a CPU, so that intermediate values stay in the cache
+
+
+def check_operands(
+    x: Tensor | Packed, name: str | None, gate: Tensor | Packed | None, da: Tensor | None = None
+) -> None:
+    """ValueError unless the name is known, a gate has one, and gate and da are like x."""
+    if name is not None or gate is not None:
+        require_known("activation", name, ACTIVATIONS)
+    alike = (x.shape, (x.dtype,))
+    require("activation", x, ("gate", gate, *alike), ("da", da, *alike))
 
 
 def _polynomial(x: Tensor, cubic: float, sign: int = 1) -> Tensor:
@@ -51,7 +63,8 @@ def _gelu_tanh_backward(da: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, act(x)) from one exponential; dx takes the place of da.
 
     With s the sigmoid of u, act' = s + x s (1 - s) u'. A large x multiplies the error of 1 - s by x u', so 1 - s is
-    made as exp(-u) s, which is exact to rounding where s is almost 1. torch's own derivative loses ten times as much.
+    made as 1 / (1 + exp(u)), which is exact to rounding where s is almost 1. torch's own derivative loses ten times as
+    much. Beyond _FAR s is 0 or 1, and u' would be infinite.
     """
     if len(parts := _in_parts(x)) > 1:
         a = torch.empty_like(x)
@@ -59,11 +72,12 @@ def _gelu_tanh_backward(da: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
             a[part] = _gelu_tanh_backward(da[part], x[part])[1]
         return da, a
     wide = cast(x, torch.promote_types(x.dtype, torch.float32))
-    e = _polynomial(wide, _CUBIC, -1).mul_(wide).clamp_(max=80).exp_()  # beyond 80, e * s would be infinity * 0
+    near = wide.clamp(-_FAR, _FAR)
+    e = _polynomial(near, _CUBIC, -1).mul_(near).exp_()
     s = (e + 1).reciprocal_()
     act = s * wide
-    rest = e.mul_(s).mul_(act)
-    da.mul_(s.addcmul_(rest, _polynomial(wide, 3 * _CUBIC)))
+    rest = e.reciprocal_().add_(1).reciprocal_().mul_(act)
+    da.mul_(s.addcmul_(rest, _polynomial(near, 3 * _CUBIC)))
     return da, cast(act, x.dtype)
 
 
@@ -79,7 +93,9 @@ def _apply(x: Tensor, name: str) -> Tensor:
         return _gelu_tanh(x)
     if name == "relu2":
         return F.relu(x).square_()
-    return F.silu(x) if name == "silu" else F.gelu(x)
+    if name == "silu":
+        return F.silu(x)
+    return torch.where(x > _FAR, x, F.gelu(x))  # torch's float32 overflows, and has NaN for inf
 
 
 def _backward(da: Tensor, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -96,16 +112,20 @@ def activation_forward(x: Tensor, name: str | None, gate: Tensor | None = None) 
     """act(x), or act(gate) * x when a gate is given; x itself for name None.
 
     Math:     gelu x * Phi(x); gelu_tanh x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x**3))); silu x * sigmoid(x);
-              relu2 max(x, 0)**2
+              relu2 max(x, 0)**2. As in torch, those of inf are inf, and those of -inf but relu2's NaN
     Shapes:   x, gate and the result all (M, F), one dtype
     Numerics: evaluated in promote_types(x.dtype, float32), rounded at the store
     Traffic:  see activation_cost
     Source:   Hendrycks & Gimpel 2016 (arXiv:1606.08415); relu2: So et al. 2021, Primer (arXiv:2109.08668);
               gated: Shazeer 2020 (arXiv:2002.05202)
     """
+    check_operands(x, name, gate)
     if name is None:
         return x
-    return _apply(x, name) if gate is None else _apply(gate, name) * x
+    if gate is None:
+        return _apply(x, name)
+    wide = torch.promote_types(x.dtype, torch.float32)  # torch would round act(gate), which may overflow float16
+    return cast(_apply(cast(gate, wide), name) * cast(x, wide), x.dtype)
 
 
 def activation_backward(
@@ -115,6 +135,7 @@ def activation_backward(
 
     Shapes:   da, x, gate (M, F), contiguous, or x and gate packed; a result may take the memory of da
     """
+    check_operands(x, name, gate, da)
     if name is None:
         return da, None, unpacked(x)
     if isinstance(x, Packed) or isinstance(gate, Packed):
@@ -122,8 +143,10 @@ def activation_backward(
     if gate is None:
         dx, a = _backward(da, x, name)
         return dx, None, a
-    dgate, act = _backward(da * x, gate, name)
-    return da.mul_(act), dgate, act.mul_(x)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    wide_da, wide_x = cast(da, wide), cast(x, wide)
+    dgate, act = _backward(wide_da * wide_x, cast(gate, wide), name)
+    return cast(wide_da.mul_(act), x.dtype), cast(dgate, x.dtype), cast(act.mul_(wide_x), x.dtype)
 
 
 def _backward_of_packed(

@@ -28,7 +28,7 @@ from ..launch import Tile, launch_options, packed
 from ..protocol import Channel, flags_of, reach, serve, wait
 from ..replay import launch
 from ..tile import add_product, store_activated
-from .reference import starts_of
+from .reference import check_operands, starts_of
 
 
 class Experts(NamedTuple):
@@ -185,7 +185,9 @@ def all_gather_grouped_matmul(
 
     No plan of a call is kept (replay.py): R differs from call to call.
     """
-    served, world, k = channel.served, channel.world, shard.shape[1]
+    served, world = channel.served, channel.world
+    check_operands(channel.epoch, shard, weights, counts, tokens, transposed, served, world)
+    k = shard.shape[1]
     rows, groups, n = len(shard) // served, len(weights) // served, weights.shape[2 if transposed else 1]
     if 0 in (rows, groups, n, k):
         raise ValueError(f"all_gather_grouped_matmul takes no empty {tuple(shard.shape)} or {tuple(weights.shape)}")
@@ -203,7 +205,7 @@ def all_gather_grouped_matmul(
     total, pushing = plan.plan_launch(work, shard.device, tile, push, programs, served, spare)
     launch(
         all_gather_grouped_matmul_kernel, (total, served),
-        channel.links, channel.rank, whole, *slots, tokens, stored, starts_of(counts, served), y,
+        channel.links, channel.rank, whole, *slots, tokens.contiguous(), stored, starts_of(counts, served), y,
         Experts(n, k, stride, weight_stride, len(slots[0]) // served), rows, groups, *pushing,
         GroupedForm(tile, triton.next_power_of_2(groups), transposed),
         gather_of(channel, shard, pushing.pushers > 0, keep),

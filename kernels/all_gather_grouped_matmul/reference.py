@@ -5,6 +5,7 @@ Letters: T tokens on t ranks; R rows in E groups, one for each expert of a rank;
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..cost import Cost
 from ..grouped_matmul.reference import grouped_matmul
+from ..operands import FLOATS, require
 
 
 def all_gather_grouped_matmul_reference(
@@ -32,6 +34,21 @@ def all_gather_grouped_matmul_reference(
         grouped_matmul(gathered, matrices, offsets_of(own), index, transposed=transposed)
         for matrices, own, index in zip(weights, counts, tokens, strict=True)
     ]
+
+
+def check_operands(
+    like: Any, shard: Tensor, weights: Tensor, counts: Tensor, tokens: Tensor, transposed: bool, served: int, world: int
+) -> None:
+    """ValueError unless one rank's tensors, or those of the served virtual ranks, have the shapes above, one dtype and
+    the device of `like`."""
+    k, groups = shard.shape[-1], weights.shape[0]
+    matrix = (k, weights.shape[-1]) if transposed else (weights.shape[1], k)
+    require(
+        "all_gather_grouped_matmul", like, ("the shard", shard, (shard.shape[0], k), FLOATS),
+        ("the matrices", weights, (groups, *matrix), (shard.dtype,)),
+        ("counts", counts, (served * world, groups // served), (torch.int32,)),
+        ("tokens", tokens, tokens.shape[:1], (torch.int32,)),
+    )  # fmt: skip
 
 
 def offsets_of(counts: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ from ..launch import (
     piece_columns,
 )
 from ..matmul.kernel import derivative_arguments, weight_arguments
+from ..matmul.reference import check_derivative, check_linears
+from ..operands import FLOATS, require
 from ..pack.format import Packed
 from ..protocol import Channel, flags_of, order_tma_after_acquire, publish, reach, serve, slot_of, wait
 from ..replay import launch, replayed
@@ -184,6 +186,11 @@ def gather_of(channel: Channel, shard: Tensor, push: bool, keep: bool, fence: bo
     return Gather(channel.world, push, block, aligned, keep, fence)
 
 
+def check_shard(channel: Channel, shard: Tensor) -> None:
+    """ValueError unless the shard is a matrix on the channel's device."""
+    require("a gather", channel.epoch, ("the shard", shard, (shard.shape[0], shard.shape[-1]), FLOATS))
+
+
 @replayed
 def await_gathered(channel: Channel, shard: Tensor, push: bool) -> None:
     """A gather with no GEMM. After it Channel.gathered and gathered_copy return the rows.
@@ -192,6 +199,7 @@ def await_gathered(channel: Channel, shard: Tensor, push: bool) -> None:
     KernelWorkspace.copy_gather. Communication: (t - 1) / t of the gathered bytes sent and received. Protocol, order and
     errors as in all_gather_matmul.
     """
+    check_shard(channel, shard)
     rows, k = len(shard) // channel.served, shard.shape[1]
     space = all_gather_matmul_space(rows, k, channel.world, shard.element_size())
     channel.require("await_gathered", *space, "all_gather_matmul_space")
@@ -212,6 +220,7 @@ def all_gather_matmul_space(rows: int, k: int, world: int, itemsize: int) -> tup
 @replayed
 def gathered_copy(channel: Channel, shard: Tensor) -> Tensor:
     """The gathered rows (world * rows, K) in memory of their own, after an all_gather_matmul with keep=True."""
+    check_shard(channel, shard)
     stride = packed_width(shard.shape[1], shard.element_size())
     out = shard.new_empty(channel.world * len(shard), stride)
     slots = [channel.slot(parity, stride, shard) for parity in (0, 1)]
@@ -290,6 +299,8 @@ def all_gather_matmul(
     Errors:   ValueError if the channel's slots or flags are too small (all_gather_matmul_space)
     """
     served, world = channel.served, channel.world
+    k = shard.shape[-1]
+    check_linears("all_gather_matmul", channel.epoch, shard, k, weights, biases, activation, b_transposed, served)
     m = len(shard) * world // served
     columns = [w.shape[1] if b_transposed else len(w) // served for w in weights]
     outputs = [shard.new_empty(served * m, n) for n in columns]
@@ -327,6 +338,10 @@ def all_gather_matmul_derivative(
     Traffic:  as all_gather_matmul; besides, it reads x (and gate), and writes dx, act (and dgate)
     Source:   as all_gather_matmul; formulas in activation/reference.py
     """
+    count = len(shard) * channel.world
+    check_derivative(
+        "all_gather_matmul_derivative", channel.epoch, shard, weight, x, gate, count, activation, channel.served
+    )  # fmt: skip
     dx, rebuilt = shard.new_empty(x.shape), shard.new_empty(x.shape)
     dgate = None if gate is None else shard.new_empty(x.shape)
     rows, k = len(shard) // channel.served, shard.shape[1]

@@ -5,6 +5,18 @@ from torch import Tensor
 
 from ..cast import cast
 from ..cost import Cost
+from ..operands import FLOATS, INTEGERS, require, require_within
+
+
+def check_operands(rows: Tensor, tokens: Tensor, positions: Tensor) -> None:
+    """ValueError unless these have the shapes and dtypes below; on a CPU also for rows or tokens that do not exist."""
+    count, of_tokens = rows.shape[0], positions.shape[0]
+    require(
+        "combine", rows, ("rows", rows, (count, rows.shape[-1]), FLOATS), ("tokens", tokens, (count,), INTEGERS),
+        ("positions", positions, (of_tokens, positions.shape[-1]), (torch.int32,)),
+    )  # fmt: skip
+    require_within("tokens", tokens, 0, of_tokens)
+    require_within("positions", positions, -1, count)
 
 
 def combine(rows: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -15,6 +27,7 @@ def combine(rows: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
     Numerics: from left to right in at least float32, rounded once: in the order of experts, since the rows are
     Traffic:  combine_cost
     """
+    check_operands(rows, tokens, positions)
     wide = torch.promote_types(rows.dtype, torch.float32)
     if rows.device.type == "cpu":  # one pass over the rows; on a CPU index_add_ takes them in order
         y = torch.zeros(len(positions), rows.shape[1], dtype=wide)

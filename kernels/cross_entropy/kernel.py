@@ -12,7 +12,7 @@ from torch import Tensor
 from ..launch import launch_options
 from ..replay import launch, replayed
 from ..rows import row_argument, vectorised, with_contiguous_columns
-from .reference import LossTerms, VocabSlice
+from .reference import LossTerms, VocabSlice, check_operands, check_parts
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # float32's least number; in place of a maximum of -inf
 VECTOR_BYTES = 16
@@ -185,6 +185,7 @@ def slice_statistics(logits: Tensor, targets: Tensor, vocab: VocabSlice, terms: 
     Order:    one program per token, no communication, deterministic
     Source:   online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867)
     """
+    check_operands(logits, targets, vocab)
     tokens, columns = logits.shape
     statistics = torch.empty(terms.rows, tokens, dtype=torch.float32, device=logits.device)
     if tokens:
@@ -208,6 +209,7 @@ def combine_statistics(parts: Tensor, targets: Tensor, vocab: VocabSlice, terms:
     Order:    programs of 128 tokens, no communication, deterministic
     Source:   as in reference.py
     """
+    check_parts(parts, targets, terms)
     slices, _, tokens = parts.shape
     normalisers, losses = parts.new_empty(2, tokens), parts.new_empty(tokens)
     if tokens:
@@ -243,13 +245,14 @@ def slice_gradient(
     Order:    one program per token, no communication, deterministic
     Source:   as in reference.py
     """
+    check_operands(logits, targets, vocab, normalisers, scale)
     tokens, columns = logits.shape
     logits = with_contiguous_columns(logits)
     dlogits = logits if in_place else logits.new_empty(tokens, columns)
     if dlogits.numel():
         launch(
             slice_gradient_kernel, (tokens,),
-            row_argument(logits), row_argument(dlogits), normalisers, targets.contiguous(),
+            row_argument(logits), row_argument(dlogits), normalisers.contiguous(), targets.contiguous(),
             None if scale is None else scale.contiguous(),
             tokens, columns, vocab.valid, vocab.first, vocab.entries, terms, **block_options(logits),
         )  # fmt: skip

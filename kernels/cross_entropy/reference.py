@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..cost import Cost
+from ..operands import FLOATS, require
 
 
 class VocabSlice(NamedTuple):
@@ -53,6 +54,27 @@ class LossTerms(NamedTuple):
 Work = tuple[Tensor, Tensor]  # exp(logit - shift) (T, V), 0 in the padding; shift (T,), the maximum made finite
 
 
+def check_operands(
+    logits: Tensor, targets: Tensor, vocab: VocabSlice, normalisers: Tensor | None = None, scale: Tensor | None = None
+) -> None:
+    """ValueError unless all have the shapes and dtypes that are given below, with a column for each entry."""
+    tokens, wide = logits.shape[0], (torch.promote_types(logits.dtype, torch.float32),)
+    require(
+        "cross_entropy", logits, ("logits", logits, (tokens, max(logits.shape[-1], vocab.valid)), FLOATS),
+        ("targets", targets, (tokens,), (torch.int64,)), ("normalisers", normalisers, (2, tokens), wide),
+        ("scale", scale, (tokens,), wide),
+    )  # fmt: skip
+
+
+def check_parts(parts: Tensor, targets: Tensor, terms: LossTerms) -> None:
+    """ValueError unless these are statistics and targets of combine_statistics."""
+    slices, *_, tokens = parts.shape
+    require(
+        "cross_entropy", parts, ("statistics", parts, (slices, terms.rows, tokens), (torch.float32, torch.float64)),
+        ("targets", targets, (tokens,), (torch.int64,)),
+    )  # fmt: skip
+
+
 def slice_statistics(
     logits: Tensor, targets: Tensor, vocab: VocabSlice, terms: LossTerms
 ) -> tuple[Tensor, Work | None]:
@@ -63,6 +85,7 @@ def slice_statistics(
               are all -inf gives (-inf, 0, 0, inf)
     Shapes:   logits (T, V) with any row stride; targets (T,) int64 global ids; result (3 or 4, T), wide
     """
+    check_operands(logits, targets, vocab)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     nothing = wide.new_zeros(len(wide))
     if vocab.valid == 0:
@@ -87,6 +110,7 @@ def combine_statistics(parts: Tensor, targets: Tensor, vocab: VocabSlice, terms:
     Numerics: a target outside the vocabulary makes the sum NaN, and with it loss and gradient. No slice holds such a
               target, so nothing else would show the mistake
     """
+    check_parts(parts, targets, terms)
     maximum = parts[:, 0].amax(0)
     shift = _finite(maximum)
     total = (parts[:, 1] * (parts[:, 0] - shift).exp()).sum(0)
@@ -126,6 +150,7 @@ def slice_gradient(
     Source:   Megatron's vocab-parallel cross entropy (arXiv:1909.08053, section 3), label smoothing (arXiv:1512.00567),
               z-loss (PaLM, arXiv:2204.02311, section 5), written from their formulas
     """
+    check_operands(logits, targets, vocab, normalisers, scale)
     maximum, total = _finite(normalisers[0]), normalisers[1]
     exponentials, shift = (None, maximum) if work is None else work
     counted = targets != terms.ignore_index

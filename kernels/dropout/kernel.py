@@ -80,9 +80,8 @@ def finish_forward(x: Tensor, finish: Finish) -> Tensor:
     """
     if not finish.adds:
         return x
+    finish.check("finish_forward", x, x.shape[0], x.shape[-1])
     x = with_contiguous_columns(x)
-    residual = None if finish.residual is None else with_contiguous_columns(finish.residual)
-    finish = finish._replace(residual=residual)
     m, n = x.shape
     z = x.new_empty(m, n)
     columns = min(triton.next_power_of_2(n), FORWARD_COLUMNS)
@@ -120,6 +119,8 @@ def finish_backward(
     """
     if not bias:
         return dz if dropout is None else dropout_apply(dz, *dropout), None
+    finish = Finish(dropout=dropout)
+    finish.check("finish_backward", dz, dz.shape[0], dz.shape[-1])
     m, n = dz.shape
     source = with_contiguous_columns(dz)
     dx = dz if dropout is None else dz.new_empty(m, n)
@@ -130,7 +131,6 @@ def finish_backward(
     tile, blocks = RowTile(BACKWARD_ELEMENTS // columns, columns, WARPS), triton.cdiv(n, columns)
     count, share = shares(m, tile.rows, dz.device, WARPS, programs, blocks)
     partials = dz.new_empty(1, count, n, dtype=torch.float32)
-    finish = Finish(dropout=dropout)
     launch(
         finish_backward_kernel, (count, blocks),
         row_argument(source), finish.arguments().mask, finish.key, dx, partials, m, n, share, n % 4 == 0, tile,

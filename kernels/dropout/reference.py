@@ -28,6 +28,7 @@ def dropout_apply(x: Tensor, start: Tensor, key: int, p: float) -> Tensor:
     Source:   Philox (kernels/philox); the mask compares 32-bit words as integers
     """
     dropout = Dropout(start, key, p)
+    Finish(dropout=dropout).check("dropout", x, x.shape[0], x.shape[-1])
     return _zero_dropped(x * dropout.scale, dropout)
 
 
@@ -38,8 +39,9 @@ def finish_forward(x: Tensor, finish: Finish) -> Tensor:
     Numerics: in promote_types(x.dtype, float32), rounded once to x.dtype
     Traffic:  see finish_cost
     """
-    if finish.bias is None and finish.dropout is None and finish.residual is None:
+    if not finish.adds:
         return x
+    finish.check("finish_forward", x, x.shape[0], x.shape[-1])
     y = cast(x, torch.promote_types(x.dtype, torch.float32))
     if finish.bias is not None:
         y += finish.bias

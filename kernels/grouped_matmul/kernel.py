@@ -16,6 +16,7 @@ from ..configurations import select_grouped_tile, select_tile
 from ..launch import Tile, launch_options, operand, padded, persistent_programs, zero_padded
 from ..replay import launch, replayed
 from ..tile import add_product, store_activated, swizzle
+from .reference import check_gradient, check_operands
 
 FENCED = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7)
 
@@ -208,6 +209,7 @@ def grouped_matmul(
               deterministic
     Source:   MegaBlocks (arXiv:2211.15841), without its padding; the grouped GEMM of the CUTLASS documentation
     """
+    check_operands(a, weights, offsets, index, transposed)
     n, k = weights.shape[2 if transposed else 1], weights.shape[1 if transposed else 2]
     rows, groups = len(a if index is None else index), len(offsets) - 1
     y = a.new_empty(rows, n)
@@ -218,7 +220,8 @@ def grouped_matmul(
     tiles = (rows // tile.m + groups) * triton.cdiv(n, tile.n)  # at most
     launch(
         grouped_matmul_kernel, (persistent_programs(a.device, tiles, tile, programs),),
-        a if index is not None else operand(a, (tile.m, tile.k), tile), index, stored, offsets, y,
+        a if index is not None else operand(a, (tile.m, tile.k), tile),
+        None if index is None else index.contiguous(), stored, offsets.contiguous(), y,
         n, k, a.stride(0), stride, groups, GroupedForm(tile, triton.next_power_of_2(groups), transposed),
         **launch_options(tile.warps, tile.stages if index is None else pointer_stages(tile)),
     )  # fmt: skip
@@ -246,10 +249,12 @@ def grouped_weight_gradient(
               deterministic
     Source:   as grouped_matmul. Pointers load both factors in every step, as TMA cannot mask a group's last rows
     """
+    check_gradient(dy, x, offsets, dy_index, x_index)
     n, k, groups = dy.shape[1], x.shape[1], len(offsets) - 1
     tile = tile or select_tile(dy.device, dy.dtype, n, k, chunks=groups)
     gradient = dy.new_empty(groups, n, k)
-    dy, x = padded(dy), padded(x)
+    dy, x, offsets = padded(dy), padded(x), offsets.contiguous()
+    dy_index, x_index = (None if index is None else index.contiguous() for index in (dy_index, x_index))
     tiles = groups * triton.cdiv(n, tile.m) * triton.cdiv(k, tile.n)
     launch(
         grouped_weight_gradient_kernel, (persistent_programs(dy.device, tiles, tile, programs),),

@@ -13,6 +13,7 @@ from ..pack.format import Packed
 from ..pack.kernel import kept_source
 from ..replay import launch, replayed
 from ..tile import column_blocks, linear_tiles
+from .reference import check_derivative, check_linears
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -30,9 +31,12 @@ def weight_arguments(
     biases: Sequence[Tensor | None] | None,
     outputs: Sequence[Tensor | None],
 ) -> tuple:
-    """The Weight of each stored weight; missing ones are empty."""
+    """The Weight of each stored weight; missing ones are empty. ValueError if some have a bias and others none."""
+    if biases and len({bias is None for bias in biases}) > 1:
+        raise ValueError("some of a launch's weights have no bias: give zeros, or none to all")
     each = zip(stored, columns, biases or [None] * len(stored), outputs, strict=True)
-    return three([Weight(n, w.stride(0), bias, out) for w, n, bias, out in each], Weight())
+    flat = ((w, n, None if bias is None else bias.contiguous(), out) for w, n, bias, out in each)
+    return three([Weight(n, w.stride(0), bias, out) for w, n, bias, out in flat], Weight())
 
 
 def derivative_arguments(
@@ -65,6 +69,7 @@ def matmul(
     Order:    persistent programs walk tiles in groups of 8 row blocks; no communication, deterministic
     Source:   the persistent GEMM of the CUTLASS and Triton documentation
     """
+    check_linears("matmul", a, a, a.shape[0 if a_transposed else -1], weights, biases, activation, b_transposed)
     m, k = a.shape[::-1] if a_transposed else a.shape
     columns = [w.shape[1] if b_transposed else w.shape[0] for w in weights]
     tile = tile or select_local_tile(a.device, a.dtype, m, *columns)
@@ -104,6 +109,7 @@ def matmul_derivative(
     Order:    as matmul
     Source:   activation recomputation inside the GEMM that needs it; formulas in activation/reference.py
     """
+    check_derivative("matmul_derivative", a, a, b, x, gate, a.shape[0], activation)
     m, k = a.shape
     n = b.shape[1]
     tile = tile or select_tile(a.device, a.dtype, m, n, operands=3)

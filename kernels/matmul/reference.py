@@ -1,14 +1,71 @@
 """Dense GEMMs and their epilogues: the specification (torch only), and the cost."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..activation.reference import activation_backward, activation_forward
+from ..activation.reference import ACTIVATIONS, activation_backward, activation_forward
+from ..activation.reference import check_operands as check_activation
 from ..cost import Cost
+from ..operands import FLOATS, Operand, require, require_known
+from ..pack.format import Packed
 
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def check_linears(
+    operation: str, like: Any, a: Tensor, k: int, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None,
+    activation: str | None, b_transposed: bool, served: int = 1,
+) -> None:  # fmt: skip
+    """ValueError unless every weight has the K of a, every bias the N of its weight, and all a's dtype and the device
+    of `like`.
+
+    served: of virtual ranks, whose weights and biases are stacked along dim 0.
+    """
+    if activation is not None:
+        require_known("activation", activation, ACTIVATIONS)
+    dtype = (a.dtype,)
+    operands: list[Operand] = [("the input", a, (a.shape[0], a.shape[-1]), FLOATS)]
+    biases = [None] * len(weights) if biases is None else biases
+    if len(biases) != len(weights):
+        raise ValueError(f"{operation}: {len(weights)} weights but {len(biases)} biases: pass one bias (or None) per weight")
+    for weight, bias in zip(weights, biases, strict=True):
+        rows = served * k if b_transposed else weight.shape[0]
+        n = served * weight.shape[-1] if b_transposed else rows
+        operands.append(("the weight", weight, (rows, weight.shape[-1] if b_transposed else k), dtype))
+        operands.append(("the bias", bias, (n,), dtype))
+    require(operation, like, *operands)
+
+
+def check_derivative(
+    operation: str, like: Any, a: Tensor, weight: Tensor, x: Tensor | Packed, gate: Tensor | Packed | None, rows: int,
+    activation: str | None, served: int = 1,
+) -> None:  # fmt: skip
+    """ValueError unless the weight has the K of a, x and gate have `rows` rows of its N, and all a's dtype."""
+    check_linears(operation, like, a, a.shape[-1], [weight], None, None, True, served)
+    check_activation(x, activation, gate)
+    require(operation, like, ("x", x, (rows, weight.shape[-1]), (a.dtype,)))
+
+
+def check_products(
+    operation: str, like: Any, inputs: Sequence[Tensor], weights: Sequence[Tensor], b_transposed: bool, served: int = 1
+) -> None:
+    """ValueError unless inputs have equally many rows, weights equally many columns of the result, and each pair one K;
+    all have one dtype and device."""
+    first, dtype = inputs[0], (inputs[0].dtype,)
+    n = weights[0].shape[-1] if b_transposed else weights[0].shape[0]
+    if len(inputs) != len(weights):
+        raise ValueError(f"{operation}: {len(inputs)} inputs and {len(weights)} weights: give one for each")
+    for a, weight in zip(inputs, weights, strict=True):
+        k = a.shape[-1]
+        require(
+            operation, like, ("an input", a, (first.shape[0], k), dtype),
+            ("its weight", weight, (served * k, n) if b_transposed else (n, k), dtype),
+        )  # fmt: skip
 
 
 def matmul_reference(

@@ -14,6 +14,7 @@ from ..configurations import select_narrow_tile, select_tile
 from ..cost import POLL_SECONDS, RELEASE_SECONDS, Machine, is_one_shot, tile_seconds
 from ..finish import NOTHING, Finish
 from ..launch import DTYPES, Tile, is_interpreted, launch_options, padded, persistent_programs, step_rows
+from ..matmul.reference import check_products
 from ..matmul_reduce_scatter.kernel import reduction_arguments, unit_rows
 from ..protocol import Channel, announce, flags_of, publish, reach, serve, slot_of, slots_of, wait
 from ..replay import launch, replayed
@@ -298,7 +299,9 @@ def matmul_all_reduce(
     partial = partial or dtype
     tile = tile or select_all_reduce_tile(inputs[0].device, dtype, m, n, world, one_shot)
     one_shot, rows, tiles = plan(m, n, world, partial, one_shot, tile)
+    check_products("matmul_all_reduce", channel.epoch, inputs, weights, b_transposed, served)
     finish.require_no_norm("matmul_all_reduce")
+    finish.check("matmul_all_reduce", inputs[0], served * m, n, served)
     channel.require("matmul_all_reduce", *matmul_all_reduce_space(m, n, world, dtype, partial, tile, one_shot))
     out = inputs[0].new_empty(served * m, n)
     chunks, sizes = 1 if one_shot else world, (rows, n, sum(a.shape[1] for a in inputs))

@@ -12,6 +12,7 @@ from ..arguments import Pair, Reduction, ReductionForm, three
 from ..configurations import select_tile
 from ..finish import NOTHING, Finish
 from ..launch import DTYPES, Tile, is_interpreted, launch_options, operand, padded, persistent_programs, step_rows
+from ..matmul.reference import check_products
 from ..protocol import Channel, barrier, flags_of, publish, reach, serve, slot_of, wait
 from ..replay import launch, replayed
 from ..tile import GROUP_M, Operand, finish_tile, multiply_step, store_block, store_packed, sum_sources, swizzle
@@ -251,7 +252,9 @@ def matmul_reduce_scatter(
     n = weights[0].shape[1] if b_transposed else len(weights[0]) // served
     partial = partial or inputs[0].dtype
     tile = tile or select_tile(inputs[0].device, inputs[0].dtype, rows, n, chunks=world)
+    check_products("matmul_reduce_scatter", channel.epoch, inputs, weights, b_transposed, served)
     finish.require_no_norm("matmul_reduce_scatter")
+    finish.check("matmul_reduce_scatter", inputs[0], served * rows, n, served)
     channel.require("matmul_reduce_scatter", *matmul_reduce_scatter_space(rows, n, world, partial, tile))
     out = inputs[0].new_empty(served * rows, n)
     tiles = world * triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n)

@@ -30,7 +30,7 @@ from ..rows import (
     tile_mask,
     with_contiguous_columns,
 )
-from .reference import Statistics
+from .reference import Statistics, check_operands
 
 WIDEST_FORWARD = 16384  # columns of a row that registers hold
 WIDEST_BACKWARD = 8192  # fewer, because registers also hold dweight and dbias sums, one float32 each per column
@@ -250,16 +250,18 @@ def norm_weight_gradient_kernel(operands, partials, m, n, share, SHIFT: tl.const
 
 
 def complete(norm: Norm, x: Tensor | Packed) -> Norm:
-    """The norm with a weight of ones and float32's epsilon in place of None, because kernels read both."""
-    weight = torch.ones(x.shape[1], dtype=x.dtype, device=x.device) if norm.weight is None else norm.weight
-    return norm._replace(weight=weight, eps=torch.finfo(torch.float32).eps if norm.eps is None else norm.eps)
+    """The norm with a weight of ones and float32's epsilon in place of None, because kernels read both; its tensors
+    without gaps."""
+    weight = torch.ones(x.shape[1], dtype=x.dtype, device=x.device) if norm.weight is None else norm.weight.contiguous()
+    bias = None if norm.bias is None else norm.bias.contiguous()
+    return Norm(norm.kind, weight, bias, torch.finfo(torch.float32).eps if norm.eps is None else norm.eps)
 
 
 def launch_forward(x: Any, finish: Finish, norm: Norm, widest: int) -> tuple[Any, Tensor, Statistics]:
     """(z, which is x if nothing is added, its norm, statistics). x: a tensor, or packed rows."""
+    check_operands(x, norm)
+    finish.check("finish_norm_forward", x, *x.shape)
     x, norm = with_contiguous_columns(x), complete(norm, x)
-    residual = None if finish.residual is None else with_contiguous_columns(finish.residual)
-    finish = finish._replace(residual=residual)
     (m, n), layernorm = x.shape, norm.kind == "layernorm"
     y, rstd = x.new_empty(m, n), x.new_empty(m, 1, dtype=torch.float32)
     scaling = Scaling(norm.weight, norm.bias if layernorm else None, norm.eps)
@@ -340,6 +342,7 @@ def norm_backward(
               only, so results are bitwise repeatable on one device
     Source:   the two-stage sum of Triton's layer norm tutorial and Apex, without its atomics
     """
+    check_operands(x, norm, dy, statistics, dresidual)
     dy, x = with_contiguous_columns(dy), with_contiguous_columns(x)
     weighted, norm = norm.weight is not None, complete(norm, x)
     (m, n), (mean, rstd) = x.shape, statistics

@@ -10,10 +10,29 @@ from ..cast import cast
 from ..cost import Cost
 from ..dropout.reference import finish_forward
 from ..finish import Finish, Norm
+from ..operands import FLOATS, require, require_known
 from ..pack.format import Packed
 from ..pack.reference import unpacked
 
+NORMS = ("layernorm", "rmsnorm")
+
 Statistics = tuple[Tensor | None, Tensor]  # mean, which is None for rmsnorm, and rstd: (M, 1) each
+
+
+def check_operands(
+    x: Tensor | Packed, norm: Norm, dy: Tensor | None = None, statistics: Statistics = (None, None),
+    dresidual: Tensor | None = None,
+) -> None:  # fmt: skip
+    """ValueError unless the norm's kind is known, and all operands have the shapes that are given below."""
+    require_known("norm", norm.kind, NORMS)
+    rows, columns, wide = x.shape[0], x.shape[-1], (torch.promote_types(x.dtype, torch.float32),)
+    mean, rstd = statistics
+    require(
+        norm.kind, x, ("x", x, (rows, columns), FLOATS),
+        ("weight", norm.weight, (columns,), FLOATS), ("bias", norm.bias, (columns,), FLOATS),
+        ("dy", dy, (rows, columns), FLOATS), ("dresidual", dresidual, (rows, columns), FLOATS),
+        ("mean", mean, (rows, 1), wide), ("rstd", rstd, (rows, 1), wide),
+    )  # fmt: skip
 
 
 def norm_forward(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
@@ -26,19 +45,22 @@ def norm_forward(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
     Traffic:  see norm_cost
     Source:   Ba et al. 2016 (arXiv:1607.06450); Zhang & Sennrich 2019 (arXiv:1910.07467), eps inside the root
     """
+    check_operands(x, norm)
     kind, weight, bias, eps = norm
     dtype = torch.promote_types(x.dtype, torch.float32)
+    eps = torch.finfo(dtype).eps if eps is None else eps
     wide = cast(x, dtype)  # native_layer_norm on a CPU would keep bfloat16 statistics of bfloat16 rows
     if kind == "layernorm":
         y, mean, rstd = torch.native_layer_norm(wide, (x.shape[-1],), cast(weight, dtype), cast(bias, dtype), eps)
         return cast(y, x.dtype), (mean, rstd)
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + (torch.finfo(dtype).eps if eps is None else eps))
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return norm_rebuilt(x, (None, rstd), norm), (None, rstd)
 
 
 def norm_rebuilt(x: Tensor | Packed, statistics: Statistics, norm: Norm) -> Tensor:
     """norm_forward's y again, bit for bit; from the statistics, where that is less work."""
     x = unpacked(x)
+    check_operands(x, norm, statistics=statistics)
     if norm.kind == "layernorm":  # torch computes statistics and result in one call
         return norm_forward(x, norm)[0]
     rstd = statistics[1]
@@ -69,6 +91,7 @@ def norm_backward(
               dresidual (M, N) is the gradient of x as a residual; it is added to dx before dx is rounded
     Shapes:   dy, x, dx (M, N); dweight, dbias (N,)
     """
+    check_operands(x, norm, dy, statistics, dresidual)
     x, (mean, rstd), (kind, weight, bias, _) = unpacked(x), statistics, norm
     dtype = torch.promote_types(x.dtype, torch.float32)
     if kind == "layernorm":

@@ -13,6 +13,7 @@ from ..launch import launch_options
 from ..replay import launch, replayed
 from . import format as packing
 from .format import Packed, groups_of
+from .reference import check_packed, check_values
 
 PACKERS, BLOCKS = 8, 8  # warps, and blocks that they pack at once
 UNPACKERS, PART = 8, 4096  # warps, and values that they unpack
@@ -161,6 +162,7 @@ def pack(x: Tensor) -> tuple[Packed, Tensor]:
               give the same bytes. No atomics, no communication
     Source:   as in reference.py
     """
+    check_values(x)
     buffer, counts = pack_bits(x.contiguous().view(-1).view(torch.int16))
     return Packed(buffer, tuple(x.shape)), counts
 
@@ -175,7 +177,8 @@ def unpack(packed: Packed) -> Tensor:
     Order:    each value by itself; no communication, deterministic
     Source:   as in reference.py
     """
-    return unpack_bits(packed.buffer, packed.numel()).view(torch.bfloat16).view(packed.shape)
+    check_packed(packed)
+    return unpack_bits(packed.buffer.contiguous(), packed.numel()).view(torch.bfloat16).view(packed.shape)
 
 
 def unpacked(x: Tensor | Packed) -> Tensor:
@@ -186,10 +189,11 @@ def unpacked(x: Tensor | Packed) -> Tensor:
 def kept_source(x: Tensor | Packed) -> Tensor:
     """What a kernel takes for a contiguous x: its memory, or the buffer that it is packed in.
 
-    ValueError for a packed x whose rows do not begin with a run.
+    ValueError for a packed x whose rows do not begin with a run, or whose buffer is not theirs.
     """
     if not isinstance(x, Packed):
         return x.contiguous()
+    check_packed(x)
     if x.shape[-1] % packing.RUN:
         raise ValueError(f"packed rows of {x.shape[-1]} values, no multiple of {packing.RUN}: unpack them first")
-    return x.buffer
+    return x.buffer.contiguous()

@@ -8,6 +8,7 @@ from torch import Tensor
 from tpformer.torch_private import is_fake
 
 from ..cost import Cost
+from ..operands import require
 from .format import (
     BASES,
     BLOCK,
@@ -29,6 +30,16 @@ from .format import (
 AT_ONCE = 8  # groups, so that intermediate values stay in a CPU's cache
 
 
+def check_values(x: Tensor) -> None:
+    """ValueError unless x is bfloat16."""
+    require("pack", x, ("x", x, x.shape, (torch.bfloat16,)))
+
+
+def check_packed(packed: Packed) -> None:
+    """ValueError unless the buffer is as format.py has it."""
+    require("unpack", packed, ("buffer", packed.buffer, (groups_of(packed.numel()), RECORD), (torch.uint8,)))
+
+
 def bases(exponents: Tensor) -> Tensor:
     """The base of each block, from its values' exponent fields (..., BLOCK), int16: (...,) int16."""
     nonzero = (exponents != 0).sum(-1).clamp_(min=1)
@@ -46,6 +57,7 @@ def pack(x: Tensor) -> tuple[Packed, Tensor]:
     Source:   exponents of neural networks' values carry 2 to 3 of 8 bits (ZipServ, arXiv:2603.17435; ZipCCL,
               arXiv:2604.27844, pack weights and messages); the base below an outlier and the slots are this project's
     """
+    check_values(x)
     flat = x.reshape(-1).view(torch.int16)
     groups = groups_of(len(flat))
     buffer = torch.empty(groups, RECORD, dtype=torch.uint8, device=x.device)
@@ -91,6 +103,7 @@ def unpack(packed: Packed) -> Tensor:
     Shapes:   bfloat16 of the packed shape
     Traffic:  see pack_cost
     """
+    check_packed(packed)
     buffer, numel = packed.buffer, packed.numel()
     out = torch.empty(numel, dtype=torch.int16, device=buffer.device)
     if is_fake(out):

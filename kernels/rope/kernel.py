@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..launch import launch_options
 from ..replay import launch, replayed
-from .reference import Table
+from .reference import Table, check_operands
 
 BLOCK_BYTES = 4096  # of all first elements of a block's pairs; 16 for each thread of WARPS
 WARPS = 8
@@ -76,39 +76,41 @@ def store_pairs(y, first, second, pair, mask, ROTATION: tl.constexpr):
 
 
 @triton.jit
-def rotate_rows(x, y, table, positions, block, tokens, HEADS: tl.constexpr, ROTATION: tl.constexpr):
-    """Rotate the rows of x in block number `block` into y, which has no gaps."""
+def rotate_rows(x, y, table, positions, block, tokens, length, HEADS: tl.constexpr, ROTATION: tl.constexpr):
+    """Rotate the rows of x in block number `block` into y, which has no gaps; into NaN where the table, which has
+    `length` rows, has not the position."""
     HALF: tl.constexpr = ROTATION.half
     start = tl.cast(block, tl.int64) * ROTATION.rows
     # `row` counts from the first head of the block's first token
     row = (start % HEADS.heads).to(tl.int32) + tl.arange(0, ROTATION.rows)
     token = start // HEADS.heads + row // HEADS.heads
     mask = token < tokens
-    place = tl.load(positions + token, mask=mask, other=0).to(tl.int64) * HALF
-    token, head, place, mask = token[:, None], (row % HEADS.heads)[:, None], place[:, None], mask[:, None]
+    position = tl.load(positions + token, mask=mask, other=0).to(tl.int64)
+    exists = ((position >= 0) & (position < length))[:, None]
+    token, head, place, mask = token[:, None], (row % HEADS.heads)[:, None], (position * HALF)[:, None], mask[:, None]
     pair = tl.arange(0, ROTATION.columns)[None, :]
-    inside = mask & (pair < HALF)
+    inside = exists & (pair < HALF)
     first, second = load_pairs(x + token * HEADS.stride + head * (2 * HALF), pair, mask, ROTATION)
     cos, sin = table
-    c = tl.load(cos + place + pair, mask=inside, other=0.0)
-    s = tl.load(sin + place + pair, mask=inside, other=0.0)
+    c = tl.load(cos + place + pair, mask=inside, other=float("nan"))
+    s = tl.load(sin + place + pair, mask=inside, other=float("nan"))
     if ROTATION.inverse:
         s = -s
     target = y + (token * HEADS.heads + head) * (2 * HALF)
     store_pairs(target, first * c - second * s, second * c + first * s, pair, mask, ROTATION)
 
 
-@triton.jit(do_not_specialize=["tokens", "query_programs"])
+@triton.jit(do_not_specialize=["tokens", "length", "query_programs"])
 def rope_kernel(
-    q, k, q_out, k_out, table, positions, tokens, query_programs,
+    q, k, q_out, k_out, table, positions, tokens, length, query_programs,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, ROTATION: tl.constexpr,
 ):  # fmt: skip
     """The first query_programs programs rotate rows of q, the others rows of k."""
     program = tl.program_id(0)
     if program < query_programs:
-        rotate_rows(q, q_out, table, positions, program, tokens, QUERIES, ROTATION)
+        rotate_rows(q, q_out, table, positions, program, tokens, length, QUERIES, ROTATION)
     else:
-        rotate_rows(k, k_out, table, positions, program - query_programs, tokens, KEYS, ROTATION)
+        rotate_rows(k, k_out, table, positions, program - query_programs, tokens, length, KEYS, ROTATION)
 
 
 @replayed
@@ -119,14 +121,15 @@ def rope_rotate(
 
     Math:     rope_rotate of reference.py
     Shapes:   as there, q and k of one dtype (bf16, fp16, fp32), the table float32. Tokens may lie apart (any stride of
-              the first dim); other layouts are copied first. Positions are not checked: those outside [0, length)
-              read outside of the table
+              the first dim); other layouts are copied first. A token whose position is outside of [0, length)
+              becomes NaN
     Numerics: float32 between load and store, each result rounded once
     Traffic:  rope_cost; accesses have 16 bytes if d and the strides are multiples of 16 elements (of 8 if interleaved)
               and q and k are aligned to 16 bytes
     Order:    rows are independent, q and k share one launch; no communication, deterministic
     Source:   as in reference.py
     """
+    check_operands(q, k, table, positions)
     (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     if not tokens:
@@ -137,7 +140,8 @@ def rope_rotate(
     programs = [triton.cdiv(tokens * n, rows) for n in (heads, kv_heads)]
     launch(
         rope_kernel, (sum(programs),),
-        q, k, q_out, k_out, table, positions, tokens, programs[0],
+        q, k, q_out, k_out, tuple(each.contiguous() for each in table), positions.contiguous(), tokens, len(table[0]),
+        programs[0],
         QUERIES=Heads(heads, q.stride(0)), KEYS=Heads(kv_heads, k.stride(0)),
         ROTATION=Rotation(head_dim // 2, interleaved, inverse, rows, columns), **launch_options(WARPS, 1),
     )  # fmt: skip

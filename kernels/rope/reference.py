@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cost import Cost
+from ..operands import FLOATS, INTEGERS, require, require_within
 
 Table = tuple[Tensor, Tensor]  # cos and sin, each (length, d / 2); a row is a position
 
@@ -59,6 +60,19 @@ def rope_table(
     return angle.cos().to(wide), angle.sin().to(wide)
 
 
+def check_operands(q: Tensor, k: Tensor, table: Table, positions: Tensor) -> None:
+    """ValueError unless all have the shapes and dtypes that rope_rotate asks for; on a CPU also for a position that the
+    table has not."""
+    (cos, sin), tokens, half = table, q.shape[0], q.shape[-1] // 2
+    dtype, rows = (torch.float32, torch.float64), (cos.shape[0], half)
+    require(
+        "rope", q, ("q", q, (tokens, *q.shape[1:-1], 2 * half), FLOATS),
+        ("k", k, (tokens, *k.shape[1:-1], 2 * half), (q.dtype,)), ("positions", positions, (tokens,), INTEGERS),
+        ("the table's cos", cos, rows, dtype), ("the table's sin", sin, rows, dtype),
+    )  # fmt: skip
+    require_within("positions", positions, 0, len(cos), "the table's rows ")
+
+
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """The first and the second of every pair, as views."""
     return x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
@@ -78,6 +92,7 @@ def rope_rotate(
     Traffic:  see rope_cost
     Source:   Su et al. 2021 (arXiv:2104.09864); half: Hugging Face Llama checkpoints
     """
+    check_operands(q, k, table, positions)
     cos, sin = (rows.index_select(0, positions)[:, None] for rows in table)
     sign = -1 if inverse else 1
     results = []

@@ -14,7 +14,7 @@ from ..activation.formulas import sigmoid
 from ..launch import launch_options
 from ..replay import launch, replayed
 from . import reference
-from .reference import Policy, shares
+from .reference import Policy, check_gradients, check_operands, shares
 
 __all__ = ["route_backward", "route_forward", "shares"]
 
@@ -194,6 +194,7 @@ def route_forward(logits: Tensor, policy: Policy, bias: Tensor | None = None) ->
     Order:    a token's scores lie in one warp, which reduces them by shuffles; no communication, deterministic
     Source:   as in reference.py
     """
+    check_operands(logits, policy, bias)
     logits = logits.contiguous()
     m, e = logits.shape
     experts = torch.empty(m, policy.k, dtype=torch.int32, device=logits.device)
@@ -221,6 +222,7 @@ def route_backward(
     Order:    as in route_forward
     Source:   as in reference.py
     """
+    check_gradients(dweights, experts, scores, policy, dshares)
     dweights, experts, scores = dweights.contiguous(), experts.contiguous(), scores.contiguous()
     m, e = scores.shape
     dlogits = torch.empty_like(scores)

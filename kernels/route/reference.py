@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..cost import Cost
+from ..operands import require, require_known, require_within
 
 SCORES = ("softmax", "sigmoid")
 LEAST_SUM = 1e-20  # added to a sum of scores before it divides, so that scores which are all 0 give weights of 0
@@ -30,6 +31,39 @@ class Policy(NamedTuple):
     top_groups: int = 1
 
 
+def check_policy(policy: Policy, experts: int) -> None:
+    """ValueError for an unknown score, groups that do not divide the experts, and more choices than there are."""
+    require_known("score", policy.score, SCORES)
+    k, groups, top = policy.k, policy.groups, policy.top_groups
+    if not 0 < top <= groups or experts % groups or not 0 < k <= experts // groups * top:
+        raise ValueError(
+            f"k={k} of {experts} experts, in the best {top} of {groups} groups: give a k from 1 to the "
+            f"experts of so many groups, and groups that divide the experts"
+        )
+
+
+def check_operands(logits: Tensor, policy: Policy, bias: Tensor | None) -> None:
+    """ValueError unless logits and bias have the shapes and dtypes below, and the policy can choose among them."""
+    rows, experts = logits.shape[0], logits.shape[-1]
+    check_policy(policy, experts)
+    require(
+        "route", logits, ("logits", logits, (rows, experts), (torch.float32, torch.float64)),
+        ("bias", bias, (experts,), (logits.dtype,)),
+    )  # fmt: skip
+
+
+def check_gradients(dweights: Tensor, experts: Tensor, scores: Tensor, policy: Policy, dshares: Tensor | None) -> None:
+    """ValueError unless all have the shapes and dtypes below, for a policy that route_forward takes."""
+    rows, count = scores.shape[0], scores.shape[-1]
+    check_policy(policy, count)
+    require(
+        "route", scores, ("scores", scores, (rows, count), (torch.float32, torch.float64)),
+        ("dweights", dweights, (rows, policy.k), (scores.dtype,)),
+        ("experts", experts, (rows, policy.k), (torch.int32,)), ("dshares", dshares, (rows, count), (scores.dtype,)),
+    )  # fmt: skip
+    require_within("experts", experts, 0, count)
+
+
 def route_forward(logits: Tensor, policy: Policy, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(experts, weights, scores) of each token.
 
@@ -42,6 +76,7 @@ def route_forward(logits: Tensor, policy: Policy, bias: Tensor | None = None) ->
     Source:   Shazeer et al. 2017 (arXiv:1701.06538); bias: Wang et al. 2024 (arXiv:2408.15664); sigmoid and groups:
               DeepSeek-V3 (arXiv:2412.19437)
     """
+    check_operands(logits, policy, bias)
     scores = logits.softmax(1) if policy.score == "softmax" else logits.sigmoid()
     chosen_by = scores if bias is None else scores + bias
     if policy.top_groups < policy.groups:
@@ -72,6 +107,7 @@ def route_backward(
               Then softmax s * (ds - sum_e ds_e s_e), or sigmoid s * (1 - s) * ds
     Shapes:   experts and scores as route_forward gives them
     """
+    check_gradients(dweights, experts, scores, policy, dshares)
     index = experts.long()
     chosen = dweights * policy.scale
     if policy.normalised:

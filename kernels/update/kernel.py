@@ -212,7 +212,7 @@ def adamw_(
               bits, where a tensor's memory all begins at multiples of 16 bytes
     Order:    each element by itself; no communication, deterministic. The host waits for nothing
     Source:   as in reference.py
-    Errors:   ValueError for tensors of other sizes, dtypes, devices or layouts
+    Errors:   ValueError for tensors of other shapes, dtypes, devices or layouts
     """
     if not masters:
         return
@@ -309,17 +309,18 @@ class Call:
         states: dict[str, Sequence[Tensor]],
         steps: Sequence[Tensor] | None = None,
     ) -> None:
-        """states: by name, of a master's size each. steps: 0-dim."""
+        """states: by name, of a master's shape each. steps: 0-dim."""
         self.device, sizes = masters[0].device, [master.numel() for master in masters]
+        shapes = [master.shape for master in masters]
         # kept until all is launched: a copy of one that is not contiguous has no other owner
         self.gradients = [gradient.contiguous() for gradient in gradients]
-        check("gradient", self.gradients, sizes, self.device, *DTYPES)
         for name, tensors in {"master": masters, **states}.items():
-            check(name, tensors, sizes, self.device, torch.float32)
+            check(name, tensors, shapes, self.device, torch.float32)
+        check("gradient", self.gradients, shapes, self.device, *DTYPES)
         if copies is not None:
-            check("copy", copies, sizes, self.device, torch.bfloat16, torch.float16)
+            check("copy", copies, shapes, self.device, torch.bfloat16, torch.float16)
         if steps is not None:
-            check("step", steps, [1] * len(sizes), self.device, torch.float32)
+            check("step", steps, [torch.Size()] * len(sizes), self.device, torch.float32)
         lists = [self.gradients, masters if copies is None else copies, masters, *states.values()]
         lists += [] if steps is None else [steps]
         unused = [0] * (COLUMNS.value - GRADIENT.value - len(lists))
@@ -348,16 +349,16 @@ class Call:
 
 
 def check(
-    name: str, tensors: Sequence[Tensor], sizes: Sequence[int], device: torch.device, *dtypes: torch.dtype
+    name: str, tensors: Sequence[Tensor], shapes: Sequence[torch.Size], device: torch.device, *dtypes: torch.dtype
 ) -> None:
-    """ValueError if these are not contiguous tensors of so many elements each, on this device, of one of the dtypes."""
-    if len(tensors) != len(sizes):
-        raise ValueError(f"{name}: there are {len(tensors)} tensors, but {len(sizes)} masters: give one for each")
-    for x, size in zip(tensors, sizes, strict=True):
-        if x.numel() != size or x.dtype not in dtypes or x.device != device or not x.is_contiguous():
+    """ValueError if these are not contiguous tensors of these shapes, on this device, of one of the dtypes."""
+    if len(tensors) != len(shapes):
+        raise ValueError(f"{name}: there are {len(tensors)} tensors, but {len(shapes)} masters: give one for each")
+    for x, shape in zip(tensors, shapes, strict=True):
+        if x.shape != shape or x.dtype not in dtypes or x.device != device or not x.is_contiguous():
             raise ValueError(
                 f"{name} of {tuple(x.shape)} {x.dtype} with strides {x.stride()} on {x.device}: the update takes "
-                f"contiguous tensors of {size} elements, {' or '.join(map(str, dtypes))}, on {device}"
+                f"contiguous tensors of {tuple(shape)}, {' or '.join(map(str, dtypes))}, on {device}"
             )
 
 

@@ -11,6 +11,7 @@ from tpformer.torch_private import foreach_copy_, foreach_multiply_
 
 from ..cast import cast
 from ..cost import Cost
+from ..operands import FLOATS, require
 
 
 @torch.no_grad()
@@ -43,6 +44,7 @@ def adamw_(
     Traffic:  see update_cost
     Source:   Loshchilov & Hutter 2017 (arXiv:1711.05101), as torch.optim.AdamW(fused=True)
     """
+    check(masters, gradients, exp_avgs, exp_avg_sqs, copies=copies, steps=steps)
     adamw(
         list(masters), scaled(gradients, masters, scale), list(exp_avgs), list(exp_avg_sqs), [], list(steps),
         fused=True, found_inf=skipped, amsgrad=False, beta1=beta1, beta2=beta2, lr=lr, weight_decay=weight_decay,
@@ -74,11 +76,29 @@ def sgd_(
     Traffic:  see update_cost
     Source:   Sutskever et al. 2013, as torch.optim.SGD(fused=True) with dampening 0
     """
+    check(masters, gradients, momentum_buffers, copies=copies)
     sgd(
         list(masters), scaled(gradients, masters, scale), list(momentum_buffers), fused=True, found_inf=skipped,
         weight_decay=weight_decay, momentum=momentum, lr=lr, dampening=0.0, nesterov=nesterov, maximize=False,
     )  # fmt: skip
     round_to(copies, masters)
+
+
+def check(
+    masters: Sequence[Tensor], gradients: Sequence[Tensor], *states: Sequence[Tensor],
+    copies: Sequence[Tensor] | None, steps: Sequence[Tensor] | None = None,
+) -> None:  # fmt: skip
+    """ValueError unless each list that is not empty has a tensor for each master, of its shape and on its device;
+    steps are 0-dim, and states have the master's dtype."""
+    each = {"gradient": gradients, "copy": copies or (), **{f"state {i}": state for i, state in enumerate(states)}}
+    if steps is not None:
+        each["step"] = steps
+    for name, tensors in each.items():
+        if len(tensors) != len(masters) and (tensors or name in ("gradient", "step")):
+            raise ValueError(f"{name}: there are {len(tensors)} tensors, but {len(masters)} masters: give one for each")
+        for x, master in zip(tensors, masters, strict=False):
+            shape, dtypes = (master.shape, FLOATS) if name != "step" else ((), (torch.float32,))
+            require("update", master, (name, x, shape, (master.dtype,) if name.startswith("state") else dtypes))
 
 
 def scaled(gradients: Sequence[Tensor], masters: Sequence[Tensor], scale: float | Tensor) -> list[Tensor]:

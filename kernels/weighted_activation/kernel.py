@@ -12,6 +12,7 @@ from ..activation.formulas import activate, differentiate
 from ..launch import launch_options
 from ..replay import launch, replayed
 from ..rows import load_tile, row_argument, row_options, row_tile, store_tile, tile_mask, with_contiguous_columns
+from .reference import check_operands
 
 FORWARD_COLUMNS, FORWARD_ELEMENTS = 2048, 16  # the widest tile, and its elements for each thread
 BACKWARD_COLUMNS, BACKWARD_ELEMENTS = 1024, 8  # half as many, because registers also hold slopes and sums
@@ -69,6 +70,7 @@ def weighted_activation_forward(gate_up: Tensor, name: str, weights: Tensor) -> 
     Order:    each element by itself; no communication, deterministic
     Source:   as in reference.py
     """
+    check_operands(gate_up, name, weights)
     gate_up = with_contiguous_columns(gate_up)
     m, f = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(m, f)
@@ -96,6 +98,7 @@ def weighted_activation_backward(
     Order:    a program takes whole rows, so sums are in an order that F alone decides; no communication, deterministic
     Source:   as in reference.py
     """
+    check_operands(gate_up, name, weights, da)
     da, gate_up = da.contiguous(), with_contiguous_columns(gate_up)
     m, f = da.shape
     dgate_up, dweights = gate_up.new_empty(m, 2 * f), torch.empty(m, dtype=torch.float32, device=da.device)

@@ -3,9 +3,21 @@
 import torch
 from torch import Tensor
 
-from ..activation.reference import activation_backward, activation_forward
+from ..activation.reference import ACTIVATIONS, activation_backward, activation_forward
 from ..cast import cast
 from ..cost import Cost
+from ..operands import FLOATS, require, require_known
+
+
+def check_operands(gate_up: Tensor, name: str, weights: Tensor, da: Tensor | None = None) -> None:
+    """ValueError for an unknown name, an odd width, and weights or da of other shapes or dtypes than those below."""
+    require_known("activation", name, ACTIVATIONS)
+    rows, f = gate_up.shape[0], gate_up.shape[-1] // 2
+    require(
+        "weighted_activation", gate_up, ("gate_up", gate_up, (rows, 2 * f), FLOATS),
+        ("weights", weights, (rows,), (torch.promote_types(gate_up.dtype, torch.float32),)),
+        ("da", da, (rows, f), (gate_up.dtype,)),
+    )  # fmt: skip
 
 
 def weighted_activation_forward(gate_up: Tensor, name: str, weights: Tensor) -> Tensor:
@@ -17,6 +29,7 @@ def weighted_activation_forward(gate_up: Tensor, name: str, weights: Tensor) -> 
     Source:   SwiGLU: Shazeer 2020 (arXiv:2002.05202); the weight inside, so that no expert's output has to be kept:
               Megatron-Core's experts
     """
+    check_operands(gate_up, name, weights)
     gate, up = cast(gate_up, weights.dtype).chunk(2, 1)
     return cast(activation_forward(up, name, gate) * weights[:, None], gate_up.dtype)
 
@@ -29,6 +42,7 @@ def weighted_activation_backward(
     Shapes:   da (R, F) like gate_up, and may be overwritten; results (R, 2 F), (R, F), (R,) in the weights' dtype
     Numerics: as the forward; the weights' gradient, a sum over F, is not rounded to gate_up's dtype
     """
+    check_operands(gate_up, name, weights, da)
     gate, up = (half.contiguous() for half in cast(gate_up, weights.dtype).chunk(2, 1))
     wide = cast(da, weights.dtype)
     dup, dgate, value = activation_backward(wide * weights[:, None], up, name, gate)

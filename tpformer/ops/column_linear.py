@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpformer.kernels.matmul.reference import check_linears
+from tpformer.kernels.operands import require
+
 from .autocast import autocast_dtype, cast, cast_back
 from .first_derivative import first_derivative
 from .implementation import implementation
@@ -148,15 +151,14 @@ def column_linear(
     With sequence_parallel the gradients of the norm's parameters are partial sums, over this rank's rows.
     At t = 1 every output and gradient is bit-identical to F.linear's.
     Under torch.autocast the norm runs in float32 and its output is saved; gather and GEMMs have autocast's dtype.
-    Errors:  ValueError for a transport that cannot run, for a bias sequence of another length than weight's, and for
-             `normed` without `norm`.
+    Errors:  ValueError for a transport that cannot run, for a bias sequence of another length than weight's, for
+             `normed` without `norm`, and for operands of other shapes or dtypes, or on another device: nothing is
+             broadcast, and x, weights and biases have one dtype.
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198), sequence parallelism
     """
     several = not isinstance(weight, Tensor)
     weights: Sequence[Tensor] = weight if several else (weight,)
     biases = (bias if several and bias is not None else (bias,) * len(weights)) if several else (bias,)
-    if len(biases) != len(weights):
-        raise ValueError(f"{len(weights)} weights but {len(biases)} biases: pass one bias (or None) per weight")
     if normed is not None and norm is None:
         raise ValueError("normed without norm: give the norm as well, because its gradients are made here")
     rows = flat_rows(x)
@@ -165,6 +167,9 @@ def column_linear(
         deferred = cast_back(deferred, weights)
         rows, norm = cast(rows if norm is None else normalise(rows, norm), autocast), None
         weights, biases = ([cast(each, autocast) for each in some] for some in (weights, biases))
+    check_linears("column_linear", rows, rows, rows.shape[-1], weights, biases, None, False)
+    if normed is not None:
+        require("column_linear", rows, ("normed", normed.y, rows.shape, (rows.dtype,)))
     if isinstance(transport, str):
         n = sum(map(len, weights))
         request = column_request(len(rows), rows.shape[1], n, rows.dtype, x.device, group, sequence_parallel, transport)

@@ -13,9 +13,10 @@ from torch.distributed import ProcessGroup
 from tpformer.config import check_range
 from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from tpformer.kernels.cross_entropy.reference import IGNORE_INDEX, LossTerms, VocabSlice
+from tpformer.kernels.operands import FLOATS, require
 
 from .autocast import autocast_dtype, cast
-from .embedding import check_ids
+from .embedding import check_ids, check_slice
 from .first_derivative import first_derivative, trace
 from .implementation import implementation
 from .norm import Norm, parameters, restored
@@ -40,8 +41,16 @@ def loss_terms(ignore_index: int, label_smoothing: float, z_loss: float) -> Loss
     return LossTerms(ignore_index, label_smoothing, z_loss)
 
 
-def check_shapes(x: Tensor, rows: int, columns: int, targets: Tensor, vocab: VocabSlice, ignore_index: int) -> None:
-    """ValueError unless x is rows, targets are (rows,) int64 and there is a column for each entry of this slice.
+def check_shapes(
+    x: Tensor,
+    rows: int,
+    columns: int,
+    targets: Tensor,
+    vocab: VocabSlice,
+    ignore_index: int,
+    group: ProcessGroup | None,
+) -> None:
+    """ValueError unless x is rows, targets are (rows,) int64 and the columns are those of this rank's slice.
 
     On a CPU also for a target outside the vocabulary.
     """
@@ -50,8 +59,8 @@ def check_shapes(x: Tensor, rows: int, columns: int, targets: Tensor, vocab: Voc
             f"targets are {tuple(targets.shape)} {targets.dtype} for a {tuple(x.shape)} input of {rows} tokens: "
             f"flatten both, and give each token one int64 id, ignore_index={ignore_index} where no loss is wanted"
         )
-    if columns < vocab.valid:
-        raise ValueError(f"{columns} logits a token, but {vocab} has {vocab.valid} entries here: give all of them")
+    require("cross entropy", x, ("x", x, x.shape, FLOATS), ("targets", targets, (rows,), (torch.int64,)))
+    check_slice("logits a token", columns, vocab, group)
     check_ids(targets, vocab.entries, "targets", ignored=ignore_index)
 
 
@@ -126,13 +135,14 @@ def vocab_parallel_cross_entropy(
     Communication, per rank: forward one all-gather of 3 numbers per token and rank, 4 with label smoothing; backward
              none.
     Errors:  ValueError for another reduction, a label_smoothing outside [0, 1), a negative z_loss, targets of another
-             shape or dtype, fewer columns than entries, and on a CPU a target outside the vocabulary. The check would
-             make a GPU wait, so there such a target's loss and gradient are NaN.
+             shape or dtype, a slice that is not this rank's, columns that are not the slice's (whole logits, say), and
+             on a CPU a target outside the vocabulary. The check would make a GPU wait, so there such a target's loss
+             and gradient are NaN.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is none of {REDUCTIONS}: choose one")
     terms = loss_terms(ignore_index, label_smoothing, z_loss)
-    check_shapes(logits, len(logits), logits.shape[-1], targets, vocab, ignore_index)
+    check_shapes(logits, len(logits), logits.shape[-1], targets, vocab, ignore_index, group)
     losses = VocabParallelCrossEntropyFunction.apply(logits, targets, vocab, terms, group, in_place)
     return reduced(losses, targets, ignore_index, reduction)
 
@@ -292,10 +302,11 @@ def linear_cross_entropy(
         )
     terms = loss_terms(ignore_index, label_smoothing, z_loss)
     ranks = group.size() if group is not None and sequence_parallel else 1
-    check_shapes(x, len(x) * ranks, len(weight), targets, vocab, ignore_index)
+    check_shapes(x, len(x) * ranks, len(weight), targets, vocab, ignore_index, group)
     if (dtype := autocast_dtype(x)) is not None:
         x, weight = cast(x if norm is None else normalise(x, norm), dtype), cast(weight, dtype)
         norm = None
+    require("linear_cross_entropy", x, ("weight", weight, (weight.shape[0], x.shape[-1]), (x.dtype,)))
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: at least 1 token's logits are held at once; leave it unset")
     if chunk_tokens is None:

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.kernels.cross_entropy.reference import VocabSlice
+from tpformer.kernels.operands import FLOATS, INTEGERS, require, require_within
 
 from .sequence import reduce_rows
 from .uncompiled import uncompiled
@@ -16,11 +17,26 @@ def check_ids(ids: Tensor, entries: int, what: str, ignored: int | None = None) 
 
     On a GPU the check would wait for the device, and a fake tensor (planner.dry_run) has no values: both pass.
     """
-    if type(ids) is Tensor and ids.device.type == "cpu" and ids.numel():
-        counted = ids if ignored is None else ids.masked_fill(ids == ignored, 0)
-        low, high = (int(bound) for bound in counted.aminmax())
-        if low < 0 or high >= entries:
-            raise ValueError(f"{what} span [{low}, {high}], outside the vocabulary [0, {entries - 1}]")
+    if ignored is not None and ids.device.type == "cpu":
+        ids = ids.masked_fill(ids == ignored, 0)
+    require_within(what, ids, 0, entries, "the vocabulary ")
+
+
+def check_slice(what: str, held: int, vocab: VocabSlice, group: ProcessGroup | None) -> None:
+    """ValueError unless this is the rank's slice, all ranks' slices are the whole vocabulary, and `held` columns of
+    logits or rows of a table can be those of the slice: its entries, and padding up to its width."""
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    first, width, entries = vocab
+    if first != rank * width or width * ranks < entries:
+        raise ValueError(
+            f"{vocab} on rank {rank} of {ranks}: give VocabSlice(rank * width, width, {entries}), one width for all "
+            f"ranks, of which ranks * width are at least {entries}"
+        )
+    if not vocab.valid <= held <= width:
+        raise ValueError(
+            f"{held} {what}, but {vocab} has {vocab.valid} entries here: give those of this rank alone, all of them, "
+            f"and of padding at most as many as make it {width}"
+        )
 
 
 def absent(ids: Tensor, vocab: VocabSlice) -> Tensor:
@@ -44,10 +60,17 @@ def vocab_parallel_embedding(
              result (tokens / t, N) with sequence_parallel, else (tokens, N). The row of padding_idx gets no gradient.
     Communication, per rank, B = tokens * N * itemsize: forward reduce-scatter B, backward all-gather B; without
              sequence_parallel forward all-reduce B, backward none.
-    Errors:  ValueError on a CPU for an id outside the vocabulary. On a GPU the check would wait for the device: there
-             such an id's row is NaN, or, on one rank and beyond the table's padding, torch's own assertion fails.
+    Errors:  ValueError for a table that is not this rank's rows (a whole one, say), for a slice that is not this
+             rank's, for other shapes and dtypes, and on a CPU for an id outside the vocabulary. On a GPU the check
+             would wait for the device: there such an id's row is NaN, or, on one rank and beyond the table's padding,
+             torch's own assertion fails.
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053)
     """
+    require(
+        "vocab_parallel_embedding", weight, ("ids", ids, (ids.shape[0],), INTEGERS),
+        ("weight", weight, (weight.shape[0], weight.shape[-1]), FLOATS),
+    )  # fmt: skip
+    check_slice("rows of the table", weight.shape[0], vocab, group)
     check_ids(ids, vocab.entries, "token ids")
     if group is None or group.size() == 1:
         rows = F.embedding(ids, weight, padding_idx)

@@ -20,6 +20,7 @@ from tpformer.kernels.finish import Dropout, Finish
 from .autocast import autocast_dtype, cast_back, without_autocast
 from .autocast import cast as autocast_to
 from .dispatch import Dispatch, Sent, dispatch
+from .expert_operands import check_operands, check_options, check_routing, within
 from .first_derivative import first_derivative, trace
 from .implementation import implementation
 from .norm import Norm, Normed, normalised, parameters, restored
@@ -146,7 +147,7 @@ def _sent(
         decided = decided._replace(routing=None)  # what is kept is this rank's own
     else:
         assert layout.experts is not None and weights is not None
-        routing = Routing(layout.experts, weights.detach())
+        routing = within(Routing(layout.experts, weights.detach()), layout.n_experts)
     assert routing is not None
     return decided, dispatch(routing, rank * experts, experts, layout.n_experts, parts)
 
@@ -292,19 +293,6 @@ def _up_gradients(saved: _Saved, rows: Tensor, dhidden: Tensor, dshared: list[Te
     return None, None, None
 
 
-def _check_routing(
-    rows: int, router_weight: Tensor | None, router: Router | None, routing: Routing | None, parts: int
-) -> None:
-    """ValueError unless either a router is given, or a routing of the rows on all `parts` ranks."""
-    if (router is None) == (routing is None) or (router is None) != (router_weight is None):
-        raise ValueError("experts takes router_weight and router, or a routing that was decided before: give one")
-    if routing is not None and len(routing.experts) != rows * parts:
-        raise ValueError(
-            f"a routing of {len(routing.experts)} tokens for x with {rows} rows on each of {parts} ranks: give that of "
-            f"all {rows * parts} tokens, in the order of ranks"
-        )
-
-
 @uncompiled
 def experts(
     x: Tensor,
@@ -343,11 +331,16 @@ def experts(
     deferred: its queue takes the gradients of matrices; it has a sink for each.
     With sequence_parallel the gradients of the norm's parameters and of router_weight are partial sums, over this
     rank's rows. Under torch.autocast as column_linear and row_linear; the router computes in float32 always.
-    Errors:  ValueError unless exactly one of router and routing is given, and for a routing of other tokens than x.
+    Errors:  ValueError unless exactly one of router and routing is given, for a routing of other tokens than x, an
+             unknown activation, matrices of another number of experts, operands of other shapes or dtypes, or on
+             another device, and on a CPU for an expert outside of [0, n_experts). On a GPU that check would wait for
+             the device: there the token's row is NaN.
     Source:  Lepikhin et al. 2020 (arXiv:2006.16668); dropless: MegaBlocks (arXiv:2211.15841)
     """
-    parts = group.size() if group is not None and sequence_parallel else 1
-    _check_routing(len(x), router_weight, router, routing, parts)
+    ranks = 1 if group is None else group.size()
+    parts = ranks if sequence_parallel else 1
+    check_routing(len(x), router_weight, router, routing, parts)
+    check_options(activation, dropout, routing, n_experts, len(matrices.gate_up), ranks)
     autocast, added = autocast_dtype(x), residual
     carry = residual is x and autocast is None
     rows, inside = x, None if carry else residual
@@ -356,6 +349,7 @@ def experts(
         rows, norm = autocast_to(rows if norm is None else normalise(rows, norm), autocast), None
         matrices, inside = ExpertWeights(*(autocast_to(each, autocast) for each in matrices)), None
         normed = None
+    check_operands(rows, matrices, routing, router_weight, Finish(None, dropout, added), n_experts, normed)
     layout = _Layout(
         transport, group, sequence_parallel, norm, router, None if routing is None else routing.experts, activation,
         n_experts, dropout, carry, ends_region and running_again(), deferred,

@@ -13,7 +13,8 @@ from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import all_gather
 from tpformer.kernels.cast import cast
-from tpformer.kernels.route.reference import Policy
+from tpformer.kernels.operands import FLOATS, require
+from tpformer.kernels.route.reference import Policy, check_policy
 
 from .autocast import without_autocast
 from .first_derivative import first_derivative
@@ -96,6 +97,7 @@ def decide(
 
     Communication: with sequence_parallel one all-gather of 8 K bytes per token, 16 K in float64; otherwise none.
     """
+    _check(rows, weight, router, group if sequence_parallel else None)
     dtype = wide(rows.dtype)
     logits = cast(rows, dtype) @ cast(weight, dtype).t()
     experts, weights, scores = implementation("route", logits).route_forward(logits, router.policy, router.bias)
@@ -115,6 +117,19 @@ def decide(
     decided = Decided(routing, experts, scores, slopes, own_sample, loss)
     REGISTRY.routed.tell((router, decided))
     return decided
+
+
+def _check(rows: Tensor, weight: Tensor, router: Router, group: ProcessGroup | None) -> None:
+    """ValueError unless the policy can be followed, and all tensors have the shapes and dtypes that Router says."""
+    count = weight.shape[0]
+    tokens = (rows.shape[0] * (1 if group is None else group.size()),)
+    check_policy(router.policy, count)
+    require(
+        "route", rows, ("weight", weight, (count, rows.shape[-1]), FLOATS),
+        ("bias", router.bias, (count,), (wide(rows.dtype),)), ("load", router.load, (count,), (torch.int64,)),
+        ("counted", router.counted, tokens, (torch.bool,)),
+        ("sample", None if router.balance is None else router.balance.sample, tokens, (torch.int64,)),
+    )  # fmt: skip
 
 
 def record_routing() -> AbstractContextManager[list[tuple[Router, Decided]]]:
@@ -209,6 +224,8 @@ def route(
     Saves:   x, and 4 K + 4 E bytes a token: its experts and scores. A recomputed region keeps the decision, too.
     Communication, per rank, with sequence_parallel: an all-gather of 8 K bytes a token in the forward, 16 K in float64.
     The weight's gradient is, with sequence_parallel, a partial sum over this rank's rows.
+    Errors:  ValueError for an unknown score, a policy that needs more experts than there are, and tensors of other
+             shapes or dtypes, or on another device.
     Source:  kernels/route/reference.py
     """
     with without_autocast(x):

@@ -9,6 +9,8 @@ from torch.distributed import ProcessGroup
 from tpformer.config import check_choice, check_range
 from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.finish import Dropout, Finish
+from tpformer.kernels.norm.reference import NORMS
+from tpformer.kernels.operands import FLOATS, require, require_known
 
 from .autocast import autocast_dtype, cast, cast_back
 from .first_derivative import first_derivative
@@ -101,6 +103,28 @@ def _result_rows(x: Tensor, layout: _Layout) -> int:
     return len(x) // group.size() if layout.sequence_parallel and group is not None else len(x)
 
 
+def _check_operands(
+    rows: Tensor,
+    weight: Tensor,
+    gate: Tensor | None,
+    finish: Finish,
+    group: ProcessGroup | None,
+    sequence_parallel: bool,
+) -> None:
+    """ValueError unless all operands are as row_linear says, of rows (tokens, K / t)."""
+    tokens, own, n = rows.shape[0], (rows.dtype,), weight.shape[0]
+    result = tokens if group is None or not sequence_parallel else tokens // group.size()
+    bias, dropout, residual, norm = finish
+    weights = (None, None) if norm is None else (norm.weight, norm.bias)
+    require(
+        "row_linear", rows, ("x", rows, (tokens, rows.shape[-1]), FLOATS), ("gate", gate, rows.shape, own),
+        ("weight", weight, (n, rows.shape[-1]), own), ("bias", bias, (n,), own),
+        ("residual", residual, (result, n), FLOATS),
+        ("dropout's start", None if dropout is None else dropout.start, (result,), (torch.int64,)),
+        ("next_norm's weight", weights[0], (n,), FLOATS), ("next_norm's bias", weights[1], (n,), FLOATS),
+    )  # fmt: skip
+
+
 def _check_options(
     activation: str | None,
     gate: Tensor | None,
@@ -115,6 +139,8 @@ def _check_options(
         raise ValueError("a gate needs an activation: give one, for act(gate) * x")
     if dropout is not None:
         check_range("model.dropout", dropout.p, "dropout")
+    if next_norm is not None:
+        require_known("norm", next_norm.kind, NORMS)
     if next_norm is not None and ends_region:
         raise ValueError("next_norm with ends_region: nothing follows the end of a region; leave one of them out")
     if next_norm is not None and autocast is not None:
@@ -159,7 +185,9 @@ def row_linear(
     At t = 1 every output and gradient is bit-identical to F.linear's.
     Under torch.autocast all but the residual have autocast's dtype; the residual keeps its own, and is added last.
     Errors:  ValueError for an unknown activation, a gate without one, dropout outside [0, 1), tokens not divisible by t
-             (with sequence_parallel), a transport that cannot run, and next_norm with ends_region or under autocast.
+             (with sequence_parallel), a transport that cannot run, next_norm with ends_region or under autocast, and
+             operands of other shapes or dtypes, or on another device: nothing is broadcast; x, gate, weight and bias
+             have one dtype.
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198)
     """
     autocast = autocast_dtype(x)
@@ -170,6 +198,8 @@ def row_linear(
     if autocast is not None:
         deferred = cast_back(deferred, [weight])
         rows, gate, weight, bias = (cast(each, autocast) for each in (rows, gate, weight, bias))
+    finish = Finish(bias, dropout, added, next_norm)
+    _check_operands(rows, weight, gate, finish, group, sequence_parallel)
     if isinstance(transport, str):
         k, n = rows.shape[1], len(weight)
         request = row_request(len(rows), k, n, rows.dtype, x.device, group, sequence_parallel, transport)

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
+from tpformer.kernels.operands import require
 
 from .first_derivative import first_derivative
 from .uncompiled import uncompiled
@@ -185,8 +186,14 @@ def gather_columns(x: Tensor, n: int, group: ProcessGroup | None) -> Tensor:
     """All columns (tokens, n) from each rank's x (tokens, n / t). What follows must be computed alike on all ranks.
 
     Communication, per rank: forward all-gather of tokens * n * itemsize bytes; backward none.
+    Errors: ValueError unless x has this rank's columns.
     """
-    return x if group is None else _GatherColumns.apply(x, n, group)
+    if group is None:
+        return x
+    width = -(-n // group.size())
+    own = max(0, min(width, n - group.rank() * width))
+    require("gather_columns", x, ("x", x, (x.shape[0], own), (x.dtype,)))
+    return _GatherColumns.apply(x, n, group)
 
 
 @uncompiled

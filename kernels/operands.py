@@ -1,0 +1,48 @@
+"""What an operation asks of its operands: one comparison and its words, for kernels and references alike; torch only.
+
+Belongs here: how operands are compared. Which operands an operation has stands beside its reference, and the kernel
+calls the same function: a call has one meaning on all devices, or is refused on all of them. No check waits for a
+device. A replayed launcher (replay.py) has made its checks when its plan was made.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+
+Operand = tuple[str, Any, Sequence[int], Sequence[torch.dtype]]
+
+
+def require(operation: str, like: Any, *operands: Operand) -> None:
+    """ValueError unless each (name, x, shape, dtypes) has this shape, one of these dtypes, and the device of `like`.
+
+    An x that is None is left out. Nothing is broadcast: on a GPU a kernel would read outside of the operand.
+    """
+    device = like.device
+    for name, x, shape, dtypes in operands:
+        if x is not None and (x.shape != shape or x.dtype not in dtypes or x.device != device):
+            raise ValueError(
+                f"{operation}: {name} is {tuple(x.shape)} {x.dtype} on {x.device}: give "
+                f"{tuple(shape)} {' or '.join(map(str, dtypes))} on {device}"
+            )
+
+
+def require_known(what: str, name: Any, names: Iterable[str]) -> None:
+    """ValueError for a name that is none of these."""
+    if name not in names:
+        raise ValueError(f"{what}={name!r} is unknown: choose one of {', '.join(map(repr, names))}")
+
+
+def require_within(what: str, values: Tensor, first: int, end: int, place: str = "") -> None:
+    """ValueError, on a CPU, for an integer outside of [first, end), which `place` names.
+
+    On a GPU the check would wait for the device, and a fake tensor (planner.dry_run) has no values: both pass.
+    """
+    if type(values) is Tensor and values.device.type == "cpu" and values.numel():
+        low, high = (int(bound) for bound in values.aminmax())
+        if low < first or high >= end:
+            raise ValueError(f"{what} span [{low}, {high}], outside {place}[{first}, {end - 1}]")

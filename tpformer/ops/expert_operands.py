@@ -1,0 +1,79 @@
+"""What `experts` asks of its operands, before anything is sent: shapes, dtypes, devices, and experts that exist."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tpformer.config import check_range
+from tpformer.kernels.activation.reference import ACTIVATIONS
+from tpformer.kernels.finish import Dropout, Finish
+from tpformer.kernels.operands import FLOATS, require, require_known, require_within
+
+from .norm import Normed
+from .route import Router, Routing
+
+if TYPE_CHECKING:
+    from .experts import ExpertWeights
+
+
+def check_routing(
+    rows: int, router_weight: Tensor | None, router: Router | None, routing: Routing | None, parts: int
+) -> None:
+    """ValueError unless either a router is given, or a routing of the rows on all `parts` ranks."""
+    if (router is None) == (routing is None) or (router is None) != (router_weight is None):
+        raise ValueError("experts takes router_weight and router, or a routing that was decided before: give one")
+    if routing is not None and len(routing.experts) != rows * parts:
+        raise ValueError(
+            f"a routing of {len(routing.experts)} tokens for x with {rows} rows on each of {parts} ranks: give that of "
+            f"all {rows * parts} tokens, in the order of ranks"
+        )
+
+
+def check_options(
+    activation: str, dropout: Dropout | None, routing: Routing | None, n_experts: int, own: int, ranks: int
+) -> None:
+    """ValueError for an unknown activation, dropout outside of [0, 1), matrices of another number of experts than this
+    rank has, and on a CPU for an expert that does not exist."""
+    require_known("activation", activation, ACTIVATIONS)
+    if dropout is not None:
+        check_range("model.dropout", dropout.p, "dropout")
+    if own * ranks != n_experts:
+        raise ValueError(
+            f"matrices of {own} experts on each of {ranks} ranks, n_experts={n_experts}: give each its part"
+        )
+    if routing is not None:
+        require_within("experts", routing.experts, 0, n_experts)
+
+
+def check_operands(
+    rows: Tensor, matrices: ExpertWeights, routing: Routing | None, router_weight: Tensor | None, finish: Finish,
+    n_experts: int, normed: Normed | None,
+) -> None:  # fmt: skip
+    """ValueError unless all operands are as `experts` says, of rows (tokens / t, H)."""
+    own, h, f = (rows.dtype,), rows.shape[-1], matrices.down.shape[-1]
+    count, of_shared = matrices.gate_up.shape[0], 0 if matrices.shared_down is None else matrices.shared_down.shape[-1]
+    finish.check("experts", rows, *rows.shape)
+    require(
+        "experts", rows, ("x", rows, (rows.shape[0], h), FLOATS), ("gate_up", matrices.gate_up, (count, 2 * f, h), own),
+        ("down", matrices.down, (count, h, f), own), ("shared_gate", matrices.shared_gate, (of_shared, h), own),
+        ("shared_up", matrices.shared_up, (of_shared, h), own),
+        ("shared_down", matrices.shared_down, (h, of_shared), own),
+        ("router_weight", router_weight, (n_experts, h), FLOATS),
+        ("normed", None if normed is None else normed.y, rows.shape, own),
+    )  # fmt: skip
+    if routing is not None:
+        shape = (routing.experts.shape[0], routing.experts.shape[-1])
+        require(
+            "experts", rows, ("the routing's experts", routing.experts, shape, (torch.int32,)),
+            ("the routing's weights", routing.weights, shape, FLOATS),
+        )  # fmt: skip
+
+
+def within(routing: Routing, n_experts: int) -> Routing:
+    """The routing, in which a choice of an expert that does not exist is one of expert 0 with weight NaN: so its token
+    becomes NaN, and nobody waits for a device. `experts` has refused it where that takes no wait."""
+    known = (routing.experts >= 0) & (routing.experts < n_experts)
+    return Routing(torch.where(known, routing.experts, 0), routing.weights.masked_fill(~known, torch.nan))
