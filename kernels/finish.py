@@ -59,13 +59,17 @@ class Finish(NamedTuple):
     norm: Norm | None = None
     """If given, there is a second result, the norm of z as z is stored. Only operations on whole rows take it."""
 
-    def check(self, operation: str, like: Tensor | Packed, rows: int, columns: int, served: int = 1) -> None:
-        """ValueError unless bias, residual and dropout fit sums (rows, columns) on the device of `like`. served: of
-        virtual ranks, whose biases are stacked. The norm's parts are norm/reference.py's to check."""
-        start = None if self.dropout is None else self.dropout.start
+    def check(
+        self, operation: str, like: Tensor | Packed, shape: tuple[int, int] | None = None, served: int = 1
+    ) -> None:
+        """ValueError unless bias, residual and dropout fit sums of this shape on the device of `like`, or `like`
+        itself. served: of virtual ranks, whose biases are stacked. The norm's parts are norm/reference.py's to check.
+        """
+        rows, columns = (like.shape[0], like.shape[-1]) if shape is None else shape
         require(
-            operation, like, ("bias", self.bias, (served * columns,), FLOATS),
-            ("dropout's start", start, (rows,), (torch.int64,)), ("residual", self.residual, (rows, columns), FLOATS),
+            operation, like, ("x", like if shape is None else None, (rows, columns), FLOATS),
+            ("bias", self.bias, (served * columns,), FLOATS), ("residual", self.residual, (rows, columns), FLOATS),
+            ("dropout's start", None if self.dropout is None else self.dropout.start, (rows,), (torch.int64,)),
         )  # fmt: skip
 
     def arguments(self) -> Addends:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..cost import Cost
 from ..grouped_matmul.reference import grouped_matmul
-from ..operands import FLOATS, require
+from ..operands import FLOATS, require, require_within
 
 
 def all_gather_grouped_matmul_reference(
@@ -40,15 +40,18 @@ def check_operands(
     like: Any, shard: Tensor, weights: Tensor, counts: Tensor, tokens: Tensor, transposed: bool, served: int, world: int
 ) -> None:
     """ValueError unless one rank's tensors, or those of the served virtual ranks, have the shapes above, one dtype and
-    the device of `like`."""
+    the device of `like`; on a CPU also for a token that is not there."""
     k, groups = shard.shape[-1], weights.shape[0]
     matrix = (k, weights.shape[-1]) if transposed else (weights.shape[1], k)
     require(
         "all_gather_grouped_matmul", like, ("the shard", shard, (shard.shape[0], k), FLOATS),
-        ("the matrices", weights, (groups, *matrix), (shard.dtype,)),
+        ("the matrices", weights, (groups // served * served, *matrix), (shard.dtype,)),
         ("counts", counts, (served * world, groups // served), (torch.int32,)),
         ("tokens", tokens, tokens.shape[:1], (torch.int32,)),
     )  # fmt: skip
+    require_within("tokens", tokens, 0, shard.shape[0] // served * world)
+    if counts.device.type == "cpu" and int(counts.sum()) != len(tokens):
+        raise ValueError(f"counts of {int(counts.sum())} rows, but {len(tokens)} tokens: give the token of each row")
 
 
 def offsets_of(counts: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ def check_operands(rows: Tensor, tokens: Tensor, positions: Tensor) -> None:
     )  # fmt: skip
     require_within("tokens", tokens, 0, of_tokens)
     require_within("positions", positions, -1, count)
+    if positions.device.type == "cpu" and type(positions) is Tensor and int((positions >= 0).sum()) != count:
+        raise ValueError(f"positions of other than {count} rows, of which each has one")
 
 
 def combine(rows: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:

@@ -32,9 +32,9 @@ def check_linears(
     operands: list[Operand] = [("the input", a, (a.shape[0], a.shape[-1]), FLOATS)]
     biases = [None] * len(weights) if biases is None else biases
     if len(biases) != len(weights):
-        raise ValueError(f"{operation}: {len(weights)} weights but {len(biases)} biases: pass one bias (or None) per weight")
+        raise ValueError(f"{len(weights)} weights but {len(biases)} biases: pass one bias (or None) per weight")
     for weight, bias in zip(weights, biases, strict=True):
-        rows = served * k if b_transposed else weight.shape[0]
+        rows = served * k if b_transposed else weight.shape[0] // served * served
         n = served * weight.shape[-1] if b_transposed else rows
         operands.append(("the weight", weight, (rows, weight.shape[-1] if b_transposed else k), dtype))
         operands.append(("the bias", bias, (n,), dtype))
@@ -57,7 +57,7 @@ def check_products(
     """ValueError unless inputs have equally many rows, weights equally many columns of the result, and each pair one K;
     all have one dtype and device."""
     first, dtype = inputs[0], (inputs[0].dtype,)
-    n = weights[0].shape[-1] if b_transposed else weights[0].shape[0]
+    n = weights[0].shape[-1] if b_transposed else weights[0].shape[0] // served * served
     if len(inputs) != len(weights):
         raise ValueError(f"{operation}: {len(inputs)} inputs and {len(weights)} weights: give one for each")
     for a, weight in zip(inputs, weights, strict=True):

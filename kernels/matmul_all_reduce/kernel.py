@@ -301,7 +301,7 @@ def matmul_all_reduce(
     one_shot, rows, tiles = plan(m, n, world, partial, one_shot, tile)
     check_products("matmul_all_reduce", channel.epoch, inputs, weights, b_transposed, served)
     finish.require_no_norm("matmul_all_reduce")
-    finish.check("matmul_all_reduce", inputs[0], served * m, n, served)
+    finish.check("matmul_all_reduce", inputs[0], (served * m, n), served)
     channel.require("matmul_all_reduce", *matmul_all_reduce_space(m, n, world, dtype, partial, tile, one_shot))
     out = inputs[0].new_empty(served * m, n)
     chunks, sizes = 1 if one_shot else world, (rows, n, sum(a.shape[1] for a in inputs))

@@ -260,7 +260,7 @@ def complete(norm: Norm, x: Tensor | Packed) -> Norm:
 def launch_forward(x: Any, finish: Finish, norm: Norm, widest: int) -> tuple[Any, Tensor, Statistics]:
     """(z, which is x if nothing is added, its norm, statistics). x: a tensor, or packed rows."""
     check_operands(x, norm)
-    finish.check("finish_norm_forward", x, *x.shape)
+    finish.check("finish_norm_forward", x)
     x, norm = with_contiguous_columns(x), complete(norm, x)
     (m, n), layernorm = x.shape, norm.kind == "layernorm"
     y, rstd = x.new_empty(m, n), x.new_empty(m, 1, dtype=torch.float32)
@@ -300,6 +300,7 @@ def norm_rebuilt(x: Tensor | Packed, statistics: Statistics, norm: Norm) -> Tens
 
     The statistics are computed again, because reading them saves no time.
     """
+    check_operands(x, norm, statistics=statistics)
     return norm_forward(x, norm)[0]
 
 
@@ -345,7 +346,7 @@ def norm_backward(
     check_operands(x, norm, dy, statistics, dresidual)
     dy, x = with_contiguous_columns(dy), with_contiguous_columns(x)
     weighted, norm = norm.weight is not None, complete(norm, x)
-    (m, n), (mean, rstd) = x.shape, statistics
+    (m, n), (mean, rstd) = x.shape, (None if each is None else each.contiguous() for each in statistics)
     layernorm, dx = norm.kind == "layernorm", dy.new_empty(m, n)
     outputs = [torch.empty_like(norm.weight)]
     if layernorm and norm.bias is not None:

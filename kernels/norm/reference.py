@@ -30,7 +30,7 @@ def check_operands(
     require(
         norm.kind, x, ("x", x, (rows, columns), FLOATS),
         ("weight", norm.weight, (columns,), FLOATS), ("bias", norm.bias, (columns,), FLOATS),
-        ("dy", dy, (rows, columns), FLOATS), ("dresidual", dresidual, (rows, columns), FLOATS),
+        ("dy", dy, (rows, columns), (x.dtype,)), ("dresidual", dresidual, (rows, columns), FLOATS),
         ("mean", mean, (rows, 1), wide), ("rstd", rstd, (rows, 1), wide),
     )  # fmt: skip
 

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import ALIGNMENT, DTYPES, is_interpreted, launch_options
+from .reference import check_numbers
 
 BLOCK = 2048  # elements of a program: each thread of WARPS takes two times four neighbours
 WARPS = 8
@@ -217,6 +218,7 @@ def adamw_(
     if not masters:
         return
     device = masters[0].device
+    check_numbers(masters, lr, scale, skipped)
     call = Call(masters, gradients, copies, {"exp_avg": exp_avgs, "exp_avg_sq": exp_avg_sqs}, steps)
     lr = on_device(lr, device)
     numbers = numbers_of(scale, skipped, lr * weight_decay)
@@ -257,6 +259,7 @@ def sgd_(
     """
     if not masters:
         return
+    check_numbers(masters, lr, scale, skipped)
     call = Call(masters, gradients, copies, {"momentum_buffer": momentum_buffers} if momentum_buffers else {})
     numbers = numbers_of(scale, skipped, on_device(lr, masters[0].device))
     for _, table, blocks, form in call.launches():

@@ -44,6 +44,7 @@ def adamw_(
     Traffic:  see update_cost
     Source:   Loshchilov & Hutter 2017 (arXiv:1711.05101), as torch.optim.AdamW(fused=True)
     """
+    check_numbers(masters, lr, scale, skipped)
     check(masters, gradients, exp_avgs, exp_avg_sqs, copies=copies, steps=steps)
     adamw(
         list(masters), scaled(gradients, masters, scale), list(exp_avgs), list(exp_avg_sqs), [], list(steps),
@@ -76,6 +77,7 @@ def sgd_(
     Traffic:  see update_cost
     Source:   Sutskever et al. 2013, as torch.optim.SGD(fused=True) with dampening 0
     """
+    check_numbers(masters, lr, scale, skipped)
     check(masters, gradients, momentum_buffers, copies=copies)
     sgd(
         list(masters), scaled(gradients, masters, scale), list(momentum_buffers), fused=True, found_inf=skipped,
@@ -99,6 +101,13 @@ def check(
         for x, master in zip(tensors, masters, strict=False):
             shape, dtypes = (master.shape, FLOATS) if name != "step" else ((), (torch.float32,))
             require("update", master, (name, x, shape, (master.dtype,) if name.startswith("state") else dtypes))
+
+
+def check_numbers(masters: Sequence[Tensor], lr: float | Tensor, scale: float | Tensor, skipped: Tensor) -> None:
+    """ValueError unless those that are tensors are 0-dim, on the masters' device."""
+    numbers = [(name, x, (), FLOATS) for name, x in (("lr", lr), ("scale", scale)) if isinstance(x, Tensor)]
+    if masters:
+        require("update", masters[0], ("skipped", skipped, (), (torch.float32,)), *numbers)
 
 
 def scaled(gradients: Sequence[Tensor], masters: Sequence[Tensor], scale: float | Tensor) -> list[Tensor]:

@@ -55,7 +55,7 @@ def check_operands(
     """ValueError unless all operands are as `experts` says, of rows (tokens / t, H)."""
     own, h, f = (rows.dtype,), rows.shape[-1], matrices.down.shape[-1]
     count, of_shared = matrices.gate_up.shape[0], 0 if matrices.shared_down is None else matrices.shared_down.shape[-1]
-    finish.check("experts", rows, *rows.shape)
+    finish.check("experts", rows)
     require(
         "experts", rows, ("x", rows, (rows.shape[0], h), FLOATS), ("gate_up", matrices.gate_up, (count, 2 * f, h), own),
         ("down", matrices.down, (count, h, f), own), ("shared_gate", matrices.shared_gate, (of_shared, h), own),

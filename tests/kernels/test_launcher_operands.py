@@ -1,0 +1,261 @@
+"""A launcher and its reference take the same operands: an operand that is longer or shorter, of another dtype or on
+another device is refused by both, or both give the same; one whose elements lie apart gives the same bits. So with
+names. Every launcher has a row here."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import gemms
+import pytest
+import torch
+from channels import virtual_channel
+from row_checks import LAYOUTS
+from testing import assert_identical, assert_kernel_close
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+import tpformer.kernels
+from tpformer.kernels.cross_entropy.reference import LossTerms, VocabSlice
+from tpformer.kernels.finish import Dropout, Finish, Norm
+from tpformer.kernels.norm.reference import norm_forward
+from tpformer.kernels.pack.reference import pack
+from tpformer.kernels.rope.reference import rope_table
+from tpformer.kernels.route.reference import Policy, route_forward
+
+FOLDER = Path(tpformer.kernels.__path__[0])
+OPERATIONS = sorted(path.parent.name for path in FOLDER.glob("*/kernel.py"))
+# What launchers have in common, and what works on bits for `pack` and `unpack`.
+PARTS = {"launch_forward", "launch_gather", "check", "pack_bits", "unpack_bits", "unpacked"}
+LAUNCH = {"launch", "launch_forward", "launch_gather"}
+T, N = 4, 8
+VOCAB, TERMS = VocabSlice(0, N, 7), LossTerms()
+
+
+def floats(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def integers(*values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def norm(kind: str = "layernorm") -> Norm:
+    return Norm(kind, floats(N), floats(N), None)
+
+
+def drop() -> Dropout:
+    return Dropout(integers(0, 8, 16, 24, dtype=torch.int64), 7, 0.5)
+
+
+def finish() -> Finish:
+    return Finish(floats(N), drop(), floats(T, N))
+
+
+def targets() -> Tensor:
+    return integers(0, 6, -100, 3, dtype=torch.int64)
+
+
+def statistics(kind: str) -> tuple:
+    return norm_forward(floats(T, N), norm(kind))[1]
+
+
+def backward(kind: str) -> tuple:
+    return floats(T, N), floats(T, N), statistics(kind), norm(kind), floats(T, N)
+
+
+def updated(states: int) -> tuple:
+    tensors = [[floats(3, 5).abs(), floats(7).abs()] for _ in range(2 + states)]
+    return *tensors, *([[torch.zeros(()), torch.zeros(())]] if states == 2 else []), None
+
+
+NUMBERS = {"lr": 0.1, "scale": 1.0, "weight_decay": 0.1}
+GROUPED = (floats(5, N), floats(2, 6, N), integers(0, 1, 4), integers(4, 0, 2, 2))
+COUNTS = integers([1, 1], [0, 1], [1, 0], [1, 1])
+OWN = {("all_gather_grouped_matmul", 1): 1}  # the dim of an operand whose size no other has: any size is right
+SUMS: dict = {"tile": gemms.TILE}
+
+
+def channel() -> Any:
+    return virtual_channel(2, 1 << 14, 64)
+
+
+# (operation, launcher) -> (its arguments, its options), new ones in each call
+ROWS: dict[tuple[str, str], Callable[[], tuple]] = {
+    ("activation", "activation_forward"): lambda: ((floats(T, N), "gelu", floats(T, N)), {}),
+    ("activation", "activation_backward"): lambda: ((floats(T, N), floats(T, N), "silu", floats(T, N)), {}),
+    ("weighted_activation", "weighted_activation_forward"): lambda: ((floats(T, N), "silu", floats(T)), {}),
+    ("weighted_activation", "weighted_activation_backward"): lambda: (
+        (floats(T, 4), floats(T, N), "silu", floats(T)), {}
+    ),
+    ("norm", "norm_forward"): lambda: ((floats(T, N), norm()), {}),
+    ("norm", "norm_rebuilt"): lambda: ((floats(T, N), statistics("rmsnorm"), norm("rmsnorm")), {}),
+    ("norm", "norm_backward"): lambda: (backward("layernorm"), {}),
+    ("norm", "finish_norm_forward"): lambda: ((floats(T, N), finish()._replace(norm=norm("rmsnorm"))), {}),
+    ("dropout", "finish_forward"): lambda: ((floats(T, N), finish()), {}),
+    ("dropout", "finish_backward"): lambda: ((floats(T, N), drop(), True), {}),
+    ("dropout", "dropout_apply"): lambda: ((floats(T, N), *drop()), {}),
+    ("rope", "rope_rotate"): lambda: (
+        (floats(T, 2, N), floats(T, 1, N), rope_table(9, N, 1e4, torch.float32, "cpu"), integers(0, 8, 3, 3)), {}
+    ),
+    ("cross_entropy", "slice_statistics"): lambda: ((floats(T, N), targets(), VOCAB, TERMS), {}),
+    ("cross_entropy", "combine_statistics"): lambda: ((floats(2, 3, T).exp(), targets(), VOCAB, TERMS), {}),
+    ("cross_entropy", "slice_gradient"): lambda: (
+        (floats(T, N), floats(2, T).exp(), targets(), floats(T), VOCAB, TERMS), {}
+    ),
+    ("combine", "combine"): lambda: ((floats(3, N), integers(0, 0, 1), integers([0, 1], [2, -1], [-1, -1])), {}),
+    ("route", "route_forward"): lambda: ((floats(T, N), Policy(2), floats(N)), {}),
+    ("route", "route_backward"): lambda: (
+        (floats(T, 2), *route_forward(floats(T, N), Policy(2))[::2], Policy(2), floats(T, N)), {}
+    ),
+    ("grouped_matmul", "grouped_matmul"): lambda: (GROUPED, {}),
+    ("grouped_matmul", "grouped_weight_gradient"): lambda: (
+        (floats(4, 6), floats(5, N), GROUPED[2], None, GROUPED[3]), {}
+    ),
+    ("pack", "pack"): lambda: ((floats(3, 8).bfloat16(),), {}),
+    ("pack", "unpack"): lambda: ((pack(floats(3, 8).bfloat16())[0],), {}),
+    ("update", "adamw_"): lambda: (
+        updated(2), {**NUMBERS, "skipped": torch.zeros(()), "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
+    ),
+    ("update", "sgd_"): lambda: (
+        updated(1), {**NUMBERS, "skipped": torch.zeros(()), "momentum": 0.9, "nesterov": False}
+    ),
+    ("matmul", "matmul"): lambda: (
+        (floats(T, N), [floats(3, N), floats(5, N)], [floats(3), floats(5)]), {**SUMS, "activation": "gelu"}
+    ),
+    ("matmul", "matmul_derivative"): lambda: (
+        (floats(T, 3), floats(3, N), floats(T, N), "silu", floats(T, N)), SUMS
+    ),
+    # two virtual ranks, whose tensors are stacked
+    ("all_gather_matmul", "all_gather_matmul"): lambda: (
+        (floats(T, N), [floats(6, N)], channel(), [floats(6)]), {**SUMS, "activation": "silu"}
+    ),
+    ("all_gather_matmul", "all_gather_matmul_derivative"): lambda: (
+        (floats(T, 3), floats(6, N), channel(), floats(2 * T, N), "silu", floats(2 * T, N)), SUMS
+    ),
+    ("all_gather_matmul", "await_gathered"): lambda: ((channel(), floats(T, N), True), {}),
+    ("all_gather_matmul", "gathered_copy"): lambda: ((virtual_channel(1, 1 << 14, 64), floats(T, N)), {}),
+    ("all_gather_grouped_matmul", "all_gather_grouped_matmul"): lambda: (
+        (floats(T, N), floats(4, 6, N), channel(), COUNTS, integers(0, 1, 2, 0, 2, 3)), SUMS
+    ),
+    ("matmul_reduce_scatter", "matmul_reduce_scatter"): lambda: (
+        ([floats(8, 3)], [floats(2 * N, 3)], channel(), Finish(floats(2 * N), drop(), floats(T, N))), SUMS
+    ),
+    ("matmul_all_reduce", "matmul_all_reduce"): lambda: (
+        ([floats(T, 3)], [floats(2 * N, 3)], channel(), Finish(floats(2 * N), drop(), floats(T, N))), SUMS
+    ),
+}  # fmt: skip
+
+
+def launchers() -> Iterator[tuple[str, str]]:
+    """Every public function of a kernel.py that launches a kernel, or that the reference has, too."""
+    for operation in OPERATIONS:
+        module, reference = (import_module(f"tpformer.kernels.{operation}.{part}") for part in ("kernel", "reference"))
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            names = inspect.unwrap(function).__code__.co_names
+            if function.__module__ == module.__name__ and (LAUNCH & {*names} or hasattr(reference, name)):
+                yield operation, name
+
+
+def test_every_launcher_has_a_row() -> None:
+    pytest.importorskip("triton")
+    assert {each for each in launchers() if each[1] not in PARTS} == set(ROWS)
+
+
+def changed(x: Any) -> Iterator[Any]:
+    """An operand, made wrong in each way: one more and one less along each dim, one alone, dtypes, another device."""
+    if isinstance(x, str):
+        yield "telepathy"
+    elif isinstance(x, Tensor):
+        for dim in range(x.dim()):
+            yield torch.cat([x, x.narrow(dim, 0, 1)], dim)
+            yield x.narrow(dim, 0, x.shape[dim] - 1)
+            yield x.narrow(dim, 0, 1)
+        yield x[None]
+        yield from (x.to(dtype) for dtype in (torch.float16, torch.int16, torch.int64) if dtype != x.dtype)
+        yield x.to("meta")
+
+
+def apart(x: Any) -> Iterator[Any]:
+    """An operand whose elements lie apart."""
+    if isinstance(x, Tensor) and x.dim():
+        yield from (layout(x) for layout in LAYOUTS)
+
+
+def variants(row: Callable[[], tuple], change: Callable[[Any], Iterator[Any]]) -> Iterator[tuple[int, Callable]]:
+    """(number of an operand, what makes the row with this operand changed), in all ways that there are."""
+    leaves, spec = tree_flatten(row())
+
+    def make(index: int, way: int) -> tuple:
+        fresh = tree_flatten(row())[0]
+        fresh[index] = list(change(fresh[index]))[way]
+        return tree_unflatten(fresh, spec)
+
+    for index, leaf in enumerate(leaves):
+        for way in range(sum(1 for _ in change(leaf))):
+            yield index, partial(make, index, way)
+
+
+def call(function: Callable, given: tuple) -> list[Tensor] | None:
+    """The tensors that the function gives, or updates; None if it refuses the call in one sentence."""
+    arguments, options = given
+    try:
+        found = function(*arguments, **options)
+    except ValueError as error:
+        assert "\n" not in str(error)
+        return None
+    return [x for x in tree_flatten(arguments if found is None else found)[0] if isinstance(x, Tensor)]
+
+
+def parts_of(operation: str, name: str) -> tuple[Callable, Callable | None]:
+    """The launcher and its reference, if it has one."""
+    module, reference = (import_module(f"tpformer.kernels.{operation}.{part}") for part in ("kernel", "reference"))
+    return getattr(module, name), getattr(reference, name, None)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@gemms.in_interpreter(1)
+def test_other_operands_are_refused_or_right(operation: str) -> None:
+    for name in (name for where, name in ROWS if where == operation):
+        (launcher, reference), row = parts_of(operation, name), ROWS[operation, name]
+        original = tree_flatten(row())[0]
+        tensors = [index for index, x in enumerate(original) if isinstance(x, Tensor)]
+        for index, make in variants(row, changed):
+            other = tree_flatten(make())[0][index]
+            what = f"{name}: operand {index}, {getattr(other, 'shape', other)} {getattr(other, 'dtype', '')}"
+            if len(tensors) == 1 and reference is not None and isinstance(other, Tensor) and other.is_meta:
+                continue  # there is nothing on another device than this
+            found = call(launcher, make())
+            if reference is None and isinstance(other, str):
+                assert found is None, what
+            elif reference is None:  # sizes follow from the first operand; the rest may have another floating dtype
+                of_floats = other.dtype.is_floating_point and not other.is_meta
+                sizes = [size for dim, size in enumerate(other.shape) if dim != OWN.get((name, index))]
+                kept = [size for dim, size in enumerate(original[index].shape) if dim != OWN.get((name, index))]
+                right = index == tensors[0] or (of_floats and sizes == kept)
+                assert found is None or right, what
+            else:
+                compare(found, call(reference, make()), what)
+
+
+def compare(found: list[Tensor] | None, expected: list[Tensor] | None, what: str) -> None:
+    """Both have refused the call, or both give the same."""
+    assert (found is None) == (expected is None), f"{what} {found} {expected}"
+    for x, y in zip(found or [], expected or [], strict=False):  # the reference also keeps its work
+        if y.is_floating_point():
+            assert_kernel_close(x, y.double(), y, what)
+        else:
+            assert_identical(x, y, what)
+
+
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "update"])  # which refuses such tensors
+@gemms.in_interpreter(1)
+def test_elements_may_lie_apart(operation: str) -> None:
+    for name in (name for where, name in ROWS if where == operation):
+        (launcher, _), row = parts_of(operation, name), ROWS[operation, name]
+        expected = call(launcher, row())
+        for index, make in variants(row, apart):
+            assert_identical(call(launcher, make()), expected, f"{name}: operand {index}")
