@@ -10,7 +10,7 @@ from torch import Tensor
 from tpformer.config import check_range
 from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.finish import Dropout, Finish
-from tpformer.kernels.operands import FLOATS, require, require_known, require_within
+from tpformer.kernels.operands import FLOATS, INTEGERS, require, require_known, require_within
 
 from .norm import Normed
 from .route import Router, Routing
@@ -67,7 +67,7 @@ def check_operands(
     if routing is not None:
         shape = (routing.experts.shape[0], routing.experts.shape[-1])
         require(
-            "experts", rows, ("the routing's experts", routing.experts, shape, (torch.int32,)),
+            "experts", rows, ("the routing's experts", routing.experts, shape, INTEGERS),
             ("the routing's weights", routing.weights, shape, FLOATS),
         )  # fmt: skip
 
