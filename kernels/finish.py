@@ -92,10 +92,11 @@ class Finish(NamedTuple):
         """Whether z is anything else than the sum."""
         return self.bias is not None or self.dropout is not None or self.residual is not None
 
-    def require_no_norm(self, operation: str) -> None:
-        """ValueError if there is a norm, for an operation that finishes tiles and not whole rows."""
+    def check_of_tiles(self, operation: str, like: Tensor, shape: tuple[int, int], served: int) -> None:
+        """As check, for an operation that finishes tiles and not whole rows: it refuses a norm."""
         if self.norm is not None:
             raise ValueError(f"{operation} finishes tiles, not whole rows: normalise its result instead")
+        self.check(operation, like, shape, served)
 
 
 def signed(key: int) -> int:

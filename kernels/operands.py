@@ -31,6 +31,11 @@ def require(operation: str, like: Any, *operands: Operand) -> None:
             )
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """promote_types(dtype, float32) of a floating dtype. A launcher may not call that: its plan could not be kept."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def require_known(what: str, name: Any, names: Iterable[str]) -> None:
     """ValueError for a name that is none of these."""
     if name not in names:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..cost import Cost
-from ..operands import FLOATS, require
+from ..operands import FLOATS, require, wide_dtype
 
 
 class VocabSlice(NamedTuple):
@@ -58,11 +58,11 @@ def check_operands(
     logits: Tensor, targets: Tensor, vocab: VocabSlice, normalisers: Tensor | None = None, scale: Tensor | None = None
 ) -> None:
     """ValueError unless all have the shapes and dtypes that are given below, with a column for each entry."""
-    tokens, wide = logits.shape[0], (torch.promote_types(logits.dtype, torch.float32),)
+    tokens, of_tokens = logits.shape[0], (wide_dtype(logits.dtype),)
     require(
         "cross_entropy", logits, ("logits", logits, (tokens, max(logits.shape[-1], vocab.valid)), FLOATS),
-        ("targets", targets, (tokens,), (torch.int64,)), ("normalisers", normalisers, (2, tokens), wide),
-        ("scale", scale, (tokens,), wide),
+        ("targets", targets, (tokens,), (torch.int64,)), ("normalisers", normalisers, (2, tokens), of_tokens),
+        ("scale", scale, (tokens,), of_tokens),
     )  # fmt: skip
 
 

@@ -253,8 +253,7 @@ def matmul_reduce_scatter(
     partial = partial or inputs[0].dtype
     tile = tile or select_tile(inputs[0].device, inputs[0].dtype, rows, n, chunks=world)
     check_products("matmul_reduce_scatter", channel.epoch, inputs, weights, b_transposed, served)
-    finish.require_no_norm("matmul_reduce_scatter")
-    finish.check("matmul_reduce_scatter", inputs[0], (served * rows, n), served)
+    finish.check_of_tiles("matmul_reduce_scatter", inputs[0], (served * rows, n), served)
     channel.require("matmul_reduce_scatter", *matmul_reduce_scatter_space(rows, n, world, partial, tile))
     out = inputs[0].new_empty(served * rows, n)
     tiles = world * triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n)

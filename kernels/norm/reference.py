@@ -10,7 +10,7 @@ from ..cast import cast
 from ..cost import Cost
 from ..dropout.reference import finish_forward
 from ..finish import Finish, Norm
-from ..operands import FLOATS, require, require_known
+from ..operands import FLOATS, require, require_known, wide_dtype
 from ..pack.format import Packed
 from ..pack.reference import unpacked
 
@@ -25,13 +25,13 @@ def check_operands(
 ) -> None:  # fmt: skip
     """ValueError unless the norm's kind is known, and all operands have the shapes that are given below."""
     require_known("norm", norm.kind, NORMS)
-    rows, columns, wide = x.shape[0], x.shape[-1], (torch.promote_types(x.dtype, torch.float32),)
+    rows, columns, of_rows = x.shape[0], x.shape[-1], (wide_dtype(x.dtype),)
     mean, rstd = statistics
     require(
         norm.kind, x, ("x", x, (rows, columns), FLOATS),
         ("weight", norm.weight, (columns,), FLOATS), ("bias", norm.bias, (columns,), FLOATS),
         ("dy", dy, (rows, columns), (x.dtype,)), ("dresidual", dresidual, (rows, columns), FLOATS),
-        ("mean", mean, (rows, 1), wide), ("rstd", rstd, (rows, 1), wide),
+        ("mean", mean, (rows, 1), of_rows), ("rstd", rstd, (rows, 1), of_rows),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from ..activation.reference import ACTIVATIONS, activation_backward, activation_forward
 from ..cast import cast
 from ..cost import Cost
-from ..operands import FLOATS, require, require_known
+from ..operands import FLOATS, require, require_known, wide_dtype
 
 
 def check_operands(gate_up: Tensor, name: str, weights: Tensor, da: Tensor | None = None) -> None:
@@ -15,7 +15,7 @@ def check_operands(gate_up: Tensor, name: str, weights: Tensor, da: Tensor | Non
     rows, f = gate_up.shape[0], gate_up.shape[-1] // 2
     require(
         "weighted_activation", gate_up, ("gate_up", gate_up, (rows, 2 * f), FLOATS),
-        ("weights", weights, (rows,), (torch.promote_types(gate_up.dtype, torch.float32),)),
+        ("weights", weights, (rows,), (wide_dtype(gate_up.dtype),)),
         ("da", da, (rows, f), (gate_up.dtype,)),
     )  # fmt: skip
 

@@ -4,10 +4,10 @@ names. Every launcher has a row here."""
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gemms
 import pytest
@@ -17,12 +17,15 @@ from row_checks import LAYOUTS
 from testing import assert_identical, assert_kernel_close
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from wrong_operands import call, changed, variants
 
 import tpformer.kernels
 from tpformer.kernels.cross_entropy.reference import LossTerms, VocabSlice
 from tpformer.kernels.finish import Dropout, Finish, Norm
 from tpformer.kernels.norm.reference import norm_forward
 from tpformer.kernels.pack.reference import pack
+from tpformer.kernels.protocol import Channel
+from tpformer.kernels.replay import Recording
 from tpformer.kernels.rope.reference import rope_table
 from tpformer.kernels.route.reference import Policy, route_forward
 
@@ -165,49 +168,10 @@ def test_every_launcher_has_a_row() -> None:
     assert {each for each in launchers() if each[1] not in PARTS} == set(ROWS)
 
 
-def changed(x: Any) -> Iterator[Any]:
-    """An operand, made wrong in each way: one more and one less along each dim, one alone, dtypes, another device."""
-    if isinstance(x, str):
-        yield "telepathy"
-    elif isinstance(x, Tensor):
-        for dim in range(x.dim()):
-            yield torch.cat([x, x.narrow(dim, 0, 1)], dim)
-            yield x.narrow(dim, 0, x.shape[dim] - 1)
-            yield x.narrow(dim, 0, 1)
-        yield x[None]
-        yield from (x.to(dtype) for dtype in (torch.float16, torch.int16, torch.int64) if dtype != x.dtype)
-        yield x.to("meta")
-
-
 def apart(x: Any) -> Iterator[Any]:
     """An operand whose elements lie apart."""
     if isinstance(x, Tensor) and x.dim():
         yield from (layout(x) for layout in LAYOUTS)
-
-
-def variants(row: Callable[[], tuple], change: Callable[[Any], Iterator[Any]]) -> Iterator[tuple[int, Callable]]:
-    """(number of an operand, what makes the row with this operand changed), in all ways that there are."""
-    leaves, spec = tree_flatten(row())
-
-    def make(index: int, way: int) -> tuple:
-        fresh = tree_flatten(row())[0]
-        fresh[index] = list(change(fresh[index]))[way]
-        return tree_unflatten(fresh, spec)
-
-    for index, leaf in enumerate(leaves):
-        for way in range(sum(1 for _ in change(leaf))):
-            yield index, partial(make, index, way)
-
-
-def call(function: Callable, given: tuple) -> list[Tensor] | None:
-    """The tensors that the function gives, or updates; None if it refuses the call in one sentence."""
-    arguments, options = given
-    try:
-        found = function(*arguments, **options)
-    except ValueError as error:
-        assert "\n" not in str(error)
-        return None
-    return [x for x in tree_flatten(arguments if found is None else found)[0] if isinstance(x, Tensor)]
 
 
 def parts_of(operation: str, name: str) -> tuple[Callable, Callable | None]:
@@ -259,3 +223,19 @@ def test_elements_may_lie_apart(operation: str) -> None:
         expected = call(launcher, row())
         for index, make in variants(row, apart):
             assert_identical(call(launcher, make()), expected, f"{name}: operand {index}")
+
+
+@gemms.in_interpreter(1)
+def test_checks_leave_plans_possible() -> None:
+    """A launcher's checks do nothing that a replay could not leave out, as torch.promote_types would be."""
+    for operation, name in ROWS:
+        module, (launcher, _) = import_module(f"tpformer.kernels.{operation}.kernel"), parts_of(operation, name)
+        leaves, spec = tree_flatten(ROWS[operation, name]())
+        moved = [x.to("meta") if isinstance(x, Tensor) else x for x in leaves]  # as on a GPU, values are not looked at
+        if not hasattr(launcher, "__wrapped__") or any(isinstance(x, Channel) for x in leaves):
+            continue
+        arguments, options = tree_unflatten(moved, spec)
+        recording = Recording([x for x in moved if isinstance(x, Tensor)], None)
+        with mock.patch.object(module, "launch"), mock.patch("tpformer.kernels.rows.launch"), recording:
+            launcher.__wrapped__(*arguments, **options)
+        assert not recording.obstacle, (name, recording.obstacle)

@@ -118,6 +118,15 @@ def test_what_others_hold_is_not_packed() -> None:
     assert report().values == 10 * UNIT
 
 
+@pytest.mark.parametrize("rows, is_packed", [(128, False), (129, True), (256, True)])
+def test_half_of_a_storage_is_not_packed(rows: int, is_packed: bool) -> None:
+    """Each of two halves would unpack the whole."""
+    with packing.packed_activations():
+        part = torch.randn(256, 128).bfloat16()[:rows]
+        torch.ones(rows, 128, dtype=torch.bfloat16, requires_grad=True).mul(part)
+    assert (report().values > 0) is is_packed
+
+
 @contextmanager
 def overflowing(chosen: int, *, known: bool):
     """The tensor of this number overflows, and the host knows it, or does not, as with a GPU."""

@@ -236,6 +236,14 @@ def test_the_upstream_gradient_is_not_rounded_to_16_bits():
     assert_identical([x.grad, weight.grad], [(unscaled.float() * factor).bfloat16() for unscaled in raw])
 
 
+def test_a_scaled_float16_loss_has_a_finite_gradient_of_the_weight() -> None:
+    """It is 200,000 before the upstream gradient scales it, which float16 does not hold."""
+    x, weight = torch.full((1000, 1), 400.0).half(), torch.zeros(2, 1).half().requires_grad_()
+    loss = ops.linear_cross_entropy(x, weight, torch.zeros(1000).long(), own_slice(2, 2), chunk_tokens=100)
+    (loss * 1e-3).backward()
+    assert weight.grad.flatten().tolist() == [-200, 200]
+
+
 @pytest.mark.parametrize("tokens", [0, 3], ids=["no tokens", "all ignored"])
 def test_the_mean_of_nothing_is_torchs(tokens):
     """It is NaN, and its gradients are 0."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.kernels.matmul.reference import check_linears
+from tpformer.kernels.norm.reference import check_operands as check_norm
 from tpformer.kernels.operands import require
 
 from .autocast import autocast_dtype, cast, cast_back
@@ -168,7 +169,8 @@ def column_linear(
         rows, norm = cast(rows if norm is None else normalise(rows, norm), autocast), None
         weights, biases = ([cast(each, autocast) for each in some] for some in (weights, biases))
     check_linears("column_linear", rows, rows, rows.shape[-1], weights, biases, None, False)
-    if normed is not None:
+    if norm is not None and normed is not None:
+        check_norm(rows, norm, statistics=normed[1:])
         require("column_linear", rows, ("normed", normed.y, rows.shape, (rows.dtype,)))
     if isinstance(transport, str):
         n = sum(map(len, weights))

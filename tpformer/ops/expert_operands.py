@@ -1,8 +1,9 @@
-"""What `experts` asks of its operands, before anything is sent: shapes, dtypes, devices, and experts that exist."""
+"""The matrices of `experts`, and what it asks of its operands before anything is sent: shapes, dtypes, devices, and
+experts that exist."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +16,18 @@ from tpformer.kernels.operands import FLOATS, INTEGERS, require, require_known, 
 from .norm import Normed
 from .route import Router, Routing
 
-if TYPE_CHECKING:
-    from .experts import ExpertWeights
+
+class ExpertWeights(NamedTuple):
+    """The matrices of this rank's experts, and of its part of the shared expert, if there is one.
+
+    gate_up: (E, 2 F, H), the gate first; down: (E, H, F); shared_gate, shared_up: (F_s, H); shared_down: (H, F_s).
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    shared_gate: Tensor | None = None
+    shared_up: Tensor | None = None
+    shared_down: Tensor | None = None
 
 
 def check_routing(

@@ -20,7 +20,7 @@ from tpformer.kernels.finish import Dropout, Finish
 from .autocast import autocast_dtype, cast_back, without_autocast
 from .autocast import cast as autocast_to
 from .dispatch import Dispatch, Sent, dispatch
-from .expert_operands import check_operands, check_options, check_routing, within
+from .expert_operands import ExpertWeights, check_operands, check_options, check_routing, within
 from .first_derivative import first_derivative, trace
 from .implementation import implementation
 from .norm import Norm, Normed, normalised, parameters, restored
@@ -33,19 +33,6 @@ from .transports.experts import experts_reduce, gather_experts, weight_gradient
 from .transports.interface import Transport
 from .uncompiled import uncompiled
 from .weight_gradients import Deferred
-
-
-class ExpertWeights(NamedTuple):
-    """The matrices of this rank's experts, and of its part of the shared expert, if there is one.
-
-    gate_up: (E, 2 F, H), the gate first; down: (E, H, F); shared_gate, shared_up: (F_s, H); shared_down: (H, F_s).
-    """
-
-    gate_up: Tensor
-    down: Tensor
-    shared_gate: Tensor | None = None
-    shared_up: Tensor | None = None
-    shared_down: Tensor | None = None
 
 
 class _Layout(NamedTuple):

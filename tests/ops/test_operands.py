@@ -1,0 +1,190 @@
+"""An operation has one meaning on all transports: with an operand made wrong in any way it is refused on all of them in
+one sentence, before anything is sent, or all give the same. So with names, and with parts of a vocabulary."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from testing import assert_kernel_close, on_every_rank
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+from wrong_operands import call, changed, variants
+
+from tpformer import ops
+from tpformer.kernels.rope.reference import rope_table
+from tpformer.ops.expert_operands import within
+
+TOKENS, K, N, F, T = 4, 8, 6, 4, 2  # of all ranks; a rank has half of the rows, features and experts
+Row = tuple[tuple, dict[str, Any]]
+
+
+def floats(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def where(transport: str) -> dict[str, Any]:
+    return {"group": dist.group.WORLD, "transport": transport}
+
+
+def column(transport: str) -> Row:
+    norm = ops.Norm("layernorm", floats(K), floats(K), 1e-5)
+    return (floats(2, K), [floats(3, K), floats(5, K)], [floats(3), floats(5)]), {"norm": norm, **where(transport)}
+
+
+def normed_column(transport: str) -> Row:
+    norm, x = ops.Norm("rmsnorm", floats(K), None, None), floats(2, K)
+    normed = ops.Normed(ops.norm(x, norm), None, x.square().mean(1, True).rsqrt())
+    return (x, floats(3, K)), {"norm": norm, "normed": normed, **where(transport)}
+
+
+def row(transport: str) -> Row:
+    drop = ops.Dropout(torch.arange(2) * N, 7, 0.5)
+    norm = ops.Norm("rmsnorm", floats(N), floats(N), 1e-5)
+    options = {"activation": "silu", "gate": floats(TOKENS, K), "residual": floats(2, N), "dropout": drop}
+    return (floats(TOKENS, K), floats(N, K), floats(N)), {**options, "next_norm": norm, **where(transport)}
+
+
+def experts(transport: str) -> Row:
+    from tpformer.ops.transport import column_request, open_transport
+
+    x, group = floats(2, K), dist.group.WORLD
+    opened = open_transport(column_request(2, K, F, x.dtype, x.device, group, True, transport))
+    shared = floats(3, K), floats(3, K), floats(K, 3)
+    routing = ops.Routing(torch.tensor([[0, 1], [1, 3], [0, 2], [2, 3]], dtype=torch.int32), floats(TOKENS, 2))
+    options = {"routing": routing, "n_experts": 4, "activation": "silu", "residual": floats(2, K)}
+    return (x, ops.ExpertWeights(floats(2, 2 * F, K), floats(2, K, F), *shared)), {
+        **options, "group": group, "transport": opened,
+    }  # fmt: skip
+
+
+LINEARS: dict[Callable, tuple[Callable[..., Any], ...]] = {
+    ops.column_linear: (column, normed_column), ops.row_linear: (row,), ops.experts: (experts,),
+}  # fmt: skip
+TARGETS = torch.tensor([0, 7, -100, 3])
+
+
+def vocab() -> ops.VocabSlice:
+    return ops.VocabSlice(4 * dist.get_rank(), 4, 8)
+
+
+def router() -> ops.Router:
+    balance = ops.Balance(0.1, 2, torch.tensor([0, 0, 1, 1]))
+    counted = torch.ones(TOKENS, dtype=torch.bool)
+    return ops.Router(ops.Policy(2), floats(4), torch.zeros(4, dtype=torch.int64), counted, balance)
+
+
+def rotated() -> Row:
+    return (
+        floats(TOKENS, 2, N),
+        floats(TOKENS, 1, N),
+        rope_table(5, N, 1e4, torch.float32, "cpu"),
+        torch.arange(4),
+    ), {}
+
+
+# those without a transport
+OTHERS: dict[Callable, Callable[[], Row]] = {
+    ops.norm: lambda: ((floats(TOKENS, K), ops.Norm("layernorm", floats(K), floats(K), None)), {}),
+    ops.activation: lambda: ((floats(TOKENS, K), "gelu", floats(TOKENS, K)), {}),
+    ops.dropout: lambda: ((floats(TOKENS, K), ops.Dropout(torch.arange(TOKENS) * K, 7, 0.5)), {}),
+    ops.rope: rotated,
+    ops.route: lambda: ((floats(2, K), floats(4, K), router()), {"group": dist.group.WORLD}),
+    ops.vocab_parallel_embedding: lambda: (
+        (torch.tensor([0, 7, 2, 5]), floats(4, K), vocab()), {"group": dist.group.WORLD}
+    ),
+    ops.vocab_parallel_cross_entropy: lambda: (
+        (floats(TOKENS, 4), TARGETS, vocab()), {"reduction": "mean", "group": dist.group.WORLD}
+    ),
+    ops.linear_cross_entropy: lambda: (
+        (floats(2, K), floats(4, K), TARGETS, vocab()), {"reduction": "sum", "group": dist.group.WORLD}
+    ),
+}  # fmt: skip
+
+
+@on_every_rank(2, pool="interpreted")
+def test_all_transports_refuse_the_same_or_give_the_same() -> None:
+    """After what was refused, a right call is right: nothing had begun."""
+    for operation, rows in LINEARS.items():
+        for make in rows:
+            expected = call(operation, make("sequential"))
+            every = [variants(partial(make, name), changed) for name in ("sequential", "pipelined", "fused")]
+            for (index, sequential), *others in zip(*every, strict=True):
+                given = sequential()
+                x, y = tree_flatten(given)[0][index], call(operation, given)
+                for _, other in others:
+                    found = call(operation, other())
+                    what = f"{make.__name__} {index} {getattr(x, 'shape', x)} {getattr(x, 'dtype', '')}"
+                    assert (found is None) == (y is None), what
+                    assert not isinstance(x, str) or found is None, what
+                    for a, b in zip(found or [], y or [], strict=True):
+                        assert_kernel_close(a.detach(), b.detach().double(), b.detach(), what)
+            for a, b in zip(call(operation, make("fused")), expected, strict=True):
+                assert_kernel_close(a.detach(), b.detach().double(), b.detach(), make.__name__)
+
+
+@on_every_rank(2)
+def test_other_operations_refuse_what_has_another_shape() -> None:
+    for operation, make in OTHERS.items():
+        assert call(operation, make()) is not None
+        for index, wrong in variants(make, changed):
+            given = wrong()
+            x, original = tree_flatten(given)[0][index], tree_flatten(make())[0][index]
+            alike = isinstance(x, Tensor) and x.shape == original.shape and not x.is_meta
+            first = operation in (ops.rope, ops.norm, ops.dropout)  # any heads, any rows, any columns
+            found = call(operation, given)
+            assert found is None or alike or first, f"{operation.__name__} {index} {getattr(x, 'shape', x)}"
+
+
+WHOLE = (floats(TOKENS, 8), floats(8, K))  # logits, and a table
+
+
+@on_every_rank(1, 2)
+def test_a_whole_vocabulary_with_a_slice_of_it_is_refused() -> None:
+    """Where one rank has all entries, the whole is its slice."""
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    width = 8 // ranks
+    own = ops.VocabSlice(width * dist.get_rank(), width, 8)
+    (logits, table), ids, x = WHOLE, TARGETS.clamp(min=0), floats(TOKENS // ranks, K)
+
+    def each(vocab: ops.VocabSlice, logits: Tensor, table: Tensor) -> list:
+        return [
+            call(ops.vocab_parallel_cross_entropy, ((logits, TARGETS, vocab), {"group": group})),
+            call(ops.linear_cross_entropy, ((x, table, TARGETS, vocab), {"group": group})),
+            call(ops.vocab_parallel_embedding, ((ids, table, vocab), {"group": group})),
+        ]
+
+    part = slice(own.first, own.first + width)
+    assert all(found is not None for found in each(own, logits[:, part], table[part]))
+    if ranks > 1:
+        assert each(own, logits, table) == [None] * 3
+    other = own._replace(first=own.first + width)  # the next rank's, or nobody's
+    assert each(other, logits[:, part], table[part]) == [None] * 3
+    half = ops.VocabSlice(width // 2 * dist.get_rank(), width // 2, 8)  # all slices are half of the vocabulary
+    assert each(half, logits[:, : width // 2], table[: width // 2]) == [None] * 3
+
+
+@pytest.mark.parametrize("index", [-1, 2, 7])
+def test_an_expert_that_does_not_exist(index: int) -> None:
+    """It is refused where that takes no wait. Elsewhere its token is NaN, and no other."""
+    matrices = ops.ExpertWeights(floats(2, 2 * F, K), floats(2, K, F))
+    routing = ops.Routing(torch.tensor([[0], [index], [1]], dtype=torch.int32), torch.ones(3, 1))
+    options = {"n_experts": 2, "activation": "silu"}
+    with pytest.raises(ValueError, match=r"experts span \[.*\], outside \[0, 1\]"):
+        ops.experts(floats(3, K), matrices, routing=routing, **options)
+    y, _ = ops.experts(floats(3, K), matrices, routing=within(routing, 2), **options)
+    assert y.isnan().any(1).tolist() == y.isnan().all(1).tolist() == [False, True, False]
+    right = routing._replace(experts=routing.experts.clamp(0, 1))
+    expected = ops.experts(floats(3, K), matrices, routing=right, **options)[0][::2]
+    assert_kernel_close(y[::2], expected.double(), expected, "the other tokens")
+    with pytest.raises(ValueError, match="matrices of 2 experts on each of 1 ranks, n_experts=3"):
+        ops.experts(floats(3, K), matrices, routing=right, **{**options, "n_experts": 3})
+
+
+@on_every_rank(2)
+def test_columns_that_are_not_this_rank_s_are_refused() -> None:
+    for columns in (1, 4, 6):
+        assert call(ops.gather_columns, ((floats(TOKENS, columns), 6, dist.group.WORLD), {})) is None
+    assert ops.gather_columns(floats(TOKENS, 3), 6, dist.group.WORLD).shape == (TOKENS, 6)
