@@ -290,8 +290,7 @@ def matmul_all_reduce(
               one fence. Programs without a tile of the last turn add, if its time is enough for that, else all
               (plan_sums). All programs are resident; `spare` SMs stay free
     Source:   one-shot and two-shot all-reduce of symmetric-memory recipes and Triton-distributed, own protocol
-    Errors:   ValueError if the channel's slots or flags are too small (matmul_all_reduce_space), or for a norm in
-              `finish`, which takes a pass of its own
+    Errors:   as matmul_reduce_scatter, with the sizes of matmul_all_reduce_space
     """
     served, world = channel.served, channel.world
     m, dtype = len(inputs[0]) // served, inputs[0].dtype

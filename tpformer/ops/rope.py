@@ -31,7 +31,7 @@ class RopeFunction(torch.autograd.Function):
 
 def _rotate(q: Tensor, k: Tensor, ctx: Any, inverse: bool = False) -> tuple[Tensor, Tensor]:
     rotate = implementation("rope", q).rope_rotate
-    rows = (x.reshape(-1, *x.shape[-2:]) for x in (q, k))
+    rows = (x.reshape(x.shape[:-2].numel(), *x.shape[-2:]) for x in (q, k))
     q_turned, k_turned = rotate(*rows, ctx.table, ctx.positions, ctx.interleaved, inverse)
     return q_turned.view(q.shape), k_turned.view(k.shape)
 
