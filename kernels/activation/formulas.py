@@ -53,7 +53,8 @@ def activate(x, KIND: tl.constexpr):
     """
     if KIND == "gelu":
         tail, _ = normal_tail(x)
-        x = x * tl.where(x < 0.0, tail, 1.0 - tail)
+        bounded = tl.maximum(-x, tl.minimum(x, FAR))  # |x|, but for large ones: inf times a tail of 0 would be NaN
+        x = tl.maximum(x, 0.0) - bounded * tail
     elif KIND == "gelu_tanh":
         x = x * sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * (x * x)))
     elif KIND == "silu":
