@@ -13,7 +13,7 @@ from testing import assert_identical, assert_kernel_close, on_every_rank
 
 from tpformer.distributed import all_gather, all_reduce, record_collectives, reduce_scatter, shared_memory
 from tpformer.distributed.groups import REGISTRY, backend_of, close, use_backend
-from tpformer.distributed.workspace import Collective, Workspace
+from tpformer.distributed.workspace import Workspace
 
 needs_shared = pytest.mark.skipif(not shared_memory.is_available(), reason="needs Linux with POSIX semaphores")
 BACKENDS = ("gloo", "shared") if shared_memory.is_available() else ("gloo",)
@@ -73,8 +73,8 @@ def test_back_to_back_with_delays() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     dice, exchange = random.Random(rank), Workspace.exchange
 
-    def delayed(space: Workspace, collective: Collective, nbytes: int) -> None:
-        exchange(space, collective, nbytes)
+    def delayed(space: Workspace, operation: str) -> None:
+        exchange(space, operation)
         if dice.random() < 0.1:
             time.sleep(dice.random() * 1e-3)
 
@@ -130,8 +130,8 @@ def test_the_recorder_counts_full_tensors_and_nothing_on_one_rank() -> None:
 @on_every_rank(2)
 def test_disagreeing_ranks_are_told() -> None:
     use_backend(dist.group.WORLD, "shared", timeout=5)
-    words = "different collectives: rank 0: all_gather of 16 bytes, rank 1: all_gather of 20 bytes"
-    with pytest.raises(RuntimeError, match=words):
+    words = "different calls: rank 0: all_gather of (4,) float32, rank 1: all_gather of (5,) float32; every rank"
+    with pytest.raises(RuntimeError, match=re.escape(words)):
         all_gather(torch.ones(4 + dist.get_rank()), dist.group.WORLD)
     close(dist.group.WORLD)  # it cannot go on
 

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from .groups import REGISTRY, CollectiveState, collective_state
-from .workspace import Collective
 
 # torch 2.13 renamed these two; both take (output, input, group=None, async_op=False).
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,16 +26,16 @@ TWO_SHOT_BYTES = 1 << 19  # measured on 4 CPU ranks: float32 breaks even at 0.5 
 
 
 class Reduction(NamedTuple):
-    """One `op` of all_reduce: the function of two tensors, torch.distributed's name for it, and what ranks agree on."""
+    """One `op` of all_reduce: the function of two tensors, torch.distributed's name for it, and ours in messages."""
 
     function: Callable[..., torch.Tensor]
     torch_op: dist.ReduceOp.RedOpType
-    collective: Collective
+    name: str
 
 
 REDUCTIONS = {
-    "sum": Reduction(torch.add, dist.ReduceOp.SUM, Collective.ALL_REDUCE_SUM),
-    "max": Reduction(torch.maximum, dist.ReduceOp.MAX, Collective.ALL_REDUCE_MAX),
+    "sum": Reduction(torch.add, dist.ReduceOp.SUM, "all_reduce_sum"),
+    "max": Reduction(torch.maximum, dist.ReduceOp.MAX, "all_reduce_max"),
 }
 
 
@@ -45,29 +44,31 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor
 
     All ranks pass equal shapes. Without a group, or with one of one rank, x itself is returned. Not differentiable.
     Communicates: one all-gather; each rank receives (ranks - 1) * x.nbytes.
-    Raises ValueError for a 0-dimensional x; RuntimeError (shared memory) if shapes differ between ranks.
+    Raises ValueError for a 0-dimensional x; RuntimeError (shared memory) if ranks differ in operation, shape or dtype.
     """
     if group is None or (state := collective_state(group)).size == 1:
         return x
     if x.dim() == 0:
         raise ValueError("all_gather concatenates along dim 0, which a 0-dimensional tensor lacks: use x.reshape(1)")
-    flat = x.detach().reshape(-1)
-    nbytes = flat.numel() * x.dtype.itemsize
-    record("all_gather", nbytes * state.size)
+    x = x.detach()
+    record("all_gather", x.nbytes * state.size)
     shape = (x.shape[0] * state.size, *x.shape[1:])
     if not (state.shared and x.is_cpu):
         output = x.new_empty(shape)
-        all_gather_single(output, flat.view(x.shape), group=group)
+        all_gather_single(output, x.contiguous(), group=group)
         return output
-    return gather_shared(flat, group, state).resize_(shape)
+    return gather_shared(x, group, state).resize_(shape)
 
 
-def gather_shared(flat: torch.Tensor, group: dist.ProcessGroup, state: CollectiveState) -> torch.Tensor:
-    """all_gather of a flat CPU tensor through shared memory. It is in no record of collectives."""
-    slots = state.gather.slots(group, flat.numel(), flat.dtype, 1)
+def gather_shared(x: torch.Tensor, group: dist.ProcessGroup, state: CollectiveState) -> torch.Tensor:
+    """all_gather of a CPU tensor through shared memory; the result is flat. It is in no record of collectives."""
+    flat = x.reshape(-1)
+    slots = state.gather.slots(group, "all_gather", x, 1)
     slots[state.rank][0].copy_(flat)
-    state.gather.exchange(Collective.ALL_GATHER, flat.nbytes)
-    return torch.cat(from_all_ranks(slots, 0, flat, state))
+    state.gather.exchange("all_gather")
+    gathered = torch.cat(from_all_ranks(slots, 0, flat, state))
+    state.gather.end()
+    return gathered
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -76,7 +77,8 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Te
     All ranks pass equal shapes. Without a group, or with one of one rank, x itself is returned. Not differentiable.
     Through shared memory the sum runs in rank order, floating point in at least float32: deterministic.
     Communicates: one reduce-scatter; each rank receives (ranks - 1) / ranks * x.nbytes.
-    Raises ValueError if the ranks do not divide dim 0; RuntimeError (shared memory) if shapes differ between ranks.
+    Raises ValueError if the ranks do not divide dim 0; RuntimeError (shared memory) if ranks differ in operation, shape
+    or dtype.
     """
     if group is None or (state := collective_state(group)).size == 1:
         return x
@@ -90,8 +92,10 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Te
         output = x.new_empty(shape)
         reduce_scatter_single(output, flat.view(x.shape), group=group)
         return output
-    slots = state.reduce.slots(group, flat.numel(), x.dtype, size)
-    return reduce_own_part(slots, flat, state, Collective.REDUCE_SCATTER, nbytes, torch.add).resize_(shape)
+    slots = state.reduce.slots(group, "reduce_scatter", x, size)
+    reduced = reduce_own_part(slots, flat, state, "reduce_scatter", torch.add)
+    state.reduce.end()
+    return reduced.resize_(shape)
 
 
 def check_divisible(rows: int | None, size: int) -> None:
@@ -110,11 +114,11 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None, op: str = "sum"
     Through shared memory the sum runs in rank order, floating point in at least float32: the same bits on all ranks.
     Communicates: one all-reduce; each rank receives (ranks - 1) * x.nbytes (one-shot: 2 ranks, or below 512 KiB),
     else 2 * (ranks - 1) / ranks * x.nbytes (two-shot).
-    Raises ValueError for an unknown op; RuntimeError (shared memory) if shapes differ between ranks.
+    Raises ValueError for an unknown op; RuntimeError (shared memory) if ranks differ in operation, shape or dtype.
     """
     if op not in REDUCTIONS:
         raise ValueError(f"all_reduce knows the ops {tuple(REDUCTIONS)}, not {op!r}")
-    function, torch_op, collective = REDUCTIONS[op]
+    function, torch_op, name = REDUCTIONS[op]
     if group is None or (state := collective_state(group)).size == 1:
         return x
     flat = x.detach().reshape(-1)
@@ -125,26 +129,28 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None, op: str = "sum"
         dist.all_reduce(output, torch_op, group=group)
         return output
     if state.size == 2 or nbytes < TWO_SHOT_BYTES:  # at 2 ranks one-shot moves as much, and signals only once
-        slots = state.reduce.slots(group, flat.numel(), x.dtype, 1)
+        slots = state.reduce.slots(group, name, x, 1)
         slots[state.rank][0].copy_(flat)
-        state.reduce.exchange(collective, nbytes)
-        return combine(from_all_ranks(slots, 0, flat, state), function).resize_(x.shape)
-    slots = state.reduce.slots(group, flat.numel(), x.dtype, state.size)
-    reduced = reduce_own_part(slots, flat, state, collective, nbytes, function)
-    # Nobody reads a rank's own part of its own slot before the second exchange, so the result can be written there.
-    slots[state.rank][state.rank].copy_(reduced)
-    state.reduce.exchange(collective, nbytes)
-    parts = [slot[rank] for rank, slot in enumerate(slots)]
-    parts[state.rank] = reduced
-    return torch.cat(parts).resize_(x.shape)
+        state.reduce.exchange(name)
+        reduced = combine(from_all_ranks(slots, 0, flat, state), function)
+    else:
+        slots = state.reduce.slots(group, name, x, state.size)
+        part = reduce_own_part(slots, flat, state, name, function)
+        # Nobody reads a rank's own part of its own slot before the second exchange, so the result can be written there.
+        slots[state.rank][state.rank].copy_(part)
+        state.reduce.exchange(name)
+        parts = [slot[rank] for rank, slot in enumerate(slots)]
+        parts[state.rank] = part
+        reduced = torch.cat(parts)
+    state.reduce.end()
+    return reduced.resize_(x.shape)
 
 
 def reduce_own_part(
     slots: list[list[torch.Tensor]],
     flat: torch.Tensor,
     state: CollectiveState,
-    collective: Collective,
-    nbytes: int,
+    name: str,
     function: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
     """Publish the parts of `flat` that other ranks reduce, and return the reduced part of this rank, a new tensor."""
@@ -153,7 +159,7 @@ def reduce_own_part(
     for index, part in enumerate(parts):
         if index != rank:
             slots[rank][index].copy_(part)
-    state.reduce.exchange(collective, nbytes)
+    state.reduce.exchange(name)
     return combine(from_all_ranks(slots, rank, parts[rank], state), function)
 
 

@@ -11,13 +11,15 @@ import os
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .calls import Calls
 from .kernel_workspace import KernelState, KernelWorkspace, check_current_device, indexed
 from .listeners import Listeners
-from .shared_memory import TIMEOUT_SECONDS, torch_backend, why_not_shared
+from .shared_memory import TIMEOUT_SECONDS, SharedMemory, torch_backend, why_not_one_host, why_not_shared
 from .sizes import PAGE
 from .symmetric import allocate, why_not_symmetric
 from .workspace import Workspace
@@ -47,6 +49,7 @@ class Registry:
     kernels: weakref.WeakKeyDictionary[dist.ProcessGroup, KernelState] = field(
         default_factory=weakref.WeakKeyDictionary
     )
+    calls: weakref.WeakKeyDictionary[dist.ProcessGroup, Calls | None] = field(default_factory=weakref.WeakKeyDictionary)
     hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -61,6 +64,43 @@ class Registry:
 REGISTRY = Registry()
 
 
+class Inherited(weakref.WeakKeyDictionary):
+    """What a forked child has in place of a registry's dict: it refuses the parent's groups.
+
+    A child that took part would be taken for its parent. One that has left the parent's world has groups of its own.
+    """
+
+    def __init__(self, parents: object) -> None:
+        super().__init__()
+        self.parents = parents  # kept, because memory of the parent must not be freed here
+        self.world = dist.group.WORLD
+
+    def __getitem__(self, group: dist.ProcessGroup) -> Any:
+        self._refuse()
+        return super().__getitem__(group)
+
+    def get(self, group: dist.ProcessGroup, default: Any = None) -> Any:
+        self._refuse()
+        return super().get(group, default)
+
+    def _refuse(self) -> None:
+        if self.world is dist.group.WORLD:
+            raise RuntimeError(
+                "this process was forked from a rank, and the group is its parent's: call the operation there, or "
+                "destroy the process group here and make another one"
+            )
+
+
+def refuse_groups_of_parent() -> None:
+    """In a child that was forked from a rank."""
+    if dist.is_initialized():
+        for name in ("collectives", "kernels", "calls", "hosts"):
+            setattr(REGISTRY, name, Inherited(getattr(REGISTRY, name)))
+
+
+os.register_at_fork(after_in_child=refuse_groups_of_parent)
+
+
 def collective_state(group: dist.ProcessGroup) -> CollectiveState:
     """The state of the group's CPU collectives; made at first use by an all-gather of a small object."""
     state = REGISTRY.collectives.get(group)
@@ -72,7 +112,8 @@ def collective_state(group: dist.ProcessGroup) -> CollectiveState:
 
 def register(group: dist.ProcessGroup, shared: bool, timeout: float) -> CollectiveState:
     """Give the group a new state: with two empty workspaces, whose operations wait `timeout` seconds."""
-    state = CollectiveState(group.rank(), group.size(), shared, Workspace(timeout), Workspace(timeout))
+    calls = calls_of(group) if shared else None
+    state = CollectiveState(group.rank(), group.size(), shared, Workspace(timeout, calls), Workspace(timeout, calls))
     REGISTRY.collectives[group] = state
     return state
 
@@ -90,6 +131,7 @@ def use_backend(group: dist.ProcessGroup, backend: str, timeout: float = TIMEOUT
         reason = why_not_shared(group)
         if reason is not None:
             raise RuntimeError(f'the shared backend cannot serve this group: {reason}; use backend="gloo"')
+    REGISTRY.calls.pop(group, None)
     register(group, backend == "shared", timeout)
 
 
@@ -105,8 +147,28 @@ def backend_of(group: dist.ProcessGroup, device_type: str = "cpu") -> str:
 
 def close(group: dist.ProcessGroup) -> None:
     """Forget the group and free its workspaces; destroying the process group does the same. Not collective."""
-    REGISTRY.collectives.pop(group, None)
-    REGISTRY.kernels.pop(group, None)
+    for states in (REGISTRY.collectives, REGISTRY.kernels, REGISTRY.calls):
+        states.pop(group, None)
+
+
+def calls_of(group: dist.ProcessGroup) -> Calls | None:
+    """What the group's ranks call, by which they see whether they agree; None where nobody compares.
+
+    That is for one rank, for a dry run's group, and for ranks that cannot map one another's memory, as those of several
+    hosts. Collective over the group at its first use, outside of CUDA-graph capture: small objects.
+    """
+    try:
+        return REGISTRY.calls[group]
+    except KeyError:
+        pass
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return None
+    calls = None
+    if group.size() > 1 and torch_backend(group, "cpu") != "fake" and why_not_one_host(group) is None:
+        ranks = dist.get_process_group_ranks(group)
+        calls = Calls(SharedMemory(Calls.nbytes(), group), ranks)
+    REGISTRY.calls[group] = calls
+    return calls
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
@@ -114,7 +176,7 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
 
     None for a group of a dry run, which has no other ranks. Collective over the group at first use.
     """
-    if group not in REGISTRY.hosts and torch_backend(group, "cpu") != "fake":
+    if REGISTRY.hosts.get(group) is None and torch_backend(group, "cpu") != "fake":
         ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=REGISTRY.timeout)
         REGISTRY.hosts[group] = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
     return REGISTRY.hosts.get(group)
@@ -154,6 +216,7 @@ def kernel_workspace(group: dist.ProcessGroup, kind: str, device: torch.device, 
         reason = why_no_kernels(group, device)
         if reason is not None:
             raise RuntimeError(f"fused kernels cannot run for this group: {reason}")
+        state.calls = calls_of(group)
         workspace = state.workspaces[kind, device] = KernelWorkspace(group, state, kind, device, epoch)
     return workspace
 
@@ -221,13 +284,18 @@ def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
 
 
 def check_all(step: int | None = None) -> None:
-    """Raise HangError if a wait of any group has expired; no synchronisation, no communication.
+    """Raise HangError if a wait of any group has expired, or if a fused operation of it was begun and has not ended.
 
+    RuntimeError if the ranks of a group are known to have made different calls. No synchronisation, no communication.
     step: reports name it for operations that begin from now on. The trainer calls this once a step.
     """
     states = list(REGISTRY.kernels.values())
     for state in states:
         state.check()
+        state.check_ended()
+    for calls in list(REGISTRY.calls.values()):
+        if calls is not None:
+            calls.check()
     if step is not None:
         REGISTRY.step = step
         for state in states:

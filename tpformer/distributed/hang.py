@@ -25,7 +25,10 @@ LIBRARIES = (PACKAGE, TORCH, contextlib.__file__, "<frozen", "<eval_with_key>")
 
 
 class HangError(RuntimeError):
-    """A rank waited for a peer in vain. The group's fused operations cannot be used from then on."""
+    """A rank waited for a peer in vain, or lets its peers do so, because it has left an operation that it had begun.
+
+    The group's fused operations cannot be used from then on.
+    """
 
 
 class Operation(NamedTuple):
@@ -53,9 +56,11 @@ class Ring:
     def __init__(self, size: int = RING_SIZE) -> None:
         self.operations: deque[Operation] = deque(maxlen=size)
 
-    def note(self, step: int | None, kind: str, name: str, epoch: int | None) -> None:
+    def note(self, step: int | None, kind: str, name: str, epoch: int | None) -> Operation:
         """Add an operation that begins now."""
-        self.operations.append(Operation(step, kind, name, epoch, *user_line(), time.monotonic()))
+        operation = Operation(step, kind, name, epoch, *user_line(), time.monotonic())
+        self.operations.append(operation)
+        return operation
 
     def find(self, kind: str, epoch: int) -> Operation | None:
         """The newest operation of that kind and epoch; None if it was too long ago, or if a CUDA graph replayed it."""

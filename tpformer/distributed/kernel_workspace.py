@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from .hang import Expired, HangError, Ring, describe
+from .calls import Calls
+from .hang import Expired, HangError, Operation, Ring, describe
 from .shared_memory import gather_objects
 from .sizes import PAGE, power_of_two, round_up, slot_bytes
 from .symmetric import OVERLAPPING, SymmetricMemory, allocate
@@ -63,6 +64,7 @@ class KernelWorkspace:
             self._epoch = torch.full((1,), epoch, dtype=torch.int32, device=device)
             self._stopped = torch.zeros(1, 2, dtype=torch.int32, device=device)
             self._error = torch.zeros(1, ERROR_WORDS.value, dtype=torch.int32, device="cpu", pin_memory=on_cuda)
+        self._open: Operation | None = None  # begun, and not yet ended
         self._words = memoryview(self._error.numpy()[0])  # host memory, read without synchronisation or dispatch
         self._copy_stream = torch.cuda.Stream(device) if on_cuda else None
         self._copying = False
@@ -95,15 +97,31 @@ class KernelWorkspace:
     def _capturing(self) -> bool:
         return self.on_cuda and torch.cuda.is_current_stream_capturing()
 
-    def begin(self, operation: str, nbytes: int, flags: int) -> Channel:
-        """Begin the next operation: moves the epoch on the current stream. Launch the operation's kernel there next.
+    def begin(
+        self,
+        operation: str,
+        nbytes: int,
+        flags: int,
+        shape: tuple[int, ...] | None = None,
+        dtype: torch.dtype = torch.uint8,
+    ) -> Channel:
+        """Begin the next operation: moves the epoch on the current stream. Launch the operation's kernel there next,
+        and `end` it. Whatever can raise comes before: peers wait for an operation that was begun, so if it does not
+        come to its end, it is the group's last one.
 
         nbytes: what a rank's slot must hold, from all writers together. flags: how many flags each writer sets. Both
         are equal on all ranks. Collective over the group if one of them exceeds what earlier operations needed.
-        Raises HangError if a peer did not come to an earlier operation; RuntimeError if the memory would have to grow
-        under CUDA-graph capture, or if it grows and the ranks began different operations.
+        shape, dtype: of what a rank sends or receives, equal on all ranks, for messages; by default the slot's bytes.
+        Raises HangError if a peer did not come to an earlier operation, or if an earlier one has not ended here;
+        RuntimeError if the memory would have to grow under CUDA-graph capture, or if the ranks began different
+        operations, shapes or dtypes.
         """
         self.state.check()
+        if self._open is not None:
+            self.check_ended()
+        call = 0
+        if self.state.calls is not None:
+            call = self.state.calls.note((operation, (nbytes,) if shape is None else shape, dtype))
         capturing = self._capturing()
         aged = wrap(self.epoch - self._born) >= FLAG_AGE
         if self._channel is None or nbytes > self.capacity or flags > self.writer_flags or aged:
@@ -113,10 +131,13 @@ class KernelWorkspace:
                     f"{self.capacity} and {self.writer_flags}, and it cannot grow while a CUDA graph is captured: run "
                     "the operation once outside of the capture, with its largest size"
                 )
+            if self.state.calls is not None:
+                self.state.calls.meet(call, self.state.timeout)
             self._grow(operation, nbytes, flags)
         self.captured |= capturing
         self.epoch = wrap(self.epoch + 1)
-        self.state.ring.note(self.state.step, self.kind, operation, None if self.captured else self.epoch)
+        epoch = None if self.captured else self.epoch
+        self._open = self.state.ring.note(self.state.step, self.kind, operation, epoch)
         assert self._channel is not None
         self._bump(self._channel)
         return self._channel
@@ -238,18 +259,27 @@ class KernelWorkspace:
         return self._targets[key]
 
     def join(self) -> None:
-        """Make the current stream wait for the copies: at the end of an operation, before its input may be reused.
-
-        It does nothing if there were no copies: a stream under capture must not wait for one that is not.
+        """The operation's kernel has been launched: the current stream waits for the copies, if there were any, before
+        its input may be reused. A stream under capture must not wait for one that is not.
         """
         if self._copy_stream is not None and self._copying:
             torch.cuda.current_stream(self.device).wait_stream(self._copy_stream)
-        self._copying = False
+        self._copying, self._open = False, None
 
     def end(self) -> None:
-        """End a gather whose kernel has been launched: `join`, then `check`."""
+        """End an operation whose kernel has been launched: `join`, and HangError if a wait of the group has expired in
+        a kernel that has finished; no synchronisation."""
         self.join()
         self.state.check()
+
+    def check_ended(self) -> None:
+        """HangError, from now on for all operations of the group, if an operation was begun and has not ended."""
+        if self._open is not None:
+            self.state.fail(
+                f"rank {self.rank} (global rank {self.state.global_ranks[self.rank]}) began {self._open.name} at "
+                f"{self._open.place} and has not ended it, because of an exception, a gather that nobody waited for, "
+                f"or another thread: the group's fused operations cannot go on, restart from the last checkpoint"
+            )
 
     def expired(self) -> Expired | None:
         """What the error word says, without synchronisation: a kernel that still runs may set it later."""
@@ -257,10 +287,6 @@ class KernelWorkspace:
             return None
         _, peer, seen, wanted = self._words
         return Expired(self.kind, self.rank, peer, seen, wanted, self.limit, self.state.timeout)
-
-    def check(self) -> None:
-        """Raise HangError if a wait of this group has expired in a kernel that has finished; no synchronisation."""
-        self.state.check()
 
     def update_limit(self) -> None:
         """Let kernels that are launched from now on wait as long as the group's timeout says."""
@@ -282,19 +308,32 @@ class KernelState:
     copied_flags: dict[torch.device, str | None] = field(default_factory=dict)
     """SymmetricMemory.copied_flags of the devices on which memory was allocated."""
     workspaces: dict[tuple[str, torch.device], KernelWorkspace] = field(default_factory=dict)
+    calls: Calls | None = None
+    """Where ranks see whether they agree, if they can (groups.calls_of)."""
     report: str | None = None
     """The first HangError's message; every later check raises it again."""
 
     def check(self) -> None:
         """Raise HangError if a wait in one of the group's workspaces has expired."""
-        if self.report is None:
-            for workspace in self.workspaces.values():
-                expired = workspace.expired()
-                if expired is not None:
-                    self.report = describe(expired, self.ring, self.global_ranks)
-                    break
         if self.report is not None:
             raise HangError(self.report)
+        for workspace in self.workspaces.values():
+            expired = workspace.expired()
+            if expired is not None:
+                known = self.calls and self.calls.found()
+                self.fail(describe(expired, self.ring, self.global_ranks) + (f"\n{known}" if known else ""))
+
+    def fail(self, report: str) -> None:
+        """Raise HangError, now and in all later operations. Peers of this host hear its first line in a later call."""
+        self.report = report
+        if self.calls is not None:
+            self.calls.fail(report.partition("\n")[0])
+        raise HangError(report)
+
+    def check_ended(self) -> None:
+        """HangError if an operation was begun in one of the group's workspaces and has not ended."""
+        for workspace in self.workspaces.values():
+            workspace.check_ended()
 
 
 @functools.cache

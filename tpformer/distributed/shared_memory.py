@@ -11,7 +11,7 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -89,8 +89,11 @@ def why_not_shared(group: dist.ProcessGroup) -> str | None:
     Collective over the group if its CPU backend is gloo: one all-gather of a small object.
     """
     backend = torch_backend(group, "cpu")
-    if backend != "gloo":
-        return f"the group's CPU backend is {backend}, not gloo"
+    return why_not_one_host(group) if backend == "gloo" else f"the group's CPU backend is {backend}, not gloo"
+
+
+def why_not_one_host(group: dist.ProcessGroup) -> str | None:
+    """Why the group's ranks cannot map one another's memory, None if they can. Collective: as above."""
     keys = gather_objects(host_key() if is_available() else None, group)
     if None in keys:
         return f"rank {keys.index(None)} does not run Linux with POSIX semaphores"
@@ -132,6 +135,8 @@ class SharedMemory:
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         self._waits = [0] * self.size
         self._failure: str | None = None
+        self.look: Callable[[], None] = lambda: None
+        """What a wait calls each MAXIMUM_SLEEP. It raises if there is no use in waiting on."""
 
     def _semaphore(self, receiver: int, sender: int) -> int:
         return (receiver * self.size + sender) * SEMAPHORE_BYTES
@@ -229,6 +234,7 @@ class SharedMemory:
             until = time.time() + min(left, MAXIMUM_SLEEP)
             if self._timedwait(self._incoming[src_rank], Timespec(int(until), int(until % 1 * 1e9))) == 0:
                 return  # otherwise: this piece of time is over, or a signal handler ran
+            self.look()
         self._failure = (
             f"rank {self.rank} of {self.size} waited {self.timeout} s for rank {src_rank} in {operation} "
             f"(wait {self._waits[src_rank] + 1} for that rank)"
@@ -245,10 +251,6 @@ class SharedMemory:
             self._post(self._outgoing[peer])
         for peer in self._peers:
             self._wait(peer, operation)
-
-    def fail(self, reason: str) -> None:
-        """Make every later wait raise, because the ranks no longer agree on what comes next."""
-        self._failure = reason
 
     def barrier(self) -> None:
         """No rank returns before every rank of the group has called this."""

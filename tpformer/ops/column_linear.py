@@ -14,6 +14,7 @@ from tpformer.kernels.norm.reference import check_operands as check_norm
 from tpformer.kernels.operands import require
 
 from .autocast import autocast_dtype, cast, cast_back
+from .calls import called
 from .first_derivative import first_derivative
 from .implementation import implementation
 from .norm import Norm, Normed, normalised, parameters, restored
@@ -177,7 +178,9 @@ def column_linear(
         request = column_request(len(rows), rows.shape[1], n, rows.dtype, x.device, group, sequence_parallel, transport)
         transport = open_transport(request)
     layout = _Layout(transport, sequence_parallel, norm, carry and autocast is None, deferred)
-    outputs = ColumnLinearFunction.apply(rows, *parameters(norm), layout, normed, *weights, *biases)
+    shared = parameters(norm)
+    called(transport.group, "column_linear", rows.shape, rows.dtype, sequence_parallel, (rows, *shared), weights)
+    outputs = ColumnLinearFunction.apply(rows, *shared, layout, normed, *weights, *biases)
     if autocast is not None and carry:
         outputs = (*outputs, x)
     if x.dim() != 2:

@@ -16,7 +16,8 @@ from tpformer.kernels.cross_entropy.reference import IGNORE_INDEX, LossTerms, Vo
 from tpformer.kernels.operands import FLOATS, require
 
 from .autocast import autocast_dtype, cast
-from .embedding import check_ids, check_slice
+from .calls import called
+from .embedding import check_ids, check_slice, of_slices
 from .first_derivative import first_derivative, trace
 from .implementation import implementation
 from .norm import Norm, parameters, restored
@@ -143,6 +144,8 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"reduction={reduction!r} is none of {REDUCTIONS}: choose one")
     terms = loss_terms(ignore_index, label_smoothing, z_loss)
     check_shapes(logits, len(logits), logits.shape[-1], targets, vocab, ignore_index, group)
+    agreed = of_slices(vocab), terms
+    called(group, "vocab_parallel_cross_entropy", targets.shape, logits.dtype, True, (), (), *agreed)
     losses = VocabParallelCrossEntropyFunction.apply(logits, targets, vocab, terms, group, in_place)
     return reduced(losses, targets, ignore_index, reduction)
 
@@ -313,6 +316,8 @@ def linear_cross_entropy(
         memory = torch.cuda.get_device_properties(x.device).total_memory if x.is_cuda else GPU_MEMORY
         chunk_tokens = default_chunk_tokens(vocab, x.device.type, memory)
     head = _Head(vocab, terms, group, sequence_parallel, norm, chunk_tokens, torch.is_grad_enabled())
+    agreed = of_slices(vocab), terms, f"{chunk_tokens} tokens at once"
+    called(group, "linear_cross_entropy", x.shape, x.dtype, True, (x, *parameters(norm)), (weight,), *agreed)
     traces = trace(x), trace(weight)  # neither is saved, and a second derivative has to be refused
     total = LinearCrossEntropyFunction.apply(x, weight, *parameters(norm), targets, head, *traces)
     return reduced(total, targets, ignore_index, reduction)

@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 from tpformer.kernels.cross_entropy.reference import VocabSlice
 from tpformer.kernels.operands import FLOATS, INTEGERS, require, require_within
 
+from .calls import called
 from .sequence import reduce_rows
 from .uncompiled import uncompiled
 
@@ -29,8 +30,8 @@ def check_slice(what: str, held: int, vocab: VocabSlice, group: ProcessGroup | N
     first, width, entries = vocab
     if first != rank * width or width * ranks < entries:
         raise ValueError(
-            f"{vocab} on rank {rank} of {ranks}: give VocabSlice(rank * width, width, {entries}), one width for all "
-            f"ranks, of which ranks * width are at least {entries}"
+            f"{vocab} on rank {rank} of {ranks}: slices of one width cover the vocabulary in the order of ranks, so "
+            f"give a width of at least {-(-entries // ranks)} and first = rank * width"
         )
     if not vocab.valid <= held <= width:
         raise ValueError(
@@ -42,6 +43,11 @@ def check_slice(what: str, held: int, vocab: VocabSlice, group: ProcessGroup | N
 def absent(ids: Tensor, vocab: VocabSlice) -> Tensor:
     """(tokens, 1) bool: which ids lie outside the whole vocabulary."""
     return ((ids < 0) | (ids >= vocab.entries))[:, None]
+
+
+def of_slices(vocab: VocabSlice) -> str:
+    """What of a slice is equal on all ranks."""
+    return f"{vocab.entries} entries in slices of {vocab.width}"
 
 
 @uncompiled
@@ -75,6 +81,8 @@ def vocab_parallel_embedding(
     if group is None or group.size() == 1:
         rows = F.embedding(ids, weight, padding_idx)
         return rows.masked_fill(absent(ids, vocab), torch.nan) if ids.is_cuda and vocab.valid < len(weight) else rows
+    shape = (len(ids), weight.shape[1])
+    called(group, "vocab_parallel_embedding", shape, weight.dtype, True, (), (), of_slices(vocab))
     own = None if padding_idx is None or not 0 <= padding_idx - vocab.first < vocab.valid else padding_idx - vocab.first
     local = ids - vocab.first
     elsewhere = (local < 0) | (local >= vocab.valid)

@@ -19,6 +19,7 @@ from tpformer.kernels.finish import Dropout, Finish
 
 from .autocast import autocast_dtype, cast_back, without_autocast
 from .autocast import cast as autocast_to
+from .calls import called
 from .dispatch import Dispatch, Sent, dispatch
 from .expert_operands import ExpertWeights, check_operands, check_options, check_routing, within
 from .first_derivative import first_derivative, trace
@@ -343,6 +344,8 @@ def experts(
     )  # fmt: skip
     weights = None if routing is None else routing.weights.to(wide(rows.dtype))
     tensors = (rows, *parameters(norm), normed, inside, router_weight, weights)
+    needing = (rows, *parameters(norm), router_weight, weights), matrices
+    called(group, "experts", rows.shape, rows.dtype, True, *needing, f"{n_experts} experts")
     with without_autocast(x):
         y, loss = ExpertsFunction.apply(*tensors, layout, *matrices)
     return (y if autocast is None or added is None else added + y), loss

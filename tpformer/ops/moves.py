@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import record
 
+from .calls import called
 from .first_derivative import first_derivative
 from .uncompiled import uncompiled
 
@@ -99,4 +100,5 @@ def move_rows(x: Tensor, moves: Moves, group: ProcessGroup) -> Tensor:
     Communication, per rank: an all-to-all of the bytes of the rows that it sends, forward, and of those that it wants,
     backward.
     """
+    called(group, "move_rows", x.shape[1:], x.dtype, True, (x,))
     return _MoveRows.apply(x, moves, group)

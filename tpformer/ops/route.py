@@ -17,6 +17,7 @@ from tpformer.kernels.operands import FLOATS, require
 from tpformer.kernels.route.reference import Policy, check_policy
 
 from .autocast import without_autocast
+from .calls import called
 from .first_derivative import first_derivative
 from .implementation import implementation
 from .recompute import once
@@ -228,6 +229,7 @@ def route(
              shapes or dtypes, or on another device.
     Source:  kernels/route/reference.py
     """
+    called(group, "route", x.shape, x.dtype, sequence_parallel)
     with without_autocast(x):
         weights, experts, loss = RouteFunction.apply(x, weight, router, group, sequence_parallel)
     return Routing(experts, weights), loss

@@ -13,6 +13,7 @@ from tpformer.kernels.norm.reference import NORMS
 from tpformer.kernels.operands import FLOATS, require, require_known
 
 from .autocast import autocast_dtype, cast, cast_back
+from .calls import SCATTERED, called
 from .first_derivative import first_derivative
 from .implementation import implementation
 from .norm import Norm, Normed
@@ -205,6 +206,8 @@ def row_linear(
         request = row_request(len(rows), k, n, rows.dtype, x.device, group, sequence_parallel, transport)
         transport = open_transport(request)
     layout = _Layout(transport, sequence_parallel, activation, dropout, ends_region and running_again(), deferred)
+    needing = ((rows, gate), (weight,), SCATTERED) if sequence_parallel else ()
+    called(transport.group, "row_linear", (len(rows), len(weight)), rows.dtype, True, *needing)
     inside = added if autocast is None else None
     result = RowLinearFunction.apply(rows, gate, weight, bias, inside, next_norm, layout)
     y, *normed = (result,) if next_norm is None else result

@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from tpformer.kernels.operands import require
 
+from .calls import SCATTERED, called
 from .first_derivative import first_derivative
 from .uncompiled import uncompiled
 
@@ -141,6 +142,7 @@ def reduce_rows(x: Tensor, group: ProcessGroup | None, sequence_parallel: bool =
     Communication, per rank, B = tokens * N * itemsize: forward reduce-scatter B, backward all-gather B; without
     sequence_parallel forward all-reduce B, backward none.
     """
+    called(group, "reduce_rows", x.shape, x.dtype, True, *(((x,), (), SCATTERED) if sequence_parallel else ()))
     return x if group is None else _ReduceRows.apply(x, group, sequence_parallel)
 
 
@@ -158,6 +160,7 @@ def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
             f"{len(x)} tokens cannot be split over {group.size()} tensor-parallel ranks: "
             f"pad batch * seq_length to a multiple of {group.size()}"
         )
+    called(group, "scatter_rows", x.shape, x.dtype, False, (x,))
     return _ScatterRows.apply(x, group)
 
 
@@ -168,6 +171,7 @@ def gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
     Communication, per rank: forward all-gather of tokens * N * itemsize bytes; backward none, because the gradient is
     equal on all ranks and each keeps its rows of it.
     """
+    called(group, "gather_rows", x.shape, x.dtype, True)
     return x if group is None else _GatherRows.apply(x, group)
 
 
@@ -178,6 +182,7 @@ def take_columns(x: Tensor, columns: slice, group: ProcessGroup | None) -> Tenso
     The gradient of x is equal on all ranks: each column's is the sum over the ranks that took it.
     Communication, per rank: forward none; backward all-reduce of tokens * N * itemsize bytes.
     """
+    called(group, "take_columns", x.shape, x.dtype, False, (x,))
     return x[:, columns] if group is None else _TakeColumns.apply(x, columns, group)
 
 
@@ -193,6 +198,7 @@ def gather_columns(x: Tensor, n: int, group: ProcessGroup | None) -> Tensor:
     width = -(-n // group.size())
     own = max(0, min(width, n - group.rank() * width))
     require("gather_columns", x, ("x", x, (x.shape[0], own), (x.dtype,)))
+    called(group, "gather_columns", (len(x), n), x.dtype, True)
     return _GatherColumns.apply(x, n, group)
 
 
@@ -203,4 +209,5 @@ def sum_gradient(x: Tensor, group: ProcessGroup | None) -> Tensor:
     The gradient of x is the sum of all ranks' gradients, equal on all ranks.
     Communication, per rank: forward none; backward all-reduce of x's bytes.
     """
+    called(group, "sum_gradient", x.shape, x.dtype, False, (x,))
     return x if group is None else _SumGradient.apply(x, group)

@@ -60,7 +60,8 @@ class Fused:
         record("all_gather", world * x.nbytes)
         workspace = kernel_workspace(self.group, "gather", x.device)
         rows, k = x.shape
-        channel = workspace.begin(operation, *all_gather_matmul_space(rows, k, world, x.element_size()))
+        space = all_gather_matmul_space(rows, k, world, x.element_size())
+        channel = workspace.begin(operation, *space, x.shape, x.dtype)
         sizes = (rows * world, columns, k)
         if not workspace.copies_allowed or not send_by_copies(sizes, world, x.dtype, x.device):
             return channel, workspace, None
@@ -151,16 +152,16 @@ class Fused:
         residual = None if finish.residual is None else finish.residual.contiguous()
         end = Finish(finish.bias, finish.dropout, residual)
         if scatter:
-            channel = workspace.begin(SCATTER, *space)
+            channel = workspace.begin(SCATTER, *space, (m, n), x.dtype)
             y = matmul_reduce_scatter(
                 inputs, weights, channel, end, b_transposed=not transposed, tile=tile, spare=self.spare
             )
         else:
-            channel = workspace.begin(ALL_REDUCE, *space)
+            channel = workspace.begin(ALL_REDUCE, *space, (m, n), x.dtype)
             y = matmul_all_reduce(
                 inputs, weights, channel, end, b_transposed=not transposed, tile=tile, spare=self.spare
             )
-        workspace.check()
+        workspace.end()
         return (y, None) if finish.norm is None else finish_rows(y, Finish(norm=finish.norm))
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
