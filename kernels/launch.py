@@ -87,13 +87,19 @@ def padded_copy(x: Tensor) -> Tensor:
     return copy
 
 
+def require_elements(*matrices: Tensor) -> None:
+    """ValueError for a matrix without elements."""
+    for x in matrices:
+        if not x.numel():
+            raise ValueError(f"the kernels take matrices of at least one row and one column, not {tuple(x.shape)}")
+
+
 def operand(x: Tensor, block: tuple[int, int], tile: Tile) -> Any:
     """What a kernel takes for a matrix (rows, columns): a TMA descriptor of this block, or the tensor itself.
 
     ValueError for a matrix without elements.
     """
-    if 0 in x.shape:
-        raise ValueError(f"the kernels take matrices of at least one row and one column, not {tuple(x.shape)}")
+    require_elements(x)
     return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], list(block)) if tile.tma else x
 
 

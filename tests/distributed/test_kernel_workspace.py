@@ -6,6 +6,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -159,10 +160,48 @@ def test_rank_that_does_not_come_is_named() -> None:
         ):
             assert part in message, message
     dist.barrier()
-    if workspace.rank == absent:  # it comes late, and hears what a peer has reported
-        message = said(lambda: exchange(workspace, 1, copies), RuntimeError)
+    if workspace.rank == absent:  # it comes late: its peers have pushed, so it passes once, and then hears of them
+        check_exchange(exchange(workspace, 1, copies), 1)
+        message = said(lambda: exchange(workspace, 2, copies), RuntimeError)
         assert message.endswith(f"waited in vain for {own} in exchange") and message == said(check_all, RuntimeError)
     close(group)  # other tests use the world, too
+
+
+@pytest.mark.parametrize("everybody", [False, True])
+@on_every_rank(2, pool="interpreted")
+def test_an_operation_that_does_not_end_is_the_last_one(everybody: bool) -> None:
+    """Its kernel is never launched, as after an exception. Nobody gets what an older operation has left."""
+    group = world_group()
+    workspace, other = (kernel_workspace(group, kind, CPU) for kind in ("gather", "reduce"))
+    exchange(other, 0, copies=False), exchange(workspace, 0, copies=False)
+    dist.barrier()
+    set_timeout(group, 0.2)
+    parts = "rank 1 (global rank 1) began exchange at", Path(__file__).name, "and has not ended it"
+    if everybody or workspace.rank == 1:
+        workspace.begin("exchange", 24, 1)
+        check_exchange(exchange(other, 1, copies=False), 1) if everybody else None
+        later = (lambda: workspace.begin("next", 0, 0), lambda: exchange(other, 2, copies=False), check_all)
+        (message,) = {said(each) for each in later}
+        assert all(part in message for part in parts) or (everybody and workspace.rank == 0)
+        dist.barrier()
+    else:
+        exchange(workspace, 1, copies=False)
+        dist.barrier()
+        message = said(check_all)
+        assert "rank 0 (global rank 0) waited in vain for rank 1" in message and all(part in message for part in parts)
+    close(group)
+
+
+@on_every_rank(2, pool="interpreted")
+def test_flags_that_are_old_are_made_anew() -> None:
+    """One that nobody has set for 2**31 epochs would be taken for a later one's."""
+    workspace, memories = kernel_workspace(world_group(), "gather", CPU, epoch=2**31 - 4), []
+    with mock.patch.object(module, "FLAG_AGE", 4):
+        for index in range(9):
+            check_exchange(exchange(workspace, index, copies=False), index)
+            memories.append(workspace._memory)
+            assert memories[-1].peer(workspace.rank, (2,), torch.int32)[1] == wrap(2**31 - 4 + index // 4 * 4)
+    assert [memories.index(each) for each in memories] == [0] * 4 + [4] * 4 + [8]
 
 
 @on_every_rank(2, pool="interpreted")

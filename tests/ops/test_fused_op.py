@@ -257,6 +257,39 @@ def test_a_peer_that_never_arrives_is_named(place):
     place.run(absent_peer, 0.3 if place.device == "cpu" else 1.0)
 
 
+def left(way: str) -> None:
+    """Every rank leaves an operation by an error, or begins a gather for which it never waits."""
+    from tpformer.ops.transports import fused
+
+    group, weight = dist.new_group(list(range(dist.get_world_size()))), torch.ones(3, 4)
+
+    def gather(rows: int) -> Tensor:
+        return ops.column_linear(torch.ones(rows, 4), weight, group=group, transport="fused")
+
+    if way == "no rows":  # is seen before anything is begun
+        with pytest.raises(ValueError, match="at least one row"):
+            gather(0)
+        assert (gather(2) == 4).all()
+        return
+    if way == "no memory":
+        with (
+            mock.patch.object(fused, "all_gather_matmul", side_effect=torch.OutOfMemoryError),
+            pytest.raises(torch.OutOfMemoryError),
+        ):
+            gather(2)
+    else:
+        fused.Fused(group).start_gather(torch.ones(2, 4))
+    with pytest.raises(HangError, match=f"rank {dist.get_rank()} .* at {__file__}.* and has not ended it"):
+        gather(2)
+    close(group)
+
+
+@pytest.mark.parametrize("way", ["no rows", "no memory", "a gather alone"])
+@places(interpreted=[2])
+def test_an_operation_that_was_begun_ends_or_is_the_last_one(place, way):
+    place.run(left, way)
+
+
 def automatic() -> None:
     """Auto takes the fused transport for an MLP of many rows, in the plans and in what runs."""
     mesh = build_mesh(Here.device.type, tensor_parallel=dist.get_world_size())["tp"]

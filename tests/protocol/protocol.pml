@@ -24,6 +24,9 @@
  *   PARITY, end of kernel point 5: two slots, every rank waited for, the same order of operations, one stream: a kernel
  *                         starts after all warps of the one before have ended and its stores are performed.
  *
+ *   RAISED                on rank 0 one operation raises between the bump and its kernel. The rank begins none after it, so
+ *                         its peers wait for ever (in the kernels, until their waits expire): a valid end here.
+ *
  * Not modelled: several CTAs and role bands, residency (point 7), several tiles per source, TMA and its proxy fence
  * (point 4), copy engines (point 6), waits that expire (point 8), the second workspace (shares nothing with the first).
  */
@@ -75,6 +78,7 @@ byte payload[RANKS * 2];  /* per warp: destinations whose word is buffered; its 
 byte publication[RANKS];  /* destinations whose flag is buffered */
 bit synced[RANKS];        /* the words of the other warp are ordered before the release */
 bit fenced[RANKS];        /* ANNOUNCED: the words are ordered before the flags */
+bit raised;               /* RAISED: it has */
 chan cta[RANKS] = [0] of { bit };
 
 /* One step for both words of a source: each is then checked at every moment at which it could be loaded. */
@@ -91,11 +95,36 @@ inline read(src) {
 #define RECEIVE(wait) wait; read(src)
 #endif
 
+#ifdef RAISED
+#define EXPIRES end_wait: /* whoever waits here may wait for ever */
+#else
+#define EXPIRES
+#endif
+
 /* Stores to all destinations are issued in one step: until it is performed nobody can tell when a store was issued. */
 active [RANKS] proctype lead() {
     byte src, count;
+#ifdef MUTATE_GOES_ON
+next:
+#endif
     do
     :: count < EPOCHS ->
+#ifdef RAISED
+        if
+        :: rank == 0 && !raised ->
+            atomic {
+                raised = 1;
+                count++;
+                epoch[rank] = (epoch[rank] + 1) & 7
+            }
+#ifdef MUTATE_GOES_ON
+            goto next
+#else
+            break
+#endif
+        :: true
+        fi;
+#endif
         atomic {
             count++;
             epoch[rank] = (epoch[rank] + 1) & 7;
@@ -116,7 +145,7 @@ active [RANKS] proctype lead() {
         }
         do
         :: src != rank ->
-            RECEIVE(ARRIVED(flag[FLAG(rank, src)], epoch[rank]); cta[rank]!0);
+            RECEIVE(EXPIRES ARRIVED(flag[FLAG(rank, src)], epoch[rank]); cta[rank]!0);
             src = (src + 1) % RANKS
         :: else -> break
         od;
@@ -130,6 +159,9 @@ active [RANKS] proctype other() {
     byte src, count;
     do
     :: count < EPOCHS ->
+#ifdef RAISED
+end_launch:
+#endif
         atomic {
             cta[rank]?_;
             count++;
@@ -141,7 +173,7 @@ active [RANKS] proctype other() {
         src = (rank + 1) % RANKS;
         do
         :: src != rank ->
-            RECEIVE(cta[rank]?_);
+            RECEIVE(EXPIRES cta[rank]?_);
             src = (src + 1) % RANKS
         :: else -> break
         od;

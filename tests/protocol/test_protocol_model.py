@@ -16,6 +16,7 @@ MODEL = Path(__file__).with_name("protocol.pml")
 EPOCHS = {2: 20, 3: 3}
 
 ANNOUNCED = ("-DANNOUNCED",)  # the flags are relaxed, behind a fence; otherwise each is released
+RAISED = ("-DRAISED",)  # an operation of rank 0 raises between the bump and its kernel
 MUTATIONS = {
     "SLOT_ZERO": "both parities use slot 0: a rank one epoch ahead overwrites what a slow one still reads",
     "STALE_WAIT": "the wait accepts the flag of the epoch before",
@@ -24,13 +25,16 @@ MUTATIONS = {
     "NO_RELEASE": "the flag is stored relaxed: it overtakes the payload",
     "HOISTED_WAIT": "received data is loaded before the wait",
     "ONE_RELEASE": "the first flag is released, and the others are relaxed: they overtake the payload",
+    "GOES_ON": "a rank begins another operation after one that raised: its flag is taken for that one's",
     "NO_FENCE": "an announcement's flags are stored without a fence: they overtake the payload",
 }
 # each of 2 ranks has one flag to set
-PUBLISHED = sorted({*itertools.product(EPOCHS, MUTATIONS)} - {(2, "ONE_RELEASE"), *((n, "NO_FENCE") for n in EPOCHS)})
+OTHERS = {(2, "ONE_RELEASE"), *itertools.product(EPOCHS, ("NO_FENCE", "GOES_ON"))}
+PUBLISHED = sorted({*itertools.product(EPOCHS, MUTATIONS)} - OTHERS)
 MUTATED = [
     *((*case, ()) for case in PUBLISHED),
     *((*case, ANNOUNCED) for case in itertools.product(EPOCHS, ("NO_FENCE", "NO_BARRIER"))),
+    *((ranks, "GOES_ON", RAISED) for ranks in EPOCHS),
 ]
 
 pytestmark = [
@@ -71,7 +75,7 @@ def is_complete(report: str) -> bool:
 
 
 @pytest.mark.parametrize("ranks", EPOCHS)
-@pytest.mark.parametrize("options", [(), ANNOUNCED], ids=["published", "announced"])
+@pytest.mark.parametrize("options", [(), ANNOUNCED, RAISED], ids=["published", "announced", "raised"])
 def test_protocol_has_no_error(tmp_path, ranks, options):
     report = check_model(tmp_path, ranks, options=options)
     assert errors(report) == 0 and is_complete(report), report

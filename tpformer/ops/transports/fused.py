@@ -22,7 +22,7 @@ from tpformer.kernels.all_gather_matmul.kernel import (
 from tpformer.kernels.arguments import MAXIMUM_WEIGHTS
 from tpformer.kernels.configurations import select_tile
 from tpformer.kernels.finish import NOTHING, Finish
-from tpformer.kernels.launch import Tile, packed
+from tpformer.kernels.launch import Tile, packed, require_elements
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce, matmul_all_reduce_space, select_all_reduce_tile
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter, matmul_reduce_scatter_space
 from tpformer.kernels.protocol import Channel
@@ -83,6 +83,7 @@ class Fused:
             biases = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
         first, rest = slice(MAXIMUM_WEIGHTS), slice(MAXIMUM_WEIGHTS, None)
         more = len(weights) > MAXIMUM_WEIGHTS
+        require_elements(x, *weights)
         columns = sum([w.shape[0] for w in weights[first]])
         record_transport(GATHER, self.name)
         channel, workspace, sent = self._begin_gather("all_gather_matmul", x, columns, keep=more)
@@ -101,6 +102,7 @@ class Fused:
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Transport.gather_matmul_derivative, with the activation's derivative in the GEMM's epilogue."""
         dy = dy.contiguous()
+        require_elements(dy, weight)
         record_transport(GATHER, self.name)
         channel, workspace, sent = self._begin_gather("all_gather_matmul", dy, weight.shape[1], keep=True)
         push = sent is None
@@ -141,6 +143,7 @@ class Fused:
     ) -> tuple[Tensor, Normed | None]:
         """Transport.matmul_reduce: each tile goes to its owner as it is computed; the norm has its own pass."""
         record_transport(SCATTER if scatter else ALL_REDUCE, self.name)
+        require_elements(*inputs, *weights)
         inputs, weights = _at_most_three(inputs, weights, transposed)
         x, world = inputs[0], self.group.size()
         m, n = len(x), weights[0].shape[0 if transposed else 1]
