@@ -22,10 +22,9 @@ SLOTS = 2048  # calls that are kept: no host is so far ahead of another one, bec
 TEXTS, TEXT_BYTES = 256, 192  # calls of which a rank keeps the text, and its bytes, with the hash in the first four
 REASON_BYTES = 1024  # of what has broken a group
 PAUSE = 1e-4  # seconds between two looks of a rank that waits, which it does where memory grows
-NUMBER = 1 << 32  # of one call; the hash is below it
-NUMBERS, HASHES = (2**31 - 1) * NUMBER, NUMBER - 1  # masks of a word, which is a positive int64
-FACTOR = 2654435761  # odd, so that a hash of calls is another one for each call, and the call's own can be found again
-BROKEN = NUMBERS | HASHES  # in the slots of all calls to come of a rank that has given the group up
+MASK = 2**30 - 1  # of numbers and hashes, which wrap: Python is fastest with integers of 30 bits
+NUMBER = 32  # the bit of a word where the number begins; the hash is below it
+BROKEN = 2**63 - 1  # in the slots of all calls to come of a rank that has given the group up
 KEPT = 64  # calls before that which stay
 
 
@@ -66,20 +65,19 @@ class Calls:
         digest = self._digests.get(key)
         if digest is None:
             digest = self._learn(key)
-        self._number = number = (self._number + NUMBER) & NUMBERS
-        self._chain = chain = (self._chain * FACTOR + digest) & HASHES
-        words, own = self._words, number | chain
-        at = (number >> 32) % SLOTS * self.ranks
+        # where two ranks differ in one call, they differ in all hashes after it, until they differ in another call
+        self._chain = chain = (digest - self._chain) & MASK
+        self._number = number = (self._number + 1) & MASK
+        words, at, own = self._words, number % SLOTS * self.ranks, number << NUMBER | chain
         words[at + self.rank] = own
         for peer in self._peers:
-            other = words[at + peer]
-            if other >= number and other != own:
+            if (other := words[at + peer]) != own and other >> NUMBER >= number:
                 self._judge(own, waited=False)
         return own
 
     def compare(self, own: int) -> None:
         """RuntimeError unless all ranks have made the call of this word, for which this rank has waited."""
-        words, at = self._words, (own >> 32) % SLOTS * self.ranks
+        words, at = self._words, (own >> NUMBER) % SLOTS * self.ranks
         for peer in self._peers:
             if words[at + peer] != own:
                 self._judge(own, waited=True)
@@ -106,7 +104,7 @@ class Calls:
         text = reason.encode()[:REASON_BYTES]
         self.memory.buffer[at : at + len(text)] = text
         for step in range(1, SLOTS - KEPT):  # the last calls stay, for peers that compare them now
-            at = ((self._number >> 32) + step) % SLOTS
+            at = (self._number + step) % SLOTS
             self._words[at * self.ranks + self.rank] = BROKEN
 
     def check(self) -> None:
@@ -134,14 +132,14 @@ class Calls:
 
     def found(self) -> str | None:
         """Why the ranks cannot go on, as far as the words of the last call say it."""
-        return self.failure or self._reason(self._number | self._chain, waited=False)
+        return self.failure or self._reason(self._number << NUMBER | self._chain, waited=False)
 
     def _learn(self, key: Hashable) -> int:
         """The hash of a call's text, which is kept for the other ranks."""
         if self.failure is not None:
             raise RuntimeError(self.failure)
         text = text_of(key).encode()
-        digest = zlib.crc32(text)
+        digest = zlib.crc32(text) & MASK
         if len(self._digests) >= TEXTS:
             self._digests.clear()  # what is in use is learned, and written, again
         at = self._texts_of(self.rank) + self._learned % TEXTS * TEXT_BYTES
@@ -181,7 +179,7 @@ class Calls:
             ahead = distance(other, own)
             if ahead == 0 and other not in (own, BROKEN):
                 return self._disagreement(own, peer)
-            if BROKEN in (other, self._word((own + NUMBER) & NUMBERS, peer)):
+            if BROKEN in (other, self._word(own + (1 << NUMBER), peer)):
                 return self._text(self._texts_of(peer) + TEXTS * TEXT_BYTES, REASON_BYTES)
             if ahead < 0 and waited:  # it came for another call, in an earlier slot
                 return self._disagreement(max(self._column(peer), key=lambda word: distance(word, own)), peer)
@@ -204,16 +202,16 @@ class Calls:
 
     def _word(self, own: int, rank: int) -> int:
         """A rank's word in the slot of another word."""
-        return self._words[(own >> 32) % SLOTS * self.ranks + rank]
+        return self._words[(own >> NUMBER) % SLOTS * self.ranks + rank]
 
     def _before(self, own: int, rank: int) -> int:
         """A rank's word in the slot before."""
-        return self._word((own - NUMBER) & NUMBERS, rank)
+        return self._word(own - (1 << NUMBER), rank)
 
     def _call(self, own: int, rank: int) -> str:
         """The text of the call that a rank has in the slot of a word."""
         before, word = self._before(own, rank), self._word(own, rank)
-        digest = ((word & HASHES) - (before & HASHES) * FACTOR) & HASHES
+        digest = (word + before) & MASK
         first = self._texts_of(rank)
         for at in range(first, first + TEXTS * TEXT_BYTES, TEXT_BYTES):
             if self.memory.buffer[at : at + 4] == digest.to_bytes(4, "little"):
@@ -237,7 +235,7 @@ REMEDY = "every rank must make the same ones, in the same order, with equal shap
 
 def distance(word: int, other: int) -> int:
     """How many calls a word's number is ahead of another's; the numbers wrap."""
-    return ((word >> 32) - (other >> 32) + 2**30) % 2**31 - 2**30
+    return ((word >> NUMBER) - (other >> NUMBER) + 2**29) % 2**30 - 2**29
 
 
 def text_of(key: Hashable) -> str:

@@ -6,7 +6,6 @@ Belongs here: the ring of a group's last operations, the search for the user's l
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import time
@@ -81,7 +80,7 @@ def user_line() -> tuple[str, int]:
     found = frame
     while frame is not None:
         file = frame.f_code.co_filename
-        library = library_of(file)
+        library = OWNERS[file]
         if library is None:
             return file, frame.f_lineno
         if library is PACKAGE:
@@ -90,10 +89,17 @@ def user_line() -> tuple[str, int]:
     return found.f_code.co_filename, found.f_lineno
 
 
-@functools.lru_cache(maxsize=FILES)  # every operation asks of each frame of its stack
-def library_of(file: str) -> str | None:
-    """The first of LIBRARIES that a file is of; None for a user's."""
-    return next((library for library in LIBRARIES if file.startswith(library)), None)
+class Owners(dict[str, str | None]):
+    """The first of LIBRARIES that a file is of; None for a user's. Every operation asks of each frame of its stack."""
+
+    def __missing__(self, file: str) -> str | None:
+        if len(self) >= FILES:
+            self.clear()
+        self[file] = found = next((library for library in LIBRARIES if file.startswith(library)), None)
+        return found
+
+
+OWNERS = Owners()
 
 
 @dataclass(frozen=True)

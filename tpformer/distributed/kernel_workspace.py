@@ -65,7 +65,8 @@ class KernelWorkspace:
             self._stopped = torch.zeros(1, 2, dtype=torch.int32, device=device)
             self._error = torch.zeros(1, ERROR_WORDS.value, dtype=torch.int32, device="cpu", pin_memory=on_cuda)
         self._open: Operation | None = None  # begun, and not yet ended
-        self._words = memoryview(self._error.numpy()[0])  # host memory, read without synchronisation or dispatch
+        self.words = memoryview(self._error.numpy()[0])
+        """The error word in host memory, read without synchronisation or dispatch."""
         self._copy_stream = torch.cuda.Stream(device) if on_cuda else None
         self._copying = False
         self._memory: SymmetricMemory | None = None
@@ -269,7 +270,9 @@ class KernelWorkspace:
     def end(self) -> None:
         """End an operation whose kernel has been launched: `join`, and HangError if a wait of the group has expired in
         a kernel that has finished; no synchronisation."""
-        self.join()
+        if self._copying:
+            self.join()
+        self._open = None
         self.state.check()
 
     def check_ended(self) -> None:
@@ -283,9 +286,9 @@ class KernelWorkspace:
 
     def expired(self) -> Expired | None:
         """What the error word says, without synchronisation: a kernel that still runs may set it later."""
-        if not self._words[0]:
+        if not self.words[0]:
             return None
-        _, peer, seen, wanted = self._words
+        _, peer, seen, wanted = self.words
         return Expired(self.kind, self.rank, peer, seen, wanted, self.limit, self.state.timeout)
 
     def update_limit(self) -> None:
@@ -318,8 +321,7 @@ class KernelState:
         if self.report is not None:
             raise HangError(self.report)
         for workspace in self.workspaces.values():
-            expired = workspace.expired()
-            if expired is not None:
+            if workspace.words[0] and (expired := workspace.expired()):
                 known = self.calls and self.calls.found()
                 self.fail(describe(expired, self.ring, self.global_ranks) + (f"\n{known}" if known else ""))
 
