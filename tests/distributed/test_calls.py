@@ -172,6 +172,24 @@ def test_ranks_that_disagree_are_told_by_the_operation(warm: bool) -> None:
 
 
 @on_every_rank(2)
+def test_a_collective_compares_again_behind_its_wait() -> None:
+    """Ranks that missed each other before it get no result."""
+    group, note = world(), Calls.note
+    all_reduce(ones(2), group)
+
+    def blind(calls: Calls, key: tuple) -> int:
+        with mock.patch.object(calls, "_peers", []):
+            return note(calls, key)
+
+    with mock.patch.object(Calls, "note", blind):
+        said(
+            lambda: all_reduce(ones(2, dtype=TYPES[group.rank()]), group),
+            "rank 0: all_reduce_sum of (2,) float16",
+            "bf",
+        )
+
+
+@on_every_rank(2)
 def test_ranks_may_differ_in_what_is_theirs() -> None:
     """Shards of different sizes agree, and nobody records a forward that communicates nothing and needs no gradient."""
     group = world()

@@ -192,6 +192,24 @@ def test_an_operation_that_does_not_end_is_the_last_one(everybody: bool) -> None
     close(group)
 
 
+@pytest.mark.parametrize("name, shape, dtype", [("other", (2, 3), torch.float32), ("one", (3, 2), torch.float32),
+                                                ("one", (2, 3), torch.int32)])  # fmt: skip
+@on_every_rank(2, pool="interpreted")
+def test_ranks_that_begin_different_operations_are_told(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Of as many bytes. Who came first hears it at the end of the step."""
+    workspace = kernel_workspace(world_group(), "gather", CPU)
+    exchange(workspace, 0, copies=False)
+    calls = [("one", 24, 1, (2, 3), torch.float32), (name, 24, 1, shape, dtype)]
+    if workspace.rank == 0:
+        workspace.begin(*calls[0])
+        workspace.join()
+    dist.barrier()
+    late = said(lambda: workspace.begin(*calls[1]), RuntimeError) if workspace.rank == 1 else ""
+    dist.barrier()
+    for message in (late or said(check_all, RuntimeError), said(check_all, RuntimeError)):
+        assert f"rank 0: one of (2, 3) float32, rank 1: {name} of {shape} {str(dtype)[6:]}; every" in message
+
+
 @on_every_rank(2, pool="interpreted")
 def test_flags_that_are_old_are_made_anew() -> None:
     """One that nobody has set for 2**31 epochs would be taken for a later one's."""

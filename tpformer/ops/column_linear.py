@@ -163,8 +163,7 @@ def column_linear(
     biases = (bias if several and bias is not None else (bias,) * len(weights)) if several else (bias,)
     if normed is not None and norm is None:
         raise ValueError("normed without norm: give the norm as well, because its gradients are made here")
-    rows = flat_rows(x)
-    autocast = autocast_dtype(x)
+    rows, autocast = flat_rows(x), autocast_dtype(x)
     if autocast is not None:
         deferred = cast_back(deferred, weights)
         rows, norm = cast(rows if norm is None else normalise(rows, norm), autocast), None
@@ -178,11 +177,10 @@ def column_linear(
         request = column_request(len(rows), rows.shape[1], n, rows.dtype, x.device, group, sequence_parallel, transport)
         transport = open_transport(request)
     layout = _Layout(transport, sequence_parallel, norm, carry and autocast is None, deferred)
-    shared = parameters(norm)
-    called(transport.group, "column_linear", rows.shape, rows.dtype, sequence_parallel, (rows, *shared), weights)
-    outputs = ColumnLinearFunction.apply(rows, *shared, layout, normed, *weights, *biases)
+    inputs = rows, *parameters(norm)
+    called(transport.group, "column_linear", rows.shape, rows.dtype, sequence_parallel, inputs, weights)
+    outputs = ColumnLinearFunction.apply(*inputs, layout, normed, *weights, *biases)
     if autocast is not None and carry:
         outputs = (*outputs, x)
-    if x.dim() != 2:
-        outputs = tuple(with_leading_dims(y, x) for y in outputs)
+    outputs = outputs if x.dim() == 2 else tuple(with_leading_dims(y, x) for y in outputs)
     return outputs if several or carry else outputs[0]

@@ -343,9 +343,9 @@ def experts(
         n_experts, dropout, carry, ends_region and running_again(), deferred,
     )  # fmt: skip
     weights = None if routing is None else routing.weights.to(wide(rows.dtype))
-    tensors = (rows, *parameters(norm), normed, inside, router_weight, weights)
-    needing = (rows, *parameters(norm), router_weight, weights), matrices
-    called(group, "experts", rows.shape, rows.dtype, True, *needing, f"{n_experts} experts")
+    tensors = rows, *parameters(norm), normed, inside, router_weight, weights
+    needing = *tensors[:3], *tensors[5:]  # without normed and the residual
+    called(group, "experts", rows.shape, rows.dtype, True, needing, matrices, n_experts)
     with without_autocast(x):
         y, loss = ExpertsFunction.apply(*tensors, layout, *matrices)
     return (y if autocast is None or added is None else added + y), loss
