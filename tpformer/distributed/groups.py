@@ -102,10 +102,10 @@ os.register_at_fork(after_in_child=refuse_groups_of_parent)
 
 
 def collective_state(group: dist.ProcessGroup) -> CollectiveState:
-    """The state of the group's CPU collectives; made at first use by an all-gather of a small object."""
+    """The state of the group's CPU collectives, made at first use; collective as `calls_of`."""
     state = REGISTRY.collectives.get(group)
     if state is None:
-        shared = group.size() > 1 and why_not_shared(group) is None
+        shared = torch_backend(group, "cpu") == "gloo" and calls_of(group) is not None
         state = register(group, shared, REGISTRY.timeout)
     return state
 
