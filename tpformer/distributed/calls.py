@@ -47,6 +47,8 @@ class Calls:
         self._words = memoryview(memory.buffer)[start : start + SLOTS * self.ranks * 8].cast("q")
         self._texts = start + round_up(SLOTS * self.ranks * 8, PAGE)
         self._peers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
+        # if any ranks differ, two neighbours in the ring do
+        self._neighbours = sorted({(self.rank + step) % self.ranks for step in (-1, 1)})
         self._digests: dict[Hashable, int] = {}
         self._learned = 0
         self._number = self._chain = 0
@@ -70,7 +72,7 @@ class Calls:
         self._number = number = (self._number + 1) & MASK
         words, at, own = self._words, number % SLOTS * self.ranks, number << NUMBER | chain
         words[at + self.rank] = own
-        for peer in self._peers:
+        for peer in self._neighbours:
             if (other := words[at + peer]) != own and other >> NUMBER >= number:
                 self._judge(own, waited=False)
         return own

@@ -120,6 +120,14 @@ def _defer(layout: _Layout, normed: Tensor, dys: Sequence[Tensor], wanted: Seque
         queue.add(make)
 
 
+def _check_normed(rows: Tensor, norm: Norm | None, normed: Normed) -> None:
+    """ValueError unless `normed` can be norm(rows)."""
+    if norm is None:
+        raise ValueError("normed without norm: give the norm as well, because its gradients are made here")
+    check_norm(rows, norm, statistics=normed[1:])
+    require("column_linear", rows, ("normed", normed.y, rows.shape, (rows.dtype,)))
+
+
 @uncompiled
 def column_linear(
     x: Tensor,
@@ -161,17 +169,14 @@ def column_linear(
     several = not isinstance(weight, Tensor)
     weights: Sequence[Tensor] = weight if several else (weight,)
     biases = (bias if several and bias is not None else (bias,) * len(weights)) if several else (bias,)
-    if normed is not None and norm is None:
-        raise ValueError("normed without norm: give the norm as well, because its gradients are made here")
     rows, autocast = flat_rows(x), autocast_dtype(x)
+    if normed is not None:
+        _check_normed(rows, norm, normed)
     if autocast is not None:
         deferred = cast_back(deferred, weights)
         rows, norm = cast(rows if norm is None else normalise(rows, norm), autocast), None
         weights, biases = ([cast(each, autocast) for each in some] for some in (weights, biases))
     check_linears("column_linear", rows, rows, rows.shape[-1], weights, biases, None, False)
-    if norm is not None and normed is not None:
-        check_norm(rows, norm, statistics=normed[1:])
-        require("column_linear", rows, ("normed", normed.y, rows.shape, (rows.dtype,)))
     if isinstance(transport, str):
         n = sum(map(len, weights))
         request = column_request(len(rows), rows.shape[1], n, rows.dtype, x.device, group, sequence_parallel, transport)

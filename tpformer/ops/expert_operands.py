@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from tpformer.config import check_range
 from tpformer.kernels.activation.reference import ACTIVATIONS
@@ -31,9 +32,14 @@ class ExpertWeights(NamedTuple):
 
 
 def check_routing(
-    rows: int, router_weight: Tensor | None, router: Router | None, routing: Routing | None, parts: int
+    rows: int,
+    router_weight: Tensor | None,
+    router: Router | None,
+    routing: Routing | None,
+    sharing: ProcessGroup | None,
 ) -> None:
-    """ValueError unless either a router is given, or a routing of the rows on all `parts` ranks."""
+    """ValueError unless either a router is given, or a routing of the rows on all ranks that are `sharing` them."""
+    parts = 1 if sharing is None else sharing.size()
     if (router is None) == (routing is None) or (router is None) != (router_weight is None):
         raise ValueError("experts takes router_weight and router, or a routing that was decided before: give one")
     if routing is not None and len(routing.experts) != rows * parts:
@@ -44,13 +50,19 @@ def check_routing(
 
 
 def check_options(
-    activation: str, dropout: Dropout | None, routing: Routing | None, n_experts: int, own: int, ranks: int
+    activation: str,
+    dropout: Dropout | None,
+    routing: Routing | None,
+    n_experts: int,
+    own: int,
+    group: ProcessGroup | None,
 ) -> None:
     """ValueError for an unknown activation, dropout outside of [0, 1), matrices of another number of experts than this
     rank has, and on a CPU for an expert that does not exist."""
     require_known("activation", activation, ACTIVATIONS)
     if dropout is not None:
         check_range("model.dropout", dropout.p, "dropout")
+    ranks = 1 if group is None else group.size()
     if own * ranks != n_experts:
         raise ValueError(
             f"matrices of {own} experts on each of {ranks} ranks, n_experts={n_experts}: give each its part"

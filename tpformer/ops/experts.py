@@ -1,7 +1,7 @@
 """experts: [norm ->] [route ->] gather -> grouped GEMM -> activation times weight -> grouped GEMM -> reduction.
 
 Belongs here: the one autograd Function of a layer of experts. Decisions are in route.py, indices in dispatch.py, the
-communication in transports/experts.py.
+communication in transports/experts.py. No expert is cut over ranks: its part's GEMMs would be thin.
 """
 
 from __future__ import annotations
@@ -281,6 +281,15 @@ def _up_gradients(saved: _Saved, rows: Tensor, dhidden: Tensor, dshared: list[Te
     return None, None, None
 
 
+def _in_autocast(
+    dtype: torch.dtype, rows: Tensor, matrices: ExpertWeights, norm: Norm | None, deferred: Deferred | None
+) -> tuple[Tensor, ExpertWeights, Deferred | None]:
+    """norm(rows), the matrices and where their gradients go, in autocast's dtype."""
+    deferred = cast_back(deferred, [each for each in matrices if each is not None])
+    rows = autocast_to(rows if norm is None else normalise(rows, norm), dtype)
+    return rows, ExpertWeights(*(autocast_to(each, dtype) for each in matrices)), deferred
+
+
 @uncompiled
 def experts(
     x: Tensor,
@@ -315,37 +324,30 @@ def experts(
              8 K bytes a token gathered in the forward, 4 K scattered in the backward. Otherwise: an all-reduce of B in
              the forward and in the backward, and one of 4 K bytes a token in the backward.
              With `routing` its weights' gradient is all-reduced instead, and so is equal on all ranks.
-             No expert is cut over ranks: its part's GEMMs would be thin.
     deferred: its queue takes the gradients of matrices; it has a sink for each.
     With sequence_parallel the gradients of the norm's parameters and of router_weight are partial sums, over this
     rank's rows. Under torch.autocast as column_linear and row_linear; the router computes in float32 always.
     Errors:  ValueError unless exactly one of router and routing is given, for a routing of other tokens than x, an
-             unknown activation, matrices of another number of experts, operands of other shapes or dtypes, or on
-             another device, and on a CPU for an expert outside of [0, n_experts). On a GPU that check would wait for
-             the device: there the token's row is NaN.
+             unknown activation, operands of another number of experts, shape, dtype or device, and on a CPU for an
+             expert outside of [0, n_experts). On a GPU that check would wait: there the token's row is NaN.
     Source:  Lepikhin et al. 2020 (arXiv:2006.16668); dropless: MegaBlocks (arXiv:2211.15841)
     """
-    ranks = 1 if group is None else group.size()
-    parts = ranks if sequence_parallel else 1
-    check_routing(len(x), router_weight, router, routing, parts)
-    check_options(activation, dropout, routing, n_experts, len(matrices.gate_up), ranks)
-    autocast, added = autocast_dtype(x), residual
+    check_options(activation, dropout, routing, n_experts, len(matrices.gate_up), group)
+    check_routing(len(x), router_weight, router, routing, group if sequence_parallel else None)
+    autocast = autocast_dtype(x)
     carry = residual is x and autocast is None
     rows, inside = x, None if carry else residual
     if autocast is not None:
-        deferred = cast_back(deferred, [each for each in matrices if each is not None])
-        rows, norm = autocast_to(rows if norm is None else normalise(rows, norm), autocast), None
-        matrices, inside = ExpertWeights(*(autocast_to(each, autocast) for each in matrices)), None
-        normed = None
-    check_operands(rows, matrices, routing, router_weight, Finish(None, dropout, added), n_experts, normed)
+        rows, matrices, deferred = _in_autocast(autocast, rows, matrices, norm, deferred)
+        norm = normed = inside = None
+    check_operands(rows, matrices, routing, router_weight, Finish(None, dropout, residual), n_experts, normed)
     layout = _Layout(
         transport, group, sequence_parallel, norm, router, None if routing is None else routing.experts, activation,
         n_experts, dropout, carry, ends_region and running_again(), deferred,
     )  # fmt: skip
-    weights = None if routing is None else routing.weights.to(wide(rows.dtype))
-    tensors = rows, *parameters(norm), normed, inside, router_weight, weights
-    needing = *tensors[:3], *tensors[5:]  # without normed and the residual
-    called(group, "experts", rows.shape, rows.dtype, True, needing, matrices, n_experts)
+    of_input = rows, *parameters(norm)
+    of_router = router_weight, None if routing is None else routing.weights.to(wide(rows.dtype))
+    called(group, "experts", rows.shape, rows.dtype, True, of_input + of_router, matrices, n_experts)
     with without_autocast(x):
-        y, loss = ExpertsFunction.apply(*tensors, layout, *matrices)
-    return (y if autocast is None or added is None else added + y), loss
+        y, loss = ExpertsFunction.apply(*of_input, normed, inside, *of_router, layout, *matrices)
+    return (y if autocast is None or residual is None else residual + y), loss

@@ -148,6 +148,16 @@ def _check_options(
         raise ValueError("next_norm would be made in autocast's dtype: call ops.norm, which makes it in float32")
 
 
+def _opened(
+    transport: str | Transport, rows: Tensor, n: int, group: ProcessGroup | None, sequence_parallel: bool
+) -> Transport:
+    """The transport, opened for this shape if it is a name."""
+    if not isinstance(transport, str):
+        return transport
+    m, k = rows.shape
+    return open_transport(row_request(m, k, n, rows.dtype, rows.device, group, sequence_parallel, transport))
+
+
 @uncompiled
 def row_linear(
     x: Tensor,
@@ -187,8 +197,7 @@ def row_linear(
     Under torch.autocast all but the residual have autocast's dtype; the residual keeps its own, and is added last.
     Errors:  ValueError for an unknown activation, a gate without one, dropout outside [0, 1), tokens not divisible by t
              (with sequence_parallel), a transport that cannot run, next_norm with ends_region or under autocast, and
-             operands of other shapes or dtypes, or on another device: nothing is broadcast; x, gate, weight and bias
-             have one dtype.
+             operands of other shapes, dtypes or devices: nothing is broadcast; x, gate, weight and bias have one dtype.
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198)
     """
     autocast = autocast_dtype(x)
@@ -199,17 +208,12 @@ def row_linear(
     if autocast is not None:
         deferred = cast_back(deferred, [weight])
         rows, gate, weight, bias = (cast(each, autocast) for each in (rows, gate, weight, bias))
-    finish = Finish(bias, dropout, added, next_norm)
-    _check_operands(rows, weight, gate, finish, group, sequence_parallel)
-    if isinstance(transport, str):
-        k, n = rows.shape[1], len(weight)
-        request = row_request(len(rows), k, n, rows.dtype, x.device, group, sequence_parallel, transport)
-        transport = open_transport(request)
+    _check_operands(rows, weight, gate, Finish(bias, dropout, added, next_norm), group, sequence_parallel)
+    transport = _opened(transport, rows, len(weight), group, sequence_parallel)
     layout = _Layout(transport, sequence_parallel, activation, dropout, ends_region and running_again(), deferred)
     needing = ((rows, gate), (weight,), SCATTERED) if sequence_parallel else ()
     called(transport.group, "row_linear", (len(rows), len(weight)), rows.dtype, True, *needing)
-    inside = added if autocast is None else None
-    result = RowLinearFunction.apply(rows, gate, weight, bias, inside, next_norm, layout)
+    result = RowLinearFunction.apply(rows, gate, weight, bias, added if autocast is None else None, next_norm, layout)
     y, *normed = (result,) if next_norm is None else result
     if autocast is not None and added is not None:
         y = added + y
