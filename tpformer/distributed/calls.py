@@ -4,8 +4,8 @@ Belongs here: the words by which calls are compared, their texts, and what is sa
 what is in workspace.py, kernel_workspace.py and tpformer.ops; groups.py looks a group's calls up.
 
 A call is one word of 64 bits: its number, and a hash of this call and all before it. A rank writes its word, then reads
-those of the others with that number. x86 may let the read overtake the write, so that two ranks miss each other once.
-Their next words differ, too.
+those with that number of its two neighbours: if any ranks differ, two neighbours do. x86 may let the read overtake the
+write, so that two ranks miss each other once. Their next words differ, too.
 """
 
 from __future__ import annotations
