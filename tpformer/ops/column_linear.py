@@ -22,7 +22,7 @@ from .norm import norm as normalise
 from .packing import keep, kept
 from .sequence import flat_rows, with_leading_dims
 from .transport import LOCAL, column_request, open_transport
-from .transports.interface import Transport
+from .transports.interface import Transport, untold
 from .uncompiled import uncompiled
 from .weight_gradients import Deferred
 
@@ -183,7 +183,7 @@ def column_linear(
         transport = open_transport(request)
     layout = _Layout(transport, sequence_parallel, norm, carry and autocast is None, deferred)
     inputs = rows, *parameters(norm)
-    called(transport.group, "column_linear", rows.shape, rows.dtype, sequence_parallel, inputs, weights)
+    called(untold(transport), "column_linear", rows.shape, rows.dtype, sequence_parallel, inputs, weights)
     outputs = ColumnLinearFunction.apply(*inputs, layout, normed, *weights, *biases)
     if autocast is not None and carry:
         outputs = (*outputs, x)

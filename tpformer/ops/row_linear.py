@@ -21,7 +21,7 @@ from .packing import keep, kept, unpacked
 from .recompute import running_again
 from .sequence import flat_rows, with_leading_dims
 from .transport import LOCAL, open_transport, row_request
-from .transports.interface import Transport
+from .transports.interface import Transport, untold
 from .uncompiled import uncompiled
 from .weight_gradients import Deferred
 
@@ -212,7 +212,7 @@ def row_linear(
     transport = _opened(transport, rows, len(weight), group, sequence_parallel)
     layout = _Layout(transport, sequence_parallel, activation, dropout, ends_region and running_again(), deferred)
     needing = ((rows, gate), (weight,), SCATTERED) if sequence_parallel else ()
-    called(transport.group, "row_linear", (len(rows), len(weight)), rows.dtype, True, *needing)
+    called(untold(transport), "row_linear", (len(rows), len(weight)), rows.dtype, True, *needing)
     result = RowLinearFunction.apply(rows, gate, weight, bias, added if autocast is None else None, next_norm, layout)
     y, *normed = (result,) if next_norm is None else result
     if autocast is not None and added is not None:

@@ -68,6 +68,11 @@ class Request(NamedTuple):
         return self.n if self.op == GATHER else self.k
 
 
+def untold(transport: Transport) -> ProcessGroup | None:
+    """The group whose ranks a linear has to tell. Fused operations tell them as they begin: each call is told once."""
+    return None if transport.name == "fused" else transport.group
+
+
 def finish_rows(y: Tensor, finish: Finish) -> tuple[Tensor, Normed | None]:
     """(rows, norm): bias, dropout, residual and norm applied to reduced rows y in a separate pass. May overwrite y."""
     if finish.norm is not None:
