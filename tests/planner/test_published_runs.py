@@ -33,7 +33,15 @@ def test_plans_use_the_factors_that_are_fitted():
         assert found == {tuple(sorted(round(evaluate(table).rate, 2) for table in tables))}
 
 
-@pytest.mark.parametrize("name, term", [(name, term) for name, terms in TEETH.items() for term in terms])
+ONCE = {term: name for name, terms in TEETH.items() for term in terms}  # by term; the last table is the fastest
+EVERY = [
+    pytest.param(name, term, marks=[pytest.mark.proof] * (ONCE[term] != name))
+    for name, terms in TEETH.items()
+    for term in terms
+]
+
+
+@pytest.mark.parametrize("name, term", EVERY)
 def test_gates_are_missed_without_a_term(name, term):
     assert evaluate(name, frozenset({term})).failures
 

@@ -74,7 +74,13 @@ QUESTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
+# take longest, and are of the kinds of the others
+LARGE = ("drawn 5", "drawn 16", "drawn 27", "8 experts", "packing, 1.3e+09 bytes", "packing, 4e+10 bytes")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.proof] * (name in LARGE)) for name in QUESTIONS]
+)
 def test_search_is_as_good_as_brute_force(name):
     asked = QUESTIONS[name]()
     found, every = planner.search(asked, 8), planner.brute_force(asked, 8)
@@ -164,6 +170,7 @@ def test_slower_parts_and_larger_batches_change_the_answer():
         swept(asked, "heads", "1")
 
 
+@pytest.mark.proof
 def test_published_layouts_are_near_the_best_of_their_time():
     """With full recomputation, no sequence parallelism, ZeRO 0, 1F1B and interleaving, as in 2021.
 
