@@ -31,7 +31,8 @@ Each row is a habit, which is done to a layer and to all modules in it at once.
 - `= [1]` means that it equals torch.nn on one rank and is refused on several tensor-parallel ranks.
 - An empty place means that the layer has no linear to do this to.
 
-`python -m pytest tests/layers/test_habits.py` compares all of it on one process and on two tensor-parallel ranks.
+`python -m pytest tests/layers/test_habits.py` compares it on one process and on two tensor-parallel ranks, and with
+`--proof` the parts of a GPT each by itself.
 tests/layers/habits.py has the layers and the habits. tests/layers/test_habits_of_children.py does the same for
 recomputation, sequence parallelism and habits of single children.
 """
@@ -125,7 +126,11 @@ def assert_as_expected(name: str, habit: str, tp: int, found: list[Results | str
     assert_same(actual, oracle, what)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+# parts of a GPT, which has a habit in all modules at once
+OF_GPT = ("SelfAttention", "MLP", "TransformerBlock")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.proof] * (name in OF_GPT)) for name in LAYERS])
 def test_every_habit_equals_torch_or_is_refused(ranks, name):
     for tp, (habits, dp) in product((1, 2), (([*EDITS, *WAYS], 1), ([*SHARDINGS], 2))):
         by_rank = ranks(tp * dp).run(on_rank, name, tp, habits)

@@ -28,24 +28,22 @@ def check(by_schedule: dict[str, StepCounts], data_parallel: int) -> None:
     assert sent == {name: pipelines * 2 * MICROBATCHES * number for name, number in boundaries.items()}
 
 
-@pytest.fixture(scope="module")
-def dense(ranks: WorkerPool) -> dict[str, StepCounts]:
-    return counts(ranks, "none", 1)
+def test_schedules_multiply_and_communicate_the_same(ranks: WorkerPool) -> None:
+    """Where a layer's experts are recomputed, and its attention is not."""
+    check(counts(ranks, "mlp", 1, experts=True), 1)
 
 
-def test_schedules_multiply_and_communicate_the_same(ranks: WorkerPool, dense: dict[str, StepCounts]) -> None:
-    check(dense, 1)
-    check(counts(ranks, "full", 1, experts=True), 1)
-
-
-def test_the_comparison_notices_gemms_and_gathers_that_are_repeated(ranks: WorkerPool, dense: dict) -> None:
-    kept, recomputed = dense[BASELINE], sum(ranks(4).run(count_schedule, BASELINE, "full", 1), Counter())
+def test_the_comparison_notices_gemms_and_gathers_that_are_repeated(ranks: WorkerPool) -> None:
+    modes = ("none", "full")
+    kept, recomputed = (sum(ranks(4).run(count_schedule, BASELINE, mode, 1), Counter()) for mode in modes)
     found = differences(recomputed, kept)
     assert {problem.split(",")[0].split(":")[0] for problem in found} == {LAYERS, GEMMS}
     assert recomputed[Call(GEMMS)] > kept[Call(GEMMS)]
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("recompute", ["mlp", "full"])
-def test_counts_with_data_parallel_ranks(ranks: WorkerPool, recompute: str) -> None:
-    check(counts(ranks, recompute, 2), 2)
+@pytest.mark.parametrize("recompute, data_parallel, experts", [
+    ("none", 1, False), ("full", 1, True), ("mlp", 2, False), ("full", 2, False),
+])  # fmt: skip
+def test_other_counts(ranks: WorkerPool, recompute: str, data_parallel: int, experts: bool) -> None:
+    check(counts(ranks, recompute, data_parallel, experts), data_parallel)
