@@ -24,7 +24,7 @@ from tpformer.training.checkpoint import steps
 from tpformer.training.data import IndexedDataset, IndexedWriter
 
 ANY = ("0.0.0.0", "::")
-PIPELINE = {"tensor_parallel": 2, "pipeline_parallel": 2}
+PIPELINE = {"pipeline_parallel": 2}
 LONG = {"train": {"steps": 100_000}, "data": {"valid": []}, "checkpoint": {"interval": 0}}
 
 
@@ -71,7 +71,7 @@ def another_interface() -> str | None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
-@pytest.mark.parametrize(("layout", "number"), [(PIPELINE, signal.SIGTERM), ({}, signal.SIGINT)], ids=["four", "one"])
+@pytest.mark.parametrize(("layout", "number"), [(PIPELINE, signal.SIGTERM), ({}, signal.SIGINT)], ids=["two", "one"])
 def test_a_run_has_no_socket_outside_loopback_and_a_stop_is_no_failure(commands, tmp_path, write, layout, number):
     """R13, at any time of a run: it is looked at all the time. R19: a stopped run writes a checkpoint, has an exit code
     of its own, and is not started again."""

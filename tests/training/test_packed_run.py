@@ -80,7 +80,8 @@ def run_steps(name: str, packs: bool) -> tuple:
     return numbers, [local_part(p.detach()).clone() for p in parts.parameters()], repeats, loads
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# the suite's other pipeline has more stages
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.proof] * (name == "pp2")) for name in LAYOUTS])
 def test_a_step_that_overflows_on_one_rank_is_computed_again_on_all_and_no_other_is(ranks: WorkerPool, name) -> None:
     plain, packed = (ranks(2).run(run_steps, name, packs) for packs in (False, True))
     for (numbers, values, _, loads), (found, own, repeats, own_loads) in zip(plain, packed, strict=True):

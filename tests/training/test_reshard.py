@@ -96,13 +96,13 @@ MOE: dict = {"experts": True}
 MATRIX = [
     (SMALL, {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 1}), (SMALL, ALONE),
     ({"tensor_parallel": 2, **MOE}, MOE), ({"tensor_parallel": 2, **MOE}, {"pipeline_parallel": 2, **MOE}),
-    ({"tensor_parallel": 2, **MOE}, {"data_parallel_shard": 2, "zero_stage": 3, **MOE}),
 ]  # fmt: skip
 PROOFS = [
     (FULL, {"tensor_parallel": 4, "data_parallel_shard": 2, "zero_stage": 1}), (FULL, {"pipeline_parallel": 4}),
     (FULL, FULL), (FULL, {"pipeline_parallel": 2, "pipeline_schedule": "DualPipeV"}), (FULL, HYBRID),
     (HYBRID, {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B", "data_parallel_replicate": 2}),
     ({"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "tensor_parallel": 2}, FULL), (ALONE, FULL),
+    ({"tensor_parallel": 2, **MOE}, {"data_parallel_shard": 2, "zero_stage": 3, **MOE}),
 ]  # fmt: skip
 
 

@@ -110,9 +110,7 @@ def train_on_a_full_disk(values: dict, failing: list[int]):
 
 
 # after three failures the interval decides; the last one is tried once more
-@pytest.mark.parametrize(
-    ("failing", "kept", "planned"), [([1], [8, 12], [8]), ([1, 2, 3], [12], [8, 11, 12]), ([2], [6, 12], [])]
-)
+@pytest.mark.parametrize(("failing", "kept", "planned"), [([1, 3], [8, 12], [8]), ([1, 2, 3], [12], [8, 11, 12])])
 def test_r2_r10_a_failed_save_is_reported_tried_again_and_leaves_nothing(ranks, tiny_values, failing, kept, planned):
     """Ranks learn of a failure when they read the step after it, that is when one more step is queued."""
     values = values_with(tiny_values, train={"steps": 12}, checkpoint={"interval": 6}, **ON_TWO)

@@ -57,7 +57,7 @@ class Run:
         return [x.detach().clone() for x in (*self.model.parameters(), *states)]
 
 
-def assert_same_run(take, steps=6, **options) -> None:
+def assert_same_run(take, steps=5, **options) -> None:
     """take(run, number) takes a step; its results, and what is left in the end, have the same bits both ways."""
     runs = [Run(captures, **options) for captures in (False, True)]
     for number in range(1, steps + 1):
@@ -71,10 +71,10 @@ def assert_same_run(take, steps=6, **options) -> None:
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"optimizer": "sgd"}, {"config": LLAMA}, {"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "micro": 4},
-    {"config": LLAMA, "dtype": torch.bfloat16, "recompute": "full"}, {"recompute": "mlp", "micro": 1},
-], ids=str)  # fmt: skip
+    {"optimizer": "sgd", "recompute": "mlp"}, {"config": LLAMA, "dtype": torch.bfloat16, "recompute": "full"},
+], ids=["sgd", "llama"])  # fmt: skip
 def test_a_replayed_step_is_the_step(options):
+    """AdamW in float32, and a step of one microbatch, are in the tests below."""
     assert_same_run(Run.take, **options)
 
 
@@ -106,7 +106,7 @@ def test_other_batches_clips_and_watched_steps():
 def test_what_somebody_writes_between_steps_is_seen():
     def take(run: Run, number: int) -> StepResult:
         with torch.no_grad():
-            run.model.parameters()[0].mul_(1.5 if number == 6 else 1.0)
+            run.model.parameters()[0].mul_(1.5 if number == 4 else 1.0)
         return run.take(number)
 
     assert_same_run(take, dtype=torch.bfloat16, micro=4)
