@@ -42,12 +42,13 @@ LAYOUTS = [
     ({**SHARED, **FOUR}, {**ZBV, **TP2, **PACKED, "sequence_parallel": False}),
     ({**SHARED, "n_layers": 2, "seq_length": 1024}, {**TP2, **PACKED, **OFFLOADED, **FEW, "recompute": "full"}),
     ({**GPT, **FOUR}, {**TP2, "pipeline_parallel": 4, "data_parallel_replicate": 2, "recompute": "mlp"}),
+    ({**GPT, "n_layers": 3}, {**ZERO3, **PACKED, "recompute": "mlp", "pack_layers": "1:2"}),
+    (GPT, {**TP2, **ZERO1, "data_parallel_replicate": 2}),
 ]
 OTHERS = [
     ({**GPT, **FOUR}, {**REGIONS, "recompute_layers": "::3,2", **OFFLOADED}),
     ({**GPT, "seq_length": 2048}, {**PACKED, **OFFLOADED}),
     (GPT, {"data_parallel_shard": 4, "optimizer": {"name": "sgd"}}),
-    ({**GPT, "n_layers": 3}, {**ZERO3, **PACKED, "recompute": "mlp", "pack_layers": "1:2"}),
     ({**GPT, "n_layers": 8}, {**ILV, **ZERO3, "pipeline_stages_per_rank": 2}),
     ({**GPT, **FOUR}, {**ZB, **TP2}),
     (UNEVEN, TP2),
@@ -55,7 +56,6 @@ OTHERS = [
     (MOE, {"tensor_parallel": 4, "sequence_parallel": False}),
     (SHARED, {**ZERO3, **TP2, **FEW, "recompute": "full", "balance_loss": 0.01}),
     ({**SHARED, "first_dense_layers": 2}, {**ZERO3, **TP2}),
-    (GPT, {**TP2, **ZERO1, "data_parallel_replicate": 2}),
     (GPT, {**ZERO3, "data_parallel_replicate": 2, "recompute": "full"}),
 ]
 
