@@ -70,7 +70,7 @@ OTHERS = [
 
 @pytest.mark.parametrize(
     ("family", "t", "sequence_parallel", "steps", "checkpointed"),
-    [*RUNS, *(pytest.param(*each, marks=pytest.mark.proof) for each in OTHERS)],
+    [*RUNS, *(pytest.param(*each, marks=[pytest.mark.proof, pytest.mark.rotates(0)]) for each in OTHERS)],
 )
 def test_steps_and_texts_are_those_of_one_process(ranks, family, t, sequence_parallel, steps, checkpointed):
     """Every chain of layers says once that a length does not fit: an encoder and a decoder are two."""

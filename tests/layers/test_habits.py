@@ -130,7 +130,10 @@ def assert_as_expected(name: str, habit: str, tp: int, found: list[Results | str
 OF_GPT = ("SelfAttention", "MLP", "TransformerBlock")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.proof] * (name in OF_GPT)) for name in LAYERS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.proof, pytest.mark.rotates(2)] * (name in OF_GPT)) for name in LAYERS],
+)
 def test_every_habit_equals_torch_or_is_refused(ranks, name):
     for tp, (habits, dp) in product((1, 2), (([*EDITS, *WAYS], 1), ([*SHARDINGS], 2))):
         by_rank = ranks(tp * dp).run(on_rank, name, tp, habits)

@@ -62,7 +62,7 @@ OTHERS = [
 
 @pytest.mark.parametrize(
     "model, given",
-    [*LAYOUTS, *(pytest.param(*each, marks=pytest.mark.proof) for each in OTHERS)],
+    [*LAYOUTS, *(pytest.param(*each, marks=[pytest.mark.proof, pytest.mark.rotates(1)]) for each in OTHERS)],
     ids=lambda value: ", ".join(map(str, value.values())),
 )
 def test_predicted_bytes_are_those_that_a_dry_run_counts(model, given):
