@@ -74,7 +74,7 @@ QUESTIONS = {
 }
 
 
-# take longest, and are of the kinds of the others
+# These take longest, and others are of their kinds.
 LARGE = ("drawn 5", "drawn 16", "drawn 27", "8 experts", "packing, 1.3e+09 bytes", "packing, 4e+10 bytes")
 
 
