@@ -24,7 +24,7 @@ READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal"}
 MASKED = {"index", "index_put", "index_put_"}  # of a mask, they ask how many elements it has
 COPIES = {Tensor.tolist, Tensor.cpu, Tensor.cuda}
 CPU_READS = (  # by functions that do not read where ids, or what is dropped, are on a GPU
-    "tpformer/ops/embedding.py:check_ids",  # returns before
+    "tpformer/kernels/operands.py:require_within",  # returns before
     "tpformer/kernels/philox/reference.py:_blocks",  # a kernel takes its place
 )
 MOVES = {Tensor.to, torch.tensor, torch.as_tensor}  # to a device, unless they are told not to wait

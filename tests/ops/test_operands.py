@@ -187,6 +187,6 @@ def test_an_expert_that_does_not_exist(index: int) -> None:
 
 @on_every_rank(2)
 def test_columns_that_are_not_this_rank_s_are_refused() -> None:
-    for columns in (1, 4, 6):
+    for columns in (4, 6):
         assert call(ops.gather_columns, ((floats(TOKENS, columns), 6, dist.group.WORLD), {})) is None
     assert ops.gather_columns(floats(TOKENS, 3), 6, dist.group.WORLD).shape == (TOKENS, 6)

@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
-from tpformer.kernels.operands import require
 
 from .calls import SCATTERED, called
 from .first_derivative import first_derivative
@@ -191,13 +190,18 @@ def gather_columns(x: Tensor, n: int, group: ProcessGroup | None) -> Tensor:
     """All columns (tokens, n) from each rank's x (tokens, n / t). What follows must be computed alike on all ranks.
 
     Communication, per rank: forward all-gather of tokens * n * itemsize bytes; backward none.
-    Errors: ValueError unless x has this rank's columns.
+    The last ranks may have fewer columns: zeros stand for what is missing.
+    Errors: ValueError for more columns than a rank has, such as all of them.
     """
     if group is None:
         return x
     width = -(-n // group.size())
-    own = max(0, min(width, n - group.rank() * width))
-    require("gather_columns", x, ("x", x, (x.shape[0], own), (x.dtype,)))
+    most = max(0, min(width, n - group.rank() * width))
+    if x.shape[-1] > most:
+        raise ValueError(
+            f"x has {x.shape[-1]} columns, and rank {group.rank()} of {group.size()} has at most {most} of {n}: give "
+            "its own"
+        )
     called(group, "gather_columns", (len(x), n), x.dtype, True)
     return _GatherColumns.apply(x, n, group)
 
