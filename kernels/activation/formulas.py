@@ -6,8 +6,6 @@ Belongs here: what element-wise kernels and the epilogues of GEMMs share. Formul
 import triton
 import triton.language as tl
 
-FAR = tl.constexpr(32.0)  # from here on, and sooner, float32's gelu and gelu_tanh of x are x, and those of -x are -0
-
 
 @triton.jit
 def sigmoid(x):
@@ -28,12 +26,12 @@ def sigmoid_and_rest(x):
 def normal_tail(x):
     """Phi(-|x|) of the normal distribution, and exp(-x**2 / 2), in float32.
 
-    Their quotient is a polynomial in s = |x| / (|x| + 5), where |x| is at most FAR. Its constant is 1/2, its other
-    coefficients are a weighted least-squares fit; with it x * Phi(x) is off by at most 2.2e-9 before rounding. In
-    float32 this is as accurate as (1 + erf(-|x| / sqrt 2)) / 2, and more accurate where that cancels. It takes fewer
-    instructions: with erf's an element-wise kernel would be bound by them, not by memory.
+    Their quotient is a polynomial in s = |x| / (|x| + 5). Its constant is 1/2, its other coefficients are a weighted
+    least-squares fit; with it x * Phi(x) is off by at most 2.2e-9 before rounding. In float32 this is as accurate as
+    (1 + erf(-|x| / sqrt 2)) / 2, and more accurate where that cancels. It takes fewer instructions: with erf's an
+    element-wise kernel would be bound by them, not by memory.
     """
-    magnitude = tl.minimum(tl.abs(x), FAR)
+    magnitude = tl.abs(x)
     s = magnitude / (magnitude + 5.0)
     bell = tl.exp2(x * (x * -0.7213475204444817))
     tail = 1.0971336 * s - 3.6620913
@@ -47,14 +45,10 @@ def normal_tail(x):
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """gelu (erf), gelu_tanh, silu, relu2 or "" (none), in float32; formulas in activation/reference.py.
-
-    Launchers refuse other names. Of -inf all but relu2 are NaN, as in torch, and of inf all are inf.
-    """
+    """gelu (erf), gelu_tanh, silu, relu2 or "" (none), in float32; formulas in activation/reference.py."""
     if KIND == "gelu":
         tail, _ = normal_tail(x)
-        bounded = tl.maximum(-x, tl.minimum(x, FAR))  # |x|, but for large ones: inf times a tail of 0 would be NaN
-        x = tl.maximum(x, 0.0) - bounded * tail
+        x = tl.maximum(x, 0.0) - tl.abs(x) * tail
     elif KIND == "gelu_tanh":
         x = x * sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * (x * x)))
     elif KIND == "silu":
@@ -74,10 +68,9 @@ def differentiate(x, KIND: tl.constexpr):
         value = x * cumulative
         slope = cumulative + x * 0.3989422804014327 * bell
     elif KIND == "gelu_tanh":
-        square = tl.minimum(x * x, FAR * FAR)  # an infinite one would be multiplied by 0
-        weight, rest = sigmoid_and_rest(x * (1.5957691216057308 + 0.07135481627260025 * square))
+        weight, rest = sigmoid_and_rest(x * (1.5957691216057308 + 0.07135481627260025 * (x * x)))
         value = x * weight
-        slope = weight + value * rest * (1.5957691216057308 + 0.21406444881780076 * square)
+        slope = weight + value * rest * (1.5957691216057308 + 0.21406444881780076 * (x * x))
     elif KIND == "silu":
         weight, rest = sigmoid_and_rest(x)
         value = x * weight
