@@ -93,9 +93,7 @@ def _apply(x: Tensor, name: str) -> Tensor:
         return _gelu_tanh(x)
     if name == "relu2":
         return F.relu(x).square_()
-    if name == "silu":
-        return F.silu(x)
-    return torch.where(x > _FAR, x, F.gelu(x))  # torch's float32 overflows, and has NaN for inf
+    return F.silu(x) if name == "silu" else F.gelu(x)
 
 
 def _backward(da: Tensor, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -112,7 +110,8 @@ def activation_forward(x: Tensor, name: str | None, gate: Tensor | None = None) 
     """act(x), or act(gate) * x when a gate is given; x itself for name None.
 
     Math:     gelu x * Phi(x); gelu_tanh x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x**3))); silu x * sigmoid(x);
-              relu2 max(x, 0)**2. As in torch, those of inf are inf, and those of -inf but relu2's NaN
+              relu2 max(x, 0)**2. Those of inf are inf, and those of -inf but relu2's NaN, as in torch,
+              whose float32 has NaN for gelu(inf), too
     Shapes:   x, gate and the result all (M, F), one dtype
     Numerics: evaluated in promote_types(x.dtype, float32), rounded at the store
     Traffic:  see activation_cost
