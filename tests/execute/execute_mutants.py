@@ -14,7 +14,7 @@ from mutant_trials import CASES, judge, mutants, sample
 def test_mutants_are_caught(kernel: str) -> None:
     verdicts = [(name, mutant, judge(name, mutant)) for name, mutant in sample(17, reason_of)[kernel]]
     assert verdicts
-    wrong = [text for verdict in verdicts if (text := complaint(*verdict))]
+    wrong = [text for name, mutant, verdict in verdicts if verdict and (text := complaint(name, mutant, verdict))]
     assert not wrong, "\n".join(wrong)
 
 

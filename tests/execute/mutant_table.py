@@ -101,12 +101,9 @@ def reason_of(name: str, mutant: Mutant) -> str | None:
     return SURVIVORS.get(name, {}).get(mutant.name)
 
 
-def complaint(name: str, mutant: Mutant, verdict: Verdict | None) -> str | None:
-    """A sentence if a mutant survives that is not listed, or one is caught that is, or it is none, which a verdict of
-    None says: what it is, and what to do."""
+def complaint(name: str, mutant: Mutant, verdict: Verdict) -> str | None:
+    """A sentence if a mutant survives that is not listed, or one is caught that is: what it is, and what to do."""
     listed, which = reason_of(name, mutant), f"{name}: {mutant.name} ({mutant.where})"
-    if verdict is None:
-        return f"{which} compiles to the same code, and shows nothing: let source_mutants.py leave it out"
     if verdict.executor and listed:
         return f"{which} is listed as {listed!r}, and the executor finds: {verdict.message}. Remove it from SURVIVORS"
     if verdict.executor or listed:
