@@ -223,7 +223,7 @@ def test_an_exception_within_a_collective_is_the_last_one_of_the_group() -> None
 
 @on_every_rank(2)
 def test_a_forked_child_is_refused() -> None:
-    """Of all that it inherits. It may have groups of its own."""
+    """It is refused every group that it inherits. It may make groups of its own."""
     group, (read, write) = world(), os.pipe()
     all_reduce(ones(2), group)
     if group.rank() == 0 and os.fork() == 0:

@@ -196,7 +196,7 @@ def test_an_operation_that_does_not_end_is_the_last_one(everybody: bool) -> None
                                                 ("one", (2, 3), torch.int32)])  # fmt: skip
 @on_every_rank(2, pool="interpreted")
 def test_ranks_that_begin_different_operations_are_told(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Of as many bytes. Who came first hears it at the end of the step."""
+    """The two have equally many bytes. The rank that came first hears it at the end of the step."""
     workspace = kernel_workspace(world_group(), "gather", CPU)
     exchange(workspace, 0, copies=False)
     calls = [("one", 24, 1, (2, 3), torch.float32), (name, 24, 1, shape, dtype)]

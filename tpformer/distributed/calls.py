@@ -29,7 +29,7 @@ KEPT = 64  # calls before that which stay
 
 
 class Calls:
-    """The calls of one group, as this rank sees them. `note` waits for nobody and costs less than a microsecond.
+    """The calls of one group, as this rank sees them. `note` waits for nobody and costs about a microsecond.
 
     The memory has the words of all ranks for one number after the other, then each rank's texts and its reason.
     """
