@@ -129,9 +129,9 @@ def pack(shape: Shape, watch: Watch) -> None:
         assert packs.same_bits(back, reference.unpack(expected))
     # a row that fills a group, so that nothing lies behind it
     rows, n = (1, GROUP) if numel == 2 * GROUP else (1 + numel % 4, 8 * (1 + numel % 3))
-    (dy,) = row_checks.draw(n, FLOAT, "cpu", (rows, n))
+    (dy,) = row_checks.draw(n, torch.bfloat16, "cpu", (rows, n))
     x = packs.values(100 + torch.arange(rows * n) % 12).view(rows, n)
-    given, found = (module.pack(x)[0], x.float()), []
+    given, found = (module.pack(x)[0], x), []
     if n < GROUP:  # or there would be thousands of programs
         found += [kernel("activation").activation_backward(dy.clone(), each, "relu2") for each in given]
     weights = row_checks.draw_norm(n, n, "layernorm", FLOAT)
