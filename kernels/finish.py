@@ -65,11 +65,14 @@ class Finish(NamedTuple):
         """ValueError unless bias, residual and dropout fit sums of this shape on the device of `like`, or `like`
         itself. served: of virtual ranks, whose biases are stacked. The norm's parts are norm/reference.py's to check.
         """
-        rows, columns = (like.shape[0], like.shape[-1]) if shape is None else shape
+        bias, dropout, residual, _ = self
+        own = like.shape if shape is None else shape
+        rows, columns = own[0], own[-1]
+        start = None if dropout is None else dropout.start
         require(
             operation, like, ("x", like if shape is None else None, (rows, columns), FLOATS),
-            ("bias", self.bias, (served * columns,), FLOATS), ("residual", self.residual, (rows, columns), FLOATS),
-            ("dropout's start", None if self.dropout is None else self.dropout.start, (rows,), (torch.int64,)),
+            ("bias", bias, (served * columns,), FLOATS), ("residual", residual, (rows, columns), FLOATS),
+            ("dropout's start", start, (rows,), (torch.int64,)),
         )  # fmt: skip
 
     def arguments(self) -> Addends:

@@ -132,9 +132,9 @@ def activation_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(dx, dgate or None, act(x) or act(gate) * x): gradients of activation_forward, and its result computed again.
 
-    Shapes:   da, x, gate (M, F), contiguous, or x and gate packed; a result may take the memory of da
+    Shapes:   da, x, gate (M, F), contiguous, or x and gate packed; a result may take the memory of da. Launchers
+              check them; here they are what a forward has checked, and a gradient that autograd has compared
     """
-    check_operands(x, name, gate, da)
     if name is None:
         return da, None, unpacked(x)
     if isinstance(x, Packed) or isinstance(gate, Packed):

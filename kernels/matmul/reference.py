@@ -28,16 +28,17 @@ def check_linears(
     """
     if activation is not None:
         require_known("activation", activation, ACTIVATIONS)
-    dtype = (a.dtype,)
-    operands: list[Operand] = [("the input", a, (a.shape[0], a.shape[-1]), FLOATS)]
+    shape, dtype = a.shape, (a.dtype,)
     biases = [None] * len(weights) if biases is None else biases
     if len(biases) != len(weights):
         raise ValueError(f"{len(weights)} weights but {len(biases)} biases: pass one bias (or None) per weight")
+    operands: list[Operand] = [("the input", a, (shape[0], shape[-1]), FLOATS)]
     for weight, bias in zip(weights, biases, strict=True):
-        rows = served * k if b_transposed else weight.shape[0] // served * served
-        n = served * weight.shape[-1] if b_transposed else rows
-        operands.append(("the weight", weight, (rows, weight.shape[-1] if b_transposed else k), dtype))
-        operands.append(("the bias", bias, (n,), dtype))
+        own = weight.shape
+        rows, columns = (served * k, own[-1]) if b_transposed else (own[0] // served * served, k)
+        operands.append(("the weight", weight, (rows, columns), dtype))
+        if bias is not None:
+            operands.append(("the bias", bias, (served * columns if b_transposed else rows,), dtype))
     require(operation, like, *operands)
 
 

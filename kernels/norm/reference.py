@@ -10,7 +10,7 @@ from ..cast import cast
 from ..cost import Cost
 from ..dropout.reference import finish_forward
 from ..finish import Finish, Norm
-from ..operands import FLOATS, require, require_known, wide_dtype
+from ..operands import FLOATS, Operand, require, require_known, wide_dtype
 from ..pack.format import Packed
 from ..pack.reference import unpacked
 
@@ -25,14 +25,17 @@ def check_operands(
 ) -> None:  # fmt: skip
     """ValueError unless the norm's kind is known, and all operands have the shapes that are given below."""
     require_known("norm", norm.kind, NORMS)
-    rows, columns, of_rows = x.shape[0], x.shape[-1], (wide_dtype(x.dtype),)
-    mean, rstd = statistics
-    require(
-        norm.kind, x, ("x", x, (rows, columns), FLOATS),
-        ("weight", norm.weight, (columns,), FLOATS), ("bias", norm.bias, (columns,), FLOATS),
-        ("dy", dy, (rows, columns), (x.dtype,)), ("dresidual", dresidual, (rows, columns), FLOATS),
-        ("mean", mean, (rows, 1), of_rows), ("rstd", rstd, (rows, 1), of_rows),
-    )  # fmt: skip
+    (kind, weight, bias, _), (mean, rstd), shape, dtype = norm, statistics, x.shape, x.dtype
+    shape = (shape[0], shape[-1])
+    operands: list[Operand] = [("x", x, shape, FLOATS)]
+    if weight is not None or bias is not None:
+        operands += ("weight", weight, shape[1:], FLOATS), ("bias", bias, shape[1:], FLOATS)
+    if dy is not None:
+        operands += ("dy", dy, shape, (dtype,)), ("dresidual", dresidual, shape, FLOATS)
+    if rstd is not None:
+        of_rows = (shape[0], 1), (wide_dtype(dtype),)
+        operands += ("mean", mean, *of_rows), ("rstd", rstd, *of_rows)
+    require(kind, x, *operands)
 
 
 def norm_forward(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
@@ -46,6 +49,10 @@ def norm_forward(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
     Source:   Ba et al. 2016 (arXiv:1607.06450); Zhang & Sennrich 2019 (arXiv:1910.07467), eps inside the root
     """
     check_operands(x, norm)
+    return _normalised(x, norm)
+
+
+def _normalised(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
     kind, weight, bias, eps = norm
     dtype = torch.promote_types(x.dtype, torch.float32)
     eps = torch.finfo(dtype).eps if eps is None else eps
@@ -55,17 +62,6 @@ def norm_forward(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
         return cast(y, x.dtype), (mean, rstd)
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return norm_rebuilt(x, (None, rstd), norm), (None, rstd)
-
-
-def norm_rebuilt(x: Tensor | Packed, statistics: Statistics, norm: Norm) -> Tensor:
-    """norm_forward's y again, bit for bit; from the statistics, where that is less work."""
-    x = unpacked(x)
-    check_operands(x, norm, statistics=statistics)
-    if norm.kind == "layernorm":  # torch computes statistics and result in one call
-        return norm_forward(x, norm)[0]
-    rstd = statistics[1]
-    y = cast(x, rstd.dtype) * rstd
-    return cast(y if norm.weight is None else y * norm.weight, x.dtype)
 
 
 def finish_norm_forward(x: Tensor, finish: Finish) -> tuple[Tensor, Tensor, Statistics]:
@@ -80,6 +76,20 @@ def finish_norm_forward(x: Tensor, finish: Finish) -> tuple[Tensor, Tensor, Stat
     return z, *norm_forward(z, finish.norm)
 
 
+# What is below takes what a forward has checked and saved, and a gradient whose shape autograd has compared. Launchers,
+# whose checks cost nothing when they are replayed, check it again.
+
+
+def norm_rebuilt(x: Tensor | Packed, statistics: Statistics, norm: Norm) -> Tensor:
+    """norm_forward's y again, bit for bit; from the statistics, where that is less work."""
+    x = unpacked(x)
+    if norm.kind == "layernorm":  # torch computes statistics and result in one call
+        return _normalised(x, norm)[0]
+    rstd = statistics[1]
+    y = cast(x, rstd.dtype) * rstd
+    return cast(y if norm.weight is None else y * norm.weight, x.dtype)
+
+
 def norm_backward(
     dy: Tensor, x: Tensor | Packed, statistics: Statistics, norm: Norm, dresidual: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -91,7 +101,6 @@ def norm_backward(
               dresidual (M, N) is the gradient of x as a residual; it is added to dx before dx is rounded
     Shapes:   dy, x, dx (M, N); dweight, dbias (N,)
     """
-    check_operands(x, norm, dy, statistics, dresidual)
     x, (mean, rstd), (kind, weight, bias, _) = unpacked(x), statistics, norm
     dtype = torch.promote_types(x.dtype, torch.float32)
     if kind == "layernorm":

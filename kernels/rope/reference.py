@@ -70,7 +70,7 @@ def check_operands(q: Tensor, k: Tensor, table: Table, positions: Tensor) -> Non
         ("k", k, (tokens, *k.shape[1:-1], 2 * half), (q.dtype,)), ("positions", positions, (tokens,), INTEGERS),
         ("the table's cos", cos, rows, dtype), ("the table's sin", sin, rows, dtype),
     )  # fmt: skip
-    require_within("positions", positions, 0, len(cos), "the table's rows ")
+    require_within("positions", positions, 0, cos.shape[0], "the table's rows ")
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -92,7 +92,8 @@ def rope_rotate(
     Traffic:  see rope_cost
     Source:   Su et al. 2021 (arXiv:2104.09864); half: Hugging Face Llama checkpoints
     """
-    check_operands(q, k, table, positions)
+    if not inverse:  # else the forward has checked them, and autograd has compared the gradients' shapes
+        check_operands(q, k, table, positions)
     cos, sin = (rows.index_select(0, positions)[:, None] for rows in table)
     sign = -1 if inverse else 1
     results = []

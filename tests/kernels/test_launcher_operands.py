@@ -33,6 +33,8 @@ FOLDER = Path(tpformer.kernels.__path__[0])
 OPERATIONS = sorted(path.parent.name for path in FOLDER.glob("*/kernel.py"))
 # What launchers have in common, and what works on bits for `pack` and `unpack`.
 PARTS = {"launch_forward", "launch_gather", "check", "pack_bits", "unpack_bits", "unpacked"}
+# What references take from autograd, which has compared it; their launchers refuse it still.
+COMPARED = {"norm_rebuilt", "norm_backward", "activation_backward"}
 LAUNCH = {"launch", "launch_forward", "launch_gather"}
 T, N = 4, 8
 VOCAB, TERMS = VocabSlice(0, N, 7), LossTerms()
@@ -201,7 +203,7 @@ def test_other_operands_are_refused_or_right(operation: str) -> None:
                 kept = [size for dim, size in enumerate(original[index].shape) if dim != OWN.get((name, index))]
                 right = index == tensors[0] or (of_floats and sizes == kept)
                 assert found is None or right, what
-            else:
+            elif found is not None or name not in COMPARED:
                 compare(found, call(reference, make()), what)
 
 

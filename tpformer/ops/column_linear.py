@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.kernels.matmul.reference import check_linears
-from tpformer.kernels.norm.reference import check_operands as check_norm
-from tpformer.kernels.operands import require
+from tpformer.kernels.norm.reference import NORMS
+from tpformer.kernels.operands import FLOATS, require, require_known, wide_dtype
 
 from .autocast import autocast_dtype, cast, cast_back
 from .calls import called
@@ -124,8 +124,14 @@ def _check_normed(rows: Tensor, norm: Norm | None, normed: Normed) -> None:
     """ValueError unless `normed` can be norm(rows)."""
     if norm is None:
         raise ValueError("normed without norm: give the norm as well, because its gradients are made here")
-    check_norm(rows, norm, statistics=normed[1:])
-    require("column_linear", rows, ("normed", normed.y, rows.shape, (rows.dtype,)))
+    require_known("norm", norm.kind, NORMS)
+    shape = rows.shape
+    of_rows = (shape[0], 1), (wide_dtype(rows.dtype),)
+    require(
+        "column_linear", rows, ("normed", normed.y, shape, (rows.dtype,)),
+        ("its mean", normed.mean, *of_rows), ("its rstd", normed.rstd, *of_rows),
+        ("norm's weight", norm.weight, shape[-1:], FLOATS), ("norm's bias", norm.bias, shape[-1:], FLOATS),
+    )  # fmt: skip
 
 
 @uncompiled

@@ -10,7 +10,7 @@ from tpformer.config import check_choice, check_range
 from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.finish import Dropout, Finish
 from tpformer.kernels.norm.reference import NORMS
-from tpformer.kernels.operands import FLOATS, require, require_known
+from tpformer.kernels.operands import FLOATS, Operand, require, require_known
 
 from .autocast import autocast_dtype, cast, cast_back
 from .calls import SCATTERED, called
@@ -113,17 +113,16 @@ def _check_operands(
     sequence_parallel: bool,
 ) -> None:
     """ValueError unless all operands are as row_linear says, of rows (tokens, K / t)."""
-    tokens, own, n = rows.shape[0], (rows.dtype,), weight.shape[0]
-    result = tokens if group is None or not sequence_parallel else tokens // group.size()
-    bias, dropout, residual, norm = finish
-    weights = (None, None) if norm is None else (norm.weight, norm.bias)
-    require(
-        "row_linear", rows, ("x", rows, (tokens, rows.shape[-1]), FLOATS), ("gate", gate, rows.shape, own),
-        ("weight", weight, (n, rows.shape[-1]), own), ("bias", bias, (n,), own),
-        ("residual", residual, (result, n), FLOATS),
-        ("dropout's start", None if dropout is None else dropout.start, (result,), (torch.int64,)),
-        ("next_norm's weight", weights[0], (n,), FLOATS), ("next_norm's bias", weights[1], (n,), FLOATS),
-    )  # fmt: skip
+    (bias, dropout, residual, norm), shape, own, n = finish, rows.shape, (rows.dtype,), weight.shape[0]
+    operands: list[Operand] = [("x", rows, (shape[0], shape[-1]), FLOATS), ("weight", weight, (n, shape[-1]), own)]
+    operands += ("gate", gate, shape, own), ("bias", bias, (n,), own)
+    if residual is not None or dropout is not None:
+        result = shape[0] if group is None or not sequence_parallel else shape[0] // group.size()
+        start = None if dropout is None else dropout.start
+        operands += ("residual", residual, (result, n), FLOATS), ("dropout's start", start, (result,), (torch.int64,))
+    if norm is not None:
+        operands += ("next_norm's weight", norm.weight, (n,), FLOATS), ("next_norm's bias", norm.bias, (n,), FLOATS)
+    require("row_linear", rows, *operands)
 
 
 def _check_options(
@@ -209,10 +208,11 @@ def row_linear(
         deferred = cast_back(deferred, [weight])
         rows, gate, weight, bias = (cast(each, autocast) for each in (rows, gate, weight, bias))
     _check_operands(rows, weight, gate, Finish(bias, dropout, added, next_norm), group, sequence_parallel)
-    transport = _opened(transport, rows, len(weight), group, sequence_parallel)
+    n = weight.shape[0]
+    transport = _opened(transport, rows, n, group, sequence_parallel)
     layout = _Layout(transport, sequence_parallel, activation, dropout, ends_region and running_again(), deferred)
     needing = ((rows, gate), (weight,), SCATTERED) if sequence_parallel else ()
-    called(untold(transport), "row_linear", (len(rows), len(weight)), rows.dtype, True, *needing)
+    called(untold(transport), "row_linear", (rows.shape[0], n), rows.dtype, True, *needing)
     result = RowLinearFunction.apply(rows, gate, weight, bias, added if autocast is None else None, next_norm, layout)
     y, *normed = (result,) if next_norm is None else result
     if autocast is not None and added is not None:
