@@ -57,8 +57,8 @@ PROOF := --proof --turn $(TURN)
 
 proofs: execute proofs-compiled proofs-together proofs-alone  ## the long checks: compiled and executed kernels, protocol model, random kills, README's commands
 
-# For sm_90, without float16, and one tile of a GEMM: a fifth of the cases, of which each turn compiles a third. A test says
-# when the page of the whole check, `make compile-check`, is not of the kernels' present source.
+# For sm_90, without float16, and one tile of a GEMM: a fifth of the cases, of which each turn compiles a third. A proof says
+# when the page of the whole check, `make compile-check`, is not of the code that launchers ask for now.
 proofs-compiled: .venv/ready $(if $(filter 2 all,$(TURN)),.venv/gpu/ready)
 	$(BIN)/python -m checks.compile --only '^(?!.* float16( |$$)).* sm_90 (\w+$$|.* 128x128x64 )' \
 		$(if $(filter all,$(TURN)),,--share $(TURN)/3)

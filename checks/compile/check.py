@@ -24,9 +24,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench.gpu.sources import imported, reached
-
 from . import compiler
+from .asked import Asked, digest
 from .cases import CAPABILITIES, Case
 from .rules import Row, empty_row, evaluate
 from .summary import clean_commit, write_page
@@ -91,39 +90,20 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "triton": triton.__version__, **ptxas}
 
 
-class Sources:
-    """What rows depend on: the files that have or launch a kernel, with all that they import of the kernels; this
-    package, the module of the cases, and the compilers. So a change of one operation leaves the rows of others."""
+class Cache:
+    """Rows on disk, one file per case. A row counts only while its fingerprint is the current one: of what it asks
+    Triton for, of this package and the module of the cases, and of the compilers."""
 
     def __init__(self, check: Check) -> None:
-        root, files = check.kernels.parent, sorted(check.kernels.rglob("*.py"))
-        self._texts = {path: path.read_bytes() for path in files}
-        self._imports = {path: imported(path, root) for path in files}
+        self.folder, self._asked = check.cache, Asked(check.kernels)
         module = importlib.import_module(check.cases.partition(":")[0])
         own = {path.resolve() for path in (*Path(__file__).parent.glob("*.py"), Path(str(module.__file__)))}
-        self._common = json.dumps(versions()).encode() + b"".join(path.read_bytes() for path in sorted(own))
+        self._common = json.dumps(versions()), *(path.read_text() for path in sorted(own))
 
-    def files(self, kernel: str) -> set[Path]:
-        """The files that define a function of the kernel's name, files that import these, and all that they import."""
-        defines = f"def {kernel}(".encode()
-        defining = [path for path, text in self._texts.items() if defines in text]
-        users = reached(defining, lambda path: [each for each in self._imports if path in self._imports[each]])
-        return reached(users, self._imports.__getitem__)
-
-    @functools.cache  # noqa: B019 - there are few
-    def fingerprint(self, kernel: str) -> str:
+    @functools.cache  # noqa: B019 - there is one
+    def fingerprint(self, case: Case) -> str:
         """The hash of all of that."""
-        digest = hashlib.sha256(self._common)
-        for path in sorted(self.files(kernel)):
-            digest.update(path.name.encode() + self._texts[path])
-        return digest.hexdigest()
-
-
-class Cache:
-    """Rows on disk, one file per case. A row counts only while its fingerprint is the current one."""
-
-    def __init__(self, check: Check) -> None:
-        self.folder, self.sources = check.cache, Sources(check)
+        return digest([*self._common, self._asked.of(case)])
 
     def path(self, case: Case) -> Path:
         """The file of a case."""
@@ -131,7 +111,7 @@ class Cache:
 
     def get(self, case: Case) -> Row | None:
         """The row of a case, or None if it has to be computed."""
-        of = case.key, self.sources.fingerprint(case.kernel)
+        of = case.key, self.fingerprint(case)
         try:
             content = json.loads(self.path(case).read_text())
             return content["row"] if (content["key"], content["fingerprint"]) == of else None
@@ -142,7 +122,7 @@ class Cache:
         """Keep a row, in place of an older one of the same case."""
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.path(case).with_suffix(f".{os.getpid()}")
-        content = {"key": case.key, "fingerprint": self.sources.fingerprint(case.kernel), "row": row}
+        content = {"key": case.key, "fingerprint": self.fingerprint(case), "row": row}
         temporary.write_text(json.dumps(content))
         temporary.replace(self.path(case))
 
@@ -271,7 +251,8 @@ def main(arguments: Sequence[str], check: Check = DEFAULT) -> int:
     if not (options.only or options.without) and step == 1:
         wrong += uncovered(check, every)
         refusal = f"{check.results} is not written: {obstacle}"
-        done = write_page(check.results, commit, list(rows.values()), versions()) if commit else refusal
+        asked = Asked(check.kernels).of_all(cases) if commit else ""
+        done = write_page(check.results, commit, list(rows.values()), asked, versions()) if commit else refusal
         console.print(done, highlight=False, soft_wrap=True, markup=False)
     for violation in wrong:
         console.print(violation, highlight=False, soft_wrap=True, markup=False)

@@ -4,7 +4,6 @@ Belongs here: what the page keeps of the rows, and when it may be written. What 
 """
 
 import datetime
-import hashlib
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ and spills are those of one thread, shared memory is that of one program. Releas
 system scope, and stand in the code so often; in flight are the bytes that a warp has asked of global memory, TMA left
 out, before it first uses any of them.
 """
-KERNELS = Path(__file__).parents[2] / "kernels"
 NUMBERS = {
     "registers": "registers",
     "spilled bytes": "spills",
@@ -34,23 +32,14 @@ NUMBERS = {
 COLUMNS = ("kernel", "architecture", "cases", *NUMBERS, "violations")
 
 
-def sources() -> str:
-    """What stands for the kernels' source: the first digits of a SHA-256 of every file that has or chooses a kernel."""
-    found = hashlib.sha256()
-    for path in sorted(KERNELS.rglob("*.py")):
-        if path.name not in ("reference.py", "cost.py"):
-            found.update(path.relative_to(KERNELS).as_posix().encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()[:16]
-
-
-def page_body(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
+def page_body(rows: Sequence[Row], asked: str, versions: Mapping[str, str]) -> str:
     """Totals, versions and table in Markdown: all of the page that follows from the code and the compilers."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["kernel"], row["arch"]), []).append(row)
     lines = [
         f"{len(rows)} cases, {sum(len(row['violations']) for row in rows)} violations.",
-        f"Of the source {sources()}.",
+        f"Of the code {asked}.",
         f"Compiled by {', '.join(f'{name} {version}' for name, version in versions.items())}.",
         "",
         f"| {' | '.join(COLUMNS)} |",
@@ -82,9 +71,9 @@ def clean_commit(results: Path) -> tuple[str, str]:
     )
 
 
-def write_page(path: Path, commit: str, rows: Sequence[Row], versions: Mapping[str, str]) -> str:
-    """Write the page, and return a sentence that says so."""
-    return keep_page(path, commit, INTRODUCTION, page_body(rows, versions))
+def write_page(path: Path, commit: str, rows: Sequence[Row], asked: str, versions: Mapping[str, str]) -> str:
+    """Write the page, and return a sentence that says so. asked: the hash of what Triton compiled for it (asked.py)."""
+    return keep_page(path, commit, INTRODUCTION, page_body(rows, asked, versions))
 
 
 def keep_page(path: Path, commit: str, introduction: str, body: str) -> str:

@@ -1,6 +1,7 @@
 """The compile check passes a toy kernel that follows the protocol; each way to break it is caught by the named rule."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,10 @@ from compile_kernels import NO_BARRIER, case, exchange_kernel, good_cases
 from triton.runtime.jit import JITFunction
 
 from checks.compile import compiler, ptx, ttgir
-from checks.compile.check import Cache, Check, load_cases, main
+from checks.compile.asked import Asked
+from checks.compile.check import DEFAULT, Cache, Check, load_cases, main
 from checks.compile.rules import Row, empty_row, evaluate
-from checks.compile.summary import clean_commit, sources, write_page
+from checks.compile.summary import clean_commit, write_page
 
 UNAVAILABLE = compiler.unavailable()
 pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
@@ -36,10 +38,13 @@ def test_a_kernel_that_follows_the_protocol_passes(capability: int, dtype: str) 
     assert (row["tile"], row["stages"], row["warps"]) == (("128x128x64", 3, 8) if tma else ("64x64x32", 3, 4))
 
 
-def test_the_committed_page_is_of_this_source() -> None:
-    """The proofs compile for one architecture; so `make compile-check` has to be run after a change of kernels."""
+@pytest.mark.proof
+def test_the_committed_page_is_of_this_code() -> None:
+    """The proofs compile for one architecture; so `make compile-check` has to be run after a change of jitted functions
+    or of what launchers ask of Triton."""
     page = Path(__file__).resolve().parents[2] / "checks/results/compile.md"
-    assert f"Of the source {sources()}." in page.read_text(), "run `make compile-check` and commit its page"
+    asked = Asked(DEFAULT.kernels).of_all(load_cases(DEFAULT.cases))
+    assert f"Of the code {asked}." in page.read_text(), "run `make compile-check` and commit its page"
 
 
 def test_bytes_in_flight() -> None:
@@ -197,7 +202,9 @@ def new_check(folder: Path, cases: str) -> Check:
     return Check(f"compile_kernels:{cases}", kernels, folder / "cache", folder / "results" / "compile.md")
 
 
-def test_rows_are_kept_until_a_kernel_changes(forked: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_rows_are_kept_while_their_code_is_the_same(
+    forked: None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     check = new_check(tmp_path, "good_cases")
     assert main(["--only", "sm_80 float16"], check) == 0
     assert "1 cases, 1 to compile" in (printed := capsys.readouterr().out) and "0 violations" in printed
@@ -209,13 +216,17 @@ def test_rows_are_kept_until_a_kernel_changes(forked: None, tmp_path: Path, caps
     assert capsys.readouterr().out.count("1 cases, 0 to compile") == 2  # a case each for two of them
     assert main(["--only", "nothing of that name"], check) == 2
 
-    case = good_cases()[0]
-    row = Cache(check).get(case)
+    good = good_cases()[0]
+    row = Cache(check).get(good)
     assert list(row) == list(Row.__annotations__) and row["arch"] == "sm_90"
+    toy = (check.kernels / "toy.py").read_text()
     (check.kernels / "another.py").write_text("@triton.jit\ndef another_kernel():\n    pass\n")
-    assert Cache(check).get(case) == row, "another operation"
-    (check.kernels / "toy.py").write_text((check.kernels / "toy.py").read_text() + "\n")
-    assert Cache(check).get(case) is None
+    (check.kernels / "toy.py").write_text(f"# moved\n{toy}\ndef check_operands():\n    pass\n")
+    assert Cache(check).get(good) == row, "another operation, and what a launcher does before its launch"
+    asks = replace(good, launch=case("no fence").launch)
+    assert Cache(check).get(asks) is None, "a launch that asks for other code"
+    (check.kernels / "toy.py").write_text(toy + "LIMIT = 3\n")
+    assert Cache(check).get(good) is None
 
 
 def test_the_command_lists_what_is_wrong(forked: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -241,7 +252,7 @@ def test_the_page_has_the_worst_of_each_kernel(tmp_path: Path) -> None:
         usual | {"arch": "sm_80", "violations": ["fails: the process died"]},
     ]
     page = tmp_path / "compile.md"
-    assert write_page(page, "abc", rows, {"triton": "1.2"}) == f"{page} is written"
+    assert write_page(page, "abc", rows, "0123", {"triton": "1.2"}) == f"{page} is written"
     text = page.read_text()
     assert " at commit abc." in text and "3 cases, 2 violations." in text and "Compiled by triton 1.2." in text
     assert "| toy | sm_90 | 2 | 90 | 8 | 512 | 3 | 2 | 4 | 7 | 64 | 1 |" in text

@@ -148,13 +148,15 @@ def _check_options(
 
 
 def _opened(
-    transport: str | Transport, rows: Tensor, n: int, group: ProcessGroup | None, sequence_parallel: bool
+    transport: str | Transport, rows: Tensor, weight: Tensor, group: ProcessGroup | None, sequence_parallel: bool
 ) -> Transport:
     """The transport, opened for this shape if it is a name."""
     if not isinstance(transport, str):
         return transport
     m, k = rows.shape
-    return open_transport(row_request(m, k, n, rows.dtype, rows.device, group, sequence_parallel, transport))
+    return open_transport(
+        row_request(m, k, weight.shape[0], rows.dtype, rows.device, group, sequence_parallel, transport)
+    )
 
 
 @uncompiled
@@ -208,11 +210,10 @@ def row_linear(
         deferred = cast_back(deferred, [weight])
         rows, gate, weight, bias = (cast(each, autocast) for each in (rows, gate, weight, bias))
     _check_operands(rows, weight, gate, Finish(bias, dropout, added, next_norm), group, sequence_parallel)
-    n = weight.shape[0]
-    transport = _opened(transport, rows, n, group, sequence_parallel)
+    transport = _opened(transport, rows, weight, group, sequence_parallel)
     layout = _Layout(transport, sequence_parallel, activation, dropout, ends_region and running_again(), deferred)
     needing = ((rows, gate), (weight,), SCATTERED) if sequence_parallel else ()
-    called(untold(transport), "row_linear", (rows.shape[0], n), rows.dtype, True, *needing)
+    called(untold(transport), "row_linear", (rows.shape[0], weight.shape[0]), rows.dtype, True, *needing)
     result = RowLinearFunction.apply(rows, gate, weight, bias, added if autocast is None else None, next_norm, layout)
     y, *normed = (result,) if next_norm is None else result
     if autocast is not None and added is not None:

@@ -1,0 +1,88 @@
+"""What Triton would compile for a case: the jitted functions' text, and what a launch specialises them for.
+
+Belongs here: what decides whether a row, or the committed page, is still of the present source. Launchers may change
+what they check, or how they come to their numbers, as long as they ask for the same code.
+"""
+
+import ast
+import contextlib
+import functools
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from unittest import mock
+
+from bench.gpu.sources import imported, reached
+
+from .cases import Case
+from .compiler import Driver, intercepted
+
+
+class Asked:
+    """By case, a hash of all that its code follows from, but for the compilers. Nothing is compiled for it."""
+
+    def __init__(self, kernels: Path) -> None:
+        root = kernels.parent
+        self._texts = {path: path.read_text() for path in sorted(kernels.rglob("*.py"))}
+        self._imports = {path: imported(path, root) for path in self._texts}
+
+    def of(self, case: Case) -> str:
+        """The hash of a case."""
+        return digest([self.jitted(case.kernel), *launched(case)])
+
+    def of_all(self, cases: Mapping[str, Case]) -> str:
+        """One hash of many cases by key."""
+        return digest(f"{key} {self.of(case)}" for key, case in cases.items())
+
+    @functools.cache  # noqa: B019 - there are few
+    def jitted(self, kernel: str) -> str:
+        """Jitted functions and constants of the kernel's file and of all that this imports, without comments."""
+        defining = [path for path, text in self._texts.items() if f"def {kernel}(" in text]
+        files = reached(defining, self._imports.__getitem__)
+        return "\n".join(ast.unparse(node) for path in sorted(files) for node in compiled(self._texts[path]))
+
+
+def compiled(text: str) -> list[ast.stmt]:
+    """The statements of a module that compiled code follows from: jitted functions, and values that they may name."""
+    return [
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        or (isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list))
+    ]
+
+
+def launched(case: Case) -> list[str]:
+    """What the case's launches ask of Triton: types, constants, alignment and options, each specialisation once."""
+    import triton
+
+    found: list[str] = []
+
+    def stop(source, target, options):
+        own = {name: value for name, value in options.items() if name != "extern_libs"}  # paths on this machine
+        found.append(repr((source.name, source.signature, source.constants, source.attrs, target, own)))
+        raise NotCompiled
+
+    def launch(function, compiles, arguments, grid, options):
+        if function.__name__ == case.kernel:
+            with contextlib.suppress(NotCompiled):
+                compiles()
+
+    with mock.patch.object(triton.compiler, "compile", stop), intercepted(Driver(case.capability), launch):
+        try:
+            case.launch()
+        except Exception as error:  # the case's row will say it
+            found.append(repr(error))
+    return sorted(set(found))
+
+
+class NotCompiled(Exception):
+    """In place of a compilation."""
+
+
+def digest(texts: Iterable[str]) -> str:
+    """The first digits of a SHA-256."""
+    found = hashlib.sha256()
+    for text in texts:
+        found.update(text.encode() + b"\0")
+    return found.hexdigest()[:16]
