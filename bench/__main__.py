@@ -18,7 +18,6 @@ from . import (
     grouped_matmul,
     in_place,
     layer,
-    learning_rate,
     matmul,
     matmul_trials,
     memory,
@@ -33,7 +32,6 @@ from .families import matrix as families
 from .gates import gates
 from .gpu import command
 from .memory_bound import benches as memory_bound
-from .packing import bench as packing
 from .runner import Bench, main
 
 KERNELS: tuple[Bench, ...] = (
@@ -58,8 +56,6 @@ BENCHES: tuple[Bench, ...] = (
     ),
     *(
         families.BENCH,
-        learning_rate.BENCH,
-        packing.BENCH,
         moe.BENCH,
         in_place.BENCH,
         planner.BENCH,

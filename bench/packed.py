@@ -1,7 +1,7 @@
 """Do packed activations change a run, and what do they save and cost? Runs on a CPU, a step's peak bytes, its seconds.
 
 Belongs here: the runs, what must hold, tables and picture. Bytes by tensor are those of `memory --pack`; why the packed
-form is as it is, `packing` measures.
+form is as it is, docs/memory.md says.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 from testing import build_small_split, on_every_rank
 from torch import Tensor, nn
 
-from bench import bubbles, generate, in_place, learning_rate, moe, pretrain
+from bench import bubbles, generate, in_place, moe, pretrain
 from bench.__main__ import BENCHES
 from bench.data_parallel import messages, strategies
 from bench.layer_memory import Layer, expected_items
@@ -152,15 +152,6 @@ def test_strategies_train_and_send_their_share(forked, monkeypatch):
     assert sent["top-k 1 %"] < 0.06 * whole and sent["PowerSGD 4"] < 0.12 * whole
     # 4 minibatches are fewer than a deep pipeline has in flight
     assert strategies.problems(content) == ["4 stages hold [1, 2, 2, 1] versions"]
-
-
-def test_learning_rates_are_scaled_by_each_rule():
-    small, *found = learning_rate.cases(1e-3)
-    assert small == learning_rate.Case("small batch", 8, 1e-3, True) and len(found) == 7
-    rates = [(case.rule, round(case.rate / 1e-3, 4)) for case in found if case.samples == 64 and case.warmup]
-    assert rates == [("unscaled", 1), ("square root", 2.8284), ("linear", 8)]
-    row = learning_rate.make_row(small, [(2.3, 40.0), (2.3, float("nan"))])
-    assert row["noise_scale"] == 40.0, "a seed without an estimate does not count"
 
 
 def test_models_of_moe_differ_in_experts_alone():

@@ -13,15 +13,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench import learning_rate, marks, moe, packed, planner, pretrain
+from bench import marks, moe, packed, planner, pretrain
 from bench.__main__ import BENCHES
 from bench.data_parallel import page as data_parallel
 from bench.data_parallel import servers, strategies
 from bench.families import matrix as families
 from bench.families import page as families_page
 from bench.families.cells import RIGHT, THEIRS, WRONG
-from bench.packing import bench as packing
-from bench.packing import page as packing_page
 from bench.provenance import RESULTS
 
 FILES = {f"{path.parent.name}-{bench.name}": (bench, path) for bench in BENCHES
@@ -46,10 +44,8 @@ def test_a_picture_shows_its_results(name, tmp_path):
 PAGES = {
     "data_parallel": (data_parallel.PAGE, data_parallel.page),
     "families": (families_page.PAGE, lambda *_: families_page.page(RESULTS / "cpu" / "families.json")),
-    "learning_rate": (learning_rate.PAGE, lambda *_: learning_rate.page(RESULTS / "cpu" / "learning_rate.json")),
     "moe": (moe.PAGE, moe.page),
     "packed": (packed.PAGE, packed.page),
-    "packing": (packing_page.PAGE, packing_page.page),
 }
 
 
@@ -85,10 +81,8 @@ def of_planner(result: dict[str, Any]) -> list[str]:
 PROBLEMS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "data_parallel": lambda result: [*servers.problems(result["servers"]), *strategies.problems(result)],
     "families": lambda result: families.problems(result["rows"]),
-    "learning_rate": learning_rate.problems,
     "moe": moe.problems,
     "packed": packed.problems_of,
-    "packing": packing.problems_of,
     "planner": of_planner,
     "pretrain": lambda result: pretrain.problems(result["rows"][0]),
 }
@@ -118,9 +112,6 @@ def test_cells_of_families_are_right_and_divided():
     ("data_parallel", "strategies 0 valid 0", math.nan, "synchronous ends at no number"),
     ("data_parallel", "depths 2 versions", [1, 2, 2, 1], "4 stages hold [1, 2, 2, 1] versions"),
     ("families", "rows 0 cells", {"verdict": WRONG, "reason": "a gradient"}, "Llama, tp 2: WRONG: a gradient"),
-    ("learning_rate", "unigram_entropy", 2.9, "the small batch ends at 2.3800, not below 2.3200: it did not learn"),
-    ("learning_rate", "rows 0 loss", math.nan, "it did not learn"),
-    ("learning_rate", "rates_tried 0.016", 2.3, "its best learning rate 0.016 is at an end of those tried"),
     ("moe", "rows 1 loss", 1.1706, "experts end at 1.1706, not below the dense model's 1.1706"),
     ("moe", "rows 0 loss", math.nan, "not below the dense model's"),
     ("moe", "rows 1 active_parameters", 680_000, "the active parameters are 1.020 of the dense model's"),
@@ -129,7 +120,6 @@ def test_cells_of_families_are_right_and_divided():
     ("packed", "rows 1 packed", 0, "1 rank, recompute mlp: nothing was packed"),
     ("packed", "large peaks 1 step", 173_661_707, "the peak of a step is 10.0% lower, not 15%"),
     ("packed", "predicted 1 forward", 0.1, "hidden 8192: packing is predicted"),
-    ("packing", "unigram_entropy", 2.0, "did not learn"),
     ("planner", "rows 11 predicted", 1e-3, "4 layers of 256: Spearman 0.40 < 0.8"),
     ("planner", "rows 6 predicted", 1e-3, "schedule=ZBVZeroBubble takes 12.0% longer than tp=2,microbatch=8"),
     ("pretrain", "rows 0 final_loss", 2.59, "final loss 2.5900, not below 0.8 of 3.2265"),

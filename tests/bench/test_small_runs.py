@@ -3,7 +3,6 @@
 Belongs here: benches that need a process of their own, as they join and leave a process group or start commands.
 """
 
-import dataclasses
 import json
 import math
 import sys
@@ -15,36 +14,16 @@ from xml.etree import ElementTree
 
 import pytest
 from commands import Commands
-from test_results import PROBLEMS, committed
+from test_results import PROBLEMS
 from testing import build_small_split
 
-from bench import learning_rate, moe, pretrain
+from bench import moe, pretrain
 from bench.__main__ import BENCHES
-from bench.packing import bench as packing
-from bench.packing import outliers
-from bench.packing.forms import LARGEST_GROUP
-from bench.packing.training import SHAPES, Size
 from bench.runner import main
 from tpformer import cli
 from tpformer.models import GPTConfig
 
 TINY = GPTConfig(vocab_size=257, seq_length=16, n_layers=1, hidden_size=16, n_heads=2)
-
-
-def small_learning_rate() -> None:
-    learning_rate.build_stdlib, learning_rate.MODEL, learning_rate.RATES = build_small_split, TINY, (1e-3, 2e-3)
-    learning_rate.SAMPLES, learning_rate.VALIDATION, learning_rate.SEEDS, learning_rate.WARM_UP = 128, 4, (1, 2), 0.5
-
-
-def small_packing() -> None:
-    sizes = {"n_layers": 2, "seq_length": 16, "hidden_size": 16, "n_heads": 2, "ffn_hidden_size": 48}
-    experts = {"expert_ffn_size": 16, "shared_expert_size": 16}
-    packing.SHAPES = {
-        name: dataclasses.replace(config, **sizes, **(experts if config.n_experts else {}))
-        for name, config in SHAPES.items()
-    }
-    packing.build_stdlib, packing.Size = build_small_split, lambda: Size(4, 2)
-    outliers.ROWS, outliers.HIDDEN = 16, 512
 
 
 def small_pretrain() -> None:
@@ -70,9 +49,7 @@ def fork(command: list[str], **options: Any) -> SimpleNamespace:
     return SimpleNamespace(returncode=process.exitcode, stderr="")
 
 
-SMALLER = {
-    "learning_rate": small_learning_rate, "moe": small_moe, "packing": small_packing, "pretrain": small_pretrain,
-}  # fmt: skip
+SMALLER = {"moe": small_moe, "pretrain": small_pretrain}
 
 
 def run_small(name: str, results: Path) -> None:
@@ -96,14 +73,6 @@ def result_of(name: str, commands: Commands, folder: Path) -> tuple[dict[str, An
     return result, out
 
 
-def test_learning_rate(commands, tmp_path):
-    result, _ = result_of("learning_rate", commands, tmp_path)
-    assert [len(row["losses"]) for row in result["rows"]] == [2] * 8
-    by_rule = {(row["rule"], row["warmup"]): row["losses"] for row in result["rows"]}
-    assert by_rule["linear", True] != by_rule["linear", False] != by_rule["unscaled", False]
-    assert all(row["noise_scale"] is None for row in result["rows"][2:])
-
-
 @pytest.mark.timeout(300)
 def test_moe(commands, tmp_path):
     result, out = result_of("moe", commands, tmp_path)
@@ -112,20 +81,6 @@ def test_moe(commands, tmp_path):
     assert len(sparse["losses"]) == len(dense["losses"]) == 1 and result["seeds"] == [3]
     assert dense["expert_load"] is None and all(1 <= load <= 2 for load in sparse["expert_load"])
     assert result["tokens"] == 4 * 8 * 16
-
-
-@pytest.mark.timeout(300)
-def test_packing(commands, tmp_path):
-    result, out = result_of("packing", commands, tmp_path)
-    assert "it did not learn" in out
-    assert "were saved, not" not in out, out  # all that layers keep has the name and the size that docs/memory.md says
-    steps = [(each["shape"], each["step"]) for each in result["steps_recorded"]]
-    assert steps == [(shape, step) for shape in ("GPT", "Llama", "MoE") for step in (1, 4)]
-    sizes = {(row["shape"], row["tensor"]): row["values"] for row in result["rows"] if row["step"] == 4}
-    assert len(sizes) == 7 + 8 + 8 and sizes["Llama", "gate pre-activation"] == 2 * LARGEST_GROUP  # filled up
-    assert result["recompute"] == committed("packing")["recompute"]  # it depends on no size
-    watched = {row["shape"]: row for row in result["watched"] if row["group"] == 8192}
-    assert len(watched["MoE"]["worst"]) == 4 and all(", " in where for where in watched["MoE"]["where"])
 
 
 def test_pretrain(commands, tmp_path):

@@ -1,7 +1,7 @@
 """Advice on learning rate, warm-up, batch and tokens, each number with where it comes from. Advice, not a prediction.
 
-Belongs here: published rules, and what they say of a model or of a change of the batch. `python -m bench learning_rate`
-tries those for a change of the batch.
+Belongs here: published rules, and what they say of a model or of a change of the batch. docs/learning_rate.md has a
+study of those for a change of the batch.
 """
 
 from __future__ import annotations
