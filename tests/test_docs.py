@@ -2,6 +2,7 @@
 formulas, presets and fields. `make docs` follows links."""
 
 import dataclasses
+import importlib
 import inspect
 import json
 import pydoc
@@ -30,6 +31,16 @@ def test_text_in_pictures_is_legible_on_a_phone():
         width = float(re.findall(r'viewBox="0 0 (\d+)', text)[0])
         sizes = [float(size) for size in re.findall(r"font(?:-size)?: ?(\d+)px", text)]
         assert sizes and min(sizes) * (390 - 32) / width >= 11, path.name  # 32: a page's margins
+
+
+def test_what_the_site_leaves_out_exists():
+    packages = [importlib.import_module(f"tpformer.{path.parent.name}") for path in ROOT.glob("tpformer/*/__init__.py")]
+    for name in (ROOT / "docs/site/internal.txt").read_text().splitlines():
+        first, _, member = name.partition(".")
+        owners = [getattr(package, first, None) for package in packages]
+        assert name.startswith("#") or any(
+            hasattr(owner, member or "__doc__") for owner in owners if owner is not None
+        ), name
 
 
 ROWS = re.findall(r"^\| (?!---)(.+) \| (.+) \|$", (ROOT / "docs/coming_from.md").read_text(), re.M)

@@ -29,6 +29,7 @@ API = (
     "in_place", "layers", "models", "ops", "parallel", "distributed", "processes", "config", "weights", "training",
     "inference", "planner",
 )  # fmt: skip
+INTERNAL = set((ROOT / "docs/site/internal.txt").read_text().splitlines())
 COPIED = (".svg", ".png", ".json")  # a browser shows these as they are; any other file gets a page with its text
 LINK = re.compile(r'(\]\(|(?:src|href)=")(?!https?:|#|mailto:)([^)"#\s]+)')
 LOADED = re.compile(r'<(?:link|script|img)[^>]*(?:href|src)="(https?:[^"]+)"')
@@ -106,7 +107,7 @@ def source_file(config: Any, target: str) -> File:
 
 
 def api_page(package: str) -> str:
-    """The reference of the names that a package exports, or of its modules if it exports none."""
+    """The reference of the names that a package exports for users, or of its modules if it exports none."""
     folder = ROOT / "tpformer" / package
     tree = ast.parse((folder / "__init__.py").read_text())
     lines = [f"# tpformer.{package}", "", (ast.get_docstring(tree) or "").replace("Re-exports only.", ""), ""]
@@ -116,6 +117,7 @@ def api_page(package: str) -> str:
         for node in tree.body
         if isinstance(node, ast.ImportFrom)
         for name in node.names
+        if name.name not in INTERNAL
     }
     for name in sorted(exported, key=str.lower):
         # tpformer.kernels is a link to the folder kernels/
