@@ -1,5 +1,5 @@
-"""Draws the pictures of README.md, docs/moe.md and docs/placement.md: where the tensors of a block and of a layer of
-experts live and what they keep, where ranks are and how they share weights and data.
+"""Draws the pictures of README.md, docs/layouts.md, docs/moe.md and docs/placement.md: where the tensors of a block and
+of a layer of experts live and what they keep, where ranks are and how they share weights and data.
 
 `python docs/pictures/draw.py` writes them; tests/test_docs.py compares the committed pictures with what it draws.
 """
@@ -90,6 +90,42 @@ class BlockDrawing(Drawing):
         self.text("soft", MARGIN, 78, "A box is a whole matrix, with a token in every line.")
         self.text("soft", MARGIN, 96, "The coloured part of it is what the rank holds.")
         self.y = 110
+
+
+# between three tensors, each with its layout: the kernels' widths and words
+HALF: dict[str, tuple[str, list[tuple[int, list[str]]]]] = {
+    "x": ("rows", [(84, ["norm", "all-gather", "+ GEMM"])]),
+    "q, k, v": ("columns", [(66, ["attention"]), (62, ["GEMM +", "reduce-", "scatter"])]),
+    "x again": ("rows", []),
+}
+
+
+def ways() -> str:
+    """The attention half of a block, from left to right, wide and low."""
+    drawing = BlockDrawing()
+    top, pitch, box, gap, x = 34, 31, (40, 25), 9, float(MARGIN)
+    for name, (cut, kernels) in HALF.items():
+        drawing.text("name middle", x + box[0] / 2, top - 10, name.split()[0] if "again" in name else name)
+        for rank in range(RANKS):
+            drawing.tensor(rank, cut, x, top + rank * pitch, *box)
+        x += box[0]
+        for width, words in kernels:
+            drawing.rect("kernel", x + gap, top, width, 3 * pitch + box[1], 7)
+            for rank in range(RANKS):
+                y = top + rank * pitch + box[1] / 2
+                for start in (x, x + gap + width):
+                    drawing.parts.append(f'<path class="line" d="M{start + 1:g} {y:g}h{gap - 3}m-3 -3l3 3l-3 3"/>')
+            middle = top + (3 * pitch + box[1]) / 2 + 5 - 9 * (len(words) - 1)
+            for number, word in enumerate(words):
+                drawing.text("middle", x + gap + width / 2, middle + 18 * number, word)
+            x += gap + width
+        x += gap
+    drawing.y = top + 3 * pitch + box[1] + 4
+    drawing.lines("soft", ["Lines are tokens. A colour is one of four ranks."])
+    drawing.y -= 4
+    return drawing.svg(
+        "Attention on four ranks: tokens are gathered in a GEMM, and reduced and scattered in another", 880
+    )
 
 
 def block() -> str:
@@ -225,6 +261,7 @@ def two_nodes() -> RunConfig:
 
 PICTURES = {
     "block.svg": block,
+    "ways.svg": ways,
     "experts.svg": experts,
     "memory.svg": memory,
     "placement.svg": lambda: placement_svg(two_nodes()),

@@ -68,10 +68,13 @@ class Drawing:
             self.y += 18
             self.text(kind, MARGIN, self.y, line)
 
-    def svg(self, title: str) -> str:
-        """The whole file, with a background of its own, so that it reads on a light and on a dark page."""
+    def svg(self, title: str, width: int = 440) -> str:
+        """The whole file, with a background of its own, so that it reads on a light and on a dark page.
+
+        width: pixels where there is room for them.
+        """
         height = self.y + 14
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="440" role="img">'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{width}" role="img">'
         card = f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1:g}" rx="8"/>'
         body = [f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", card, *self.parts]
         return "\n".join([head, *body, "</svg>", ""])
