@@ -53,6 +53,10 @@ def test_what_a_run_says_when_it_is_started_again(done, refused, tmp_path, tiny_
     after = read_toml(directory / "config.toml")
     assert after["optimizer"]["lr"] == 1e-3 and after["run"]["changes"] == [] and after["data"]["train_contents"]
 
+    settings = (directory / "config.toml").rename(directory / "settings.toml")
+    assert "its config.toml is gone" in refused(*more)
+    settings.rename(directory / "config.toml")
+
     before, left = losses(directory), steps(directory / "checkpoints")
     assert len(before) == 7 and 7 in left
     for manifest in directory.glob("checkpoints/step-*/manifest.json"):
