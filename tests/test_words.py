@@ -48,6 +48,8 @@ SETTINGS = [
     ("model", "vocab_size", 10**5000, "vocab_size=a whole number of 16610 bits must be in "),
     ("optimizer", "lr", 10**400, "optimizer.lr = a whole number of 1329 bits: expected float"),
     ("run", "dir", "a\x1b[31m", r"run.dir = 'a\\x1b\[31m': control characters"),
+    ("optimizer", "eps", 1e-50, "optimizer.eps=1e-50 must be at least 1e-37 and finite"),
+    ("train", "global_batch_size", 2**40, r"train.global_batch_size=1099511627776 must be in \[1, 1e8\]"),
     ("model", "activation", "x" * 10**6, "choose one of"),
     ("model", "hidden_size", 2**60, "a layer with hidden_size=1152921504606846976 has .* parameters, more than"),
     ("model", "ffn_hidden_size", 2**62, "a layer with hidden_size=768 has 7.09e.21 parameters"),
