@@ -88,7 +88,7 @@ def test_ranks_of_another_launcher_join_instead_of_starting_ranks(commands, tmp_
 def test_overrides_reach_the_run_and_generate_prints_several_texts_of_it(done, commands, tmp_path, tiny_values):
     toml, directory = write_run(tmp_path, tiny_values), tmp_path / "other"
     options = "--model.n-layers 3 --model.seq-length 8 --parallel.tensor-parallel 2 --train.steps=2".split()
-    assert "M x N x K" in done("pretrain", toml, *options, "--run.dir", str(directory))
+    assert "M x N x K" in done("pretrain", toml, *options, "--run.dir", str(directory), COLUMNS="0")
     found = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     keys = {"step", "loss", "step_loss", "grad_norm", "lr", "tokens", "tokens_per_second"}
     assert [set(row) for row in found] == [keys, keys, {"step", "val_loss"}]

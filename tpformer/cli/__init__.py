@@ -5,6 +5,7 @@ configuration and its datasets first. A command's module is imported when the co
 """
 
 import difflib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -57,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: run the command that the first words name."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     signal.signal(signal.SIGINT, _interrupted if arguments[:1] and arguments[0] in CLEAN_UP else signal.SIG_DFL)
+    if not os.environ.get("COLUMNS", "80").strip("0"):
+        del os.environ["COLUMNS"]  # rich writes nothing into 0 columns, which stand there where no terminal is
     from tpformer.processes.standard_files import open_standard_files
 
     from .guard import guarded
