@@ -10,12 +10,16 @@ import signal
 import subprocess
 import sys
 import typing
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from commands import ROOT, main
 
 from tpformer.cli.data import BuildData, build_data_command
+from tpformer.cli.guard import guarded
 from tpformer.cli.models import Chat, Evaluate, Export, Generate, Import, evaluate_command
 from tpformer.cli.options import OPTION_RANGES, checked
 from tpformer.cli.plan import FILES, Plan, plan_command
@@ -105,6 +109,17 @@ def test_a_folder_or_nothing_is_refused_where_a_file_is_meant(tmp_path, monkeypa
         with pytest.raises(ValueError, match="is empty: give it a path|is a folder: add a name, such as --"):
             command([*arguments, path])
     assert sorted(os.listdir()) == ["run", "text.txt"]
+
+
+def allocate(of: str) -> None:
+    """What a command does whose sizes are more than the machine's memory."""
+    guarded({"torch": partial(torch.empty, 2**50), "numpy": partial(np.empty, 2**50)}[of])
+
+
+@pytest.mark.parametrize(("of", "size"), [("torch", "4503599627370496 bytes"), ("numpy", "8.00 PiB")])
+def test_memory_that_there_is_not_is_said_in_one_line(commands, of, size):
+    code, _, err = commands.call(allocate, of).finish()
+    assert code == 2 and err.startswith(f"tpformer: {size} at once cannot be allocated: lower"), err
 
 
 @pytest.mark.parametrize(("given", "first"), [(["--help"], "usage: "), (["data", "-h"], "  data build ")])

@@ -5,6 +5,7 @@ Importing this file does not import tyro, so that `tpformer --help` is quick.
 
 import errno
 import os
+import re
 import signal
 import sys
 import time
@@ -47,7 +48,7 @@ def guarded(work: Callable[[], None]) -> None:
         _end_by(signal.SIGINT)
     except BaseException as error:  # DCP's CheckpointException does not derive from Exception
         record_exception(error)
-        usage = isinstance(error, USAGE) or getattr(error, "errno", None) in USERS
+        usage = isinstance(error, (*USAGE, MemoryError)) or getattr(error, "errno", None) in USERS or _too_large(error)
         if usage:
             time.sleep(PEER_SECONDS if os.environ.get("RANK", "0") != "0" else 0)
             sys.stderr.write(f"tpformer: {message(_words(error))}\n")  # in one piece: other ranks write too
@@ -57,8 +58,17 @@ def guarded(work: Callable[[], None]) -> None:
         os._exit(USAGE_EXIT_CODE if usage else 1)
 
 
+def _too_large(error: BaseException) -> bool:
+    """Whether torch could not allocate host memory, for which it has a RuntimeError."""
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
 def _words(error: BaseException) -> object:
     """What is wrong with a file, in the order of a sentence; of any other error its own words."""
+    if isinstance(error, MemoryError) or _too_large(error):
+        asked = re.search(r"\d+ bytes|[\d.]+ \wiB", str(error))
+        what = asked[0] if asked else "more"
+        return f"{what} at once cannot be allocated: lower the sizes (`tpformer dry-run` counts what a rank holds)"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename} cannot be used: {error.strerror}"
     return error
