@@ -96,6 +96,15 @@ def test_on_a_full_disk_a_command_leaves_nothing_and_names_the_path(commands, tm
     assert sorted(os.listdir()) == ["few.txt", "many.txt"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_build_that_a_signal_ends_leaves_nothing(commands, tmp_path, number):
+    (tmp_path / "long.txt").write_bytes(b"some words\n" * 2_000_000)
+    command = commands.start("data", "build", str(tmp_path / "long.txt"), "--out", str(tmp_path / "made"))
+    command.wait_until((tmp_path / "made.bin.tmp").exists, "the build")
+    os.kill(command.pid, number)
+    assert command.finish()[0] == -number and os.listdir(tmp_path) == ["long.txt"]
+
+
 @pytest.mark.parametrize(("command", "arguments"), [
     (build_data_command, ("text.txt", "--out")), (evaluate_command, ("run", "--json")),
     *((plan_command, ("--preset", "gpt2-124m", f"--{name}")) for name in FILES),

@@ -32,7 +32,7 @@ def guarded(work: Callable[[], None]) -> None:
     Any other exception is reported by its traceback, to which torch adds the rank, with exit code 1. In both cases the
     interpreter's shutdown is skipped: an open process group can hang or abort in it, and peers notice only a process
     that has ended. If the reader of the output has gone (`| head`), the process ends by SIGPIPE. After Ctrl-C it ends
-    by SIGINT.
+    by SIGINT, and by another signal that raised KeyboardInterrupt by that.
     """
     try:
         try:
@@ -44,8 +44,8 @@ def guarded(work: Callable[[], None]) -> None:
         if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
             raise
         _end_by(signal.SIGPIPE)
-    except KeyboardInterrupt:
-        _end_by(signal.SIGINT)
+    except KeyboardInterrupt as error:
+        _end_by(error.args[0] if error.args else signal.SIGINT)
     except BaseException as error:  # DCP's CheckpointException does not derive from Exception
         record_exception(error)
         usage = isinstance(error, (*USAGE, MemoryError)) or getattr(error, "errno", None) in USERS or _too_large(error)
@@ -74,7 +74,7 @@ def _words(error: BaseException) -> object:
     return error
 
 
-def _end_by(number: signal.Signals) -> None:
+def _end_by(number: int) -> None:
     """End this process by a signal, so that its parent learns why."""
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
