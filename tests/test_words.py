@@ -48,6 +48,7 @@ SETTINGS = [
     ("model", "vocab_size", 10**5000, "vocab_size=a whole number of 16610 bits must be in "),
     ("optimizer", "lr", 10**400, "optimizer.lr = a whole number of 1329 bits: expected float"),
     ("run", "dir", "a\x1b[31m", r"run.dir = 'a\\x1b\[31m': control characters"),
+    ("model", "n_heads", 2**40, r"n_heads=1099511627776 must be in \[1, 1e6\]"),
     ("optimizer", "eps", 1e-50, "optimizer.eps=1e-50 must be at least 1e-37 and finite"),
     ("train", "global_batch_size", 2**40, r"train.global_batch_size=1099511627776 must be in \[1, 1e8\]"),
     ("model", "activation", "x" * 10**6, "choose one of"),

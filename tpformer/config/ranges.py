@@ -19,7 +19,7 @@ RANGES = {
     "model.seq_length": COUNT,
     "model.n_layers": "[1, 1e4]",  # each is an entry of several lists
     "model.hidden_size": COUNT,
-    "model.n_heads": COUNT,
+    "model.n_heads": "[1, 1e6]",  # the same
     "model.n_kv_heads": COUNT,
     "model.head_dim": COUNT,
     "model.sliding_window": COUNT,
