@@ -10,12 +10,16 @@ import signal
 import subprocess
 import sys
 import typing
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from commands import ROOT, main
 
 from tpformer.cli.data import BuildData, build_data_command
+from tpformer.cli.guard import guarded
 from tpformer.cli.models import Chat, Evaluate, Export, Generate, Import, evaluate_command
 from tpformer.cli.options import OPTION_RANGES, checked
 from tpformer.cli.plan import FILES, Plan, plan_command
@@ -92,6 +96,15 @@ def test_on_a_full_disk_a_command_leaves_nothing_and_names_the_path(commands, tm
     assert sorted(os.listdir()) == ["few.txt", "many.txt"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_build_that_a_signal_ends_leaves_nothing(commands, tmp_path, number):
+    (tmp_path / "long.txt").write_bytes(b"some words\n" * 2_000_000)
+    command = commands.start("data", "build", str(tmp_path / "long.txt"), "--out", str(tmp_path / "made"))
+    command.wait_until((tmp_path / "made.bin.tmp").exists, "the build")
+    os.kill(command.pid, number)
+    assert command.finish()[0] == -number and os.listdir(tmp_path) == ["long.txt"]
+
+
 @pytest.mark.parametrize(("command", "arguments"), [
     (build_data_command, ("text.txt", "--out")), (evaluate_command, ("run", "--json")),
     *((plan_command, ("--preset", "gpt2-124m", f"--{name}")) for name in FILES),
@@ -105,6 +118,17 @@ def test_a_folder_or_nothing_is_refused_where_a_file_is_meant(tmp_path, monkeypa
         with pytest.raises(ValueError, match="is empty: give it a path|is a folder: add a name, such as --"):
             command([*arguments, path])
     assert sorted(os.listdir()) == ["run", "text.txt"]
+
+
+def allocate(of: str) -> None:
+    """What a command does whose sizes are more than the machine's memory."""
+    guarded({"torch": partial(torch.empty, 2**50), "numpy": partial(np.empty, 2**50)}[of])
+
+
+@pytest.mark.parametrize(("of", "size"), [("torch", "4503599627370496 bytes"), ("numpy", "8.00 PiB")])
+def test_memory_that_there_is_not_is_said_in_one_line(commands, of, size):
+    code, _, err = commands.call(allocate, of).finish()
+    assert code == 2 and err.startswith(f"tpformer: {size} at once cannot be allocated: lower"), err
 
 
 @pytest.mark.parametrize(("given", "first"), [(["--help"], "usage: "), (["data", "-h"], "  data build ")])

@@ -50,6 +50,7 @@ def test_a_draw_depends_on_its_own_seed_and_index_only():
 REFUSED = [
     ({"temperature": -1.0}, "temperature=-1.0 must be at least 0"),
     ({"temperature": float("nan")}, "temperature=nan must"),
+    ({"temperature": 1e-300}, "temperature=1e-300 must be at least 1e-06, or 0"),
     ({"top_k": 0}, "top_k=0 must be at least 1"),
     ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
     ({"top_p": 1.5}, "top_p=1.5"),

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from tpformer.cli import plan
 from tpformer.cli.plan import Plan, _question, plan_command, swept
 from tpformer.config import RunConfig, build_config, check_config, read_toml
 from tpformer.planner import search as planner
@@ -187,10 +188,17 @@ def test_published_layouts_are_near_the_best_of_their_time():
     assert sum(ratio <= 1.05 for ratio in near) >= 8, near
 
 
-def test_files(tmp_path, capsys):
+def test_files(tmp_path, capsys, monkeypatch):
     paths = {kind: tmp_path / f"plan.{kind}" for kind in ("toml", "json", "csv", "html")}
     options = ["--preset", "gpt2-355m", "--gpus", "8", "--batch", "64", "--top", "3", "--price", "2"]
     files = ["--out", paths["toml"], "--json", paths["json"], "--csv", paths["csv"], "--html", paths["html"]]
+    show = plan._print
+
+    def shown(*parts):
+        assert all(path.exists() for path in paths.values()), "the files come before the output, whose reader may go"
+        show(*parts)
+
+    monkeypatch.setattr(plan, "_print", shown)
     plan_command([*options, *map(str, files)])
     printed = capsys.readouterr().out
     assert "is the fastest" in printed or "wins by" in printed
@@ -303,6 +311,7 @@ GPT2 = ["--preset", "gpt2-124m", "--batch", "64"]
     (["--gpus", "13"], "no layout works on 13 x h100: change --gpus or --batch"),
     (["--gpus", "9999991"], "change --gpus or --batch"),
     (["--nodes-of", "0"], "--nodes-of=0 must be at least 1"),
+    (["--gpus", "8", "--tokens", "nan"], "--tokens nan: write a number such as 1.5B"),
     (["--out", "{here}/no/x"], "--out {here}/no/x: give a new file in a folder that exists"),
     (["--json", "{here}/no/x"], "--json {here}/no/x: give a new file in a folder that exists"),
     (["--csv", "{here}/x", "--html", "{here}/x"], "--csv, --html name the same file"),

@@ -53,6 +53,10 @@ def test_what_a_run_says_when_it_is_started_again(done, refused, tmp_path, tiny_
     after = read_toml(directory / "config.toml")
     assert after["optimizer"]["lr"] == 1e-3 and after["run"]["changes"] == [] and after["data"]["train_contents"]
 
+    settings = (directory / "config.toml").rename(directory / "settings.toml")
+    assert "its config.toml is gone" in refused(*more)
+    settings.rename(directory / "config.toml")
+
     before, left = losses(directory), steps(directory / "checkpoints")
     assert len(before) == 7 and 7 in left
     for manifest in directory.glob("checkpoints/step-*/manifest.json"):
@@ -84,7 +88,7 @@ def test_ranks_of_another_launcher_join_instead_of_starting_ranks(commands, tmp_
 def test_overrides_reach_the_run_and_generate_prints_several_texts_of_it(done, commands, tmp_path, tiny_values):
     toml, directory = write_run(tmp_path, tiny_values), tmp_path / "other"
     options = "--model.n-layers 3 --model.seq-length 8 --parallel.tensor-parallel 2 --train.steps=2".split()
-    assert "M x N x K" in done("pretrain", toml, *options, "--run.dir", str(directory))
+    assert "M x N x K" in done("pretrain", toml, *options, "--run.dir", str(directory), COLUMNS="0")
     found = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     keys = {"step", "loss", "step_loss", "grad_norm", "lr", "tokens", "tokens_per_second"}
     assert [set(row) for row in found] == [keys, keys, {"step", "val_loss"}]

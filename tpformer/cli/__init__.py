@@ -5,6 +5,7 @@ configuration and its datasets first. A command's module is imported when the co
 """
 
 import difflib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -50,13 +51,18 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "timeline": ("training", "timeline_command"),
 }
 RANKS = ("pretrain", "verify", "generate", "evaluate", "chat")  # run on several ranks, which a launcher may start
-CLEAN_UP = ("data", "export", "import")  # after Ctrl-C these remove what is unfinished; the others end at once
+CLEAN_UP = ("data", "export", "import")  # after a signal these remove what is unfinished; the others end at once
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: run the command that the first words name."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    signal.signal(signal.SIGINT, _interrupted if arguments[:1] and arguments[0] in CLEAN_UP else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if arguments[:1] and arguments[0] in CLEAN_UP else ():
+        if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` has SIGHUP ignored
+            signal.signal(number, _interrupted)
+    if not os.environ.get("COLUMNS", "80").strip("0"):
+        del os.environ["COLUMNS"]  # rich writes nothing into 0 columns, which stand there where no terminal is
     from tpformer.processes.standard_files import open_standard_files
 
     from .guard import guarded
@@ -65,10 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     guarded(partial(_dispatch, arguments))
 
 
-def _interrupted(*_: object) -> None:
-    """What SIGINT does: KeyboardInterrupt. A second one ends the process at once."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    raise KeyboardInterrupt
+def _interrupted(number: int, _: object) -> None:
+    """What a signal does: KeyboardInterrupt with its number. A second one ends the process at once."""
+    signal.signal(number, signal.SIG_DFL)
+    raise KeyboardInterrupt(number)
 
 
 def _dispatch(arguments: list[str]) -> None:

@@ -5,6 +5,7 @@ Importing this file does not import tyro, so that `tpformer --help` is quick.
 
 import errno
 import os
+import re
 import signal
 import sys
 import time
@@ -31,7 +32,7 @@ def guarded(work: Callable[[], None]) -> None:
     Any other exception is reported by its traceback, to which torch adds the rank, with exit code 1. In both cases the
     interpreter's shutdown is skipped: an open process group can hang or abort in it, and peers notice only a process
     that has ended. If the reader of the output has gone (`| head`), the process ends by SIGPIPE. After Ctrl-C it ends
-    by SIGINT.
+    by SIGINT, and by another signal that raised KeyboardInterrupt by that.
     """
     try:
         try:
@@ -43,11 +44,11 @@ def guarded(work: Callable[[], None]) -> None:
         if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
             raise
         _end_by(signal.SIGPIPE)
-    except KeyboardInterrupt:
-        _end_by(signal.SIGINT)
+    except KeyboardInterrupt as error:
+        _end_by(error.args[0] if error.args else signal.SIGINT)
     except BaseException as error:  # DCP's CheckpointException does not derive from Exception
         record_exception(error)
-        usage = isinstance(error, USAGE) or getattr(error, "errno", None) in USERS
+        usage = isinstance(error, (*USAGE, MemoryError)) or getattr(error, "errno", None) in USERS or _too_large(error)
         if usage:
             time.sleep(PEER_SECONDS if os.environ.get("RANK", "0") != "0" else 0)
             sys.stderr.write(f"tpformer: {message(_words(error))}\n")  # in one piece: other ranks write too
@@ -57,14 +58,23 @@ def guarded(work: Callable[[], None]) -> None:
         os._exit(USAGE_EXIT_CODE if usage else 1)
 
 
+def _too_large(error: BaseException) -> bool:
+    """Whether torch could not allocate host memory, for which it has a RuntimeError."""
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
 def _words(error: BaseException) -> object:
     """What is wrong with a file, in the order of a sentence; of any other error its own words."""
+    if isinstance(error, MemoryError) or _too_large(error):
+        asked = re.search(r"\d+ bytes|[\d.]+ \wiB", str(error))
+        what = asked[0] if asked else "more"
+        return f"{what} at once cannot be allocated: lower the sizes (`tpformer dry-run` counts what a rank holds)"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename} cannot be used: {error.strerror}"
     return error
 
 
-def _end_by(number: signal.Signals) -> None:
+def _end_by(number: int) -> None:
     """End this process by a signal, so that its parent learns why."""
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)

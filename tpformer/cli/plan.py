@@ -116,6 +116,8 @@ def _check(options: Plan) -> None:
     for name, given in (("--sweep", options.sweep is not None), ("--within with several kinds", options.kinds[1:])):
         if given and (files or options.explain is not None):
             raise ValueError(f"{name} only prints: leave out --explain, --out, --json, --csv and --html")
+    if options.tokens != "auto":
+        _number("--tokens", options.tokens)
     if len({*map(Path.absolute, files.values())}) < len(files):
         raise ValueError(f"--{', --'.join(files)} name the same file: give each its own")
 
@@ -241,6 +243,7 @@ def _search(options: Plan, question: "Question") -> None:
         remedy += ", or leave out --within" if options.kinds else ""
         raise ValueError(f"no layout works on {question.gpus} x {question.device.name}: {remedy}")
     tokens = _tokens(options, question.config)
+    written = _write(options, question, found.choices, tokens)
     _print(
         plan_report.table(found.choices, question, *_given(options, tokens)),
         plan_report.memory_table(found.choices[0], question),
@@ -249,12 +252,12 @@ def _search(options: Plan, question: "Question") -> None:
         "not shown:",
         *plan_report.dropped_lines(found),
         "All figures are predictions. Check the first layout: tpformer dry-run FILE.toml",
+        *written,
     )
-    _write(options, question, found.choices, tokens)
 
 
-def _write(options: Plan, question: "Question", choices: Sequence["Choice"], tokens: float) -> None:
-    """The files that were asked for."""
+def _write(options: Plan, question: "Question", choices: Sequence["Choice"], tokens: float) -> list[str]:
+    """Write the files that were asked for, before the output, whose reader may go. A line for each."""
     from tpformer.planner.plan_page import page
     from tpformer.planner.plan_report import record
 
@@ -269,10 +272,10 @@ def _write(options: Plan, question: "Question", choices: Sequence["Choice"], tok
         "csv": rows.getvalue,
         "html": lambda: page(question, choices, tokens, options.price),
     }
-    for name in FILES:
-        if path := getattr(options, name):
-            replace_file(Path(path), texts[name]())
-            _print(f"written: {path}")
+    paths = {name: path for name in FILES if (path := getattr(options, name))}
+    for name, path in paths.items():
+        replace_file(Path(path), texts[name]())
+    return [f"written: {path}" for path in paths.values()]
 
 
 def run_file(options: Plan, choice: "Choice") -> str:
@@ -294,12 +297,13 @@ def _explain(options: Plan, question: "Question") -> None:
     tokens = _tokens(options, question.config)
     if (reason := why_not(question, config)) is None:
         choice = evaluate(question, config)
+        written = _write(options, question, [choice], tokens)
         _print(
             plan_report.table([choice], question, *_given(options, tokens)),
             plan_report.memory_table(choice, question),
             *_parts(plan_report.parts(choice, question, tokens, options.price)),
+            *written,
         )
-        _write(options, question, [choice], tokens)
         return
     _print(f"{layout_text(config)} cannot work: {reason}.")
     if (other := nearest(question, values)) is None:

@@ -86,7 +86,7 @@ PRESETS: dict[str, dict] = {
 
 def preset(name: str) -> dict:
     """The fields of a named architecture; ValueError lists the names for an unknown one."""
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise ValueError(f"unknown preset {shown(name)}; choose one of {', '.join(PRESETS)}")
     return dict(PRESETS[name])
 

@@ -19,7 +19,7 @@ RANGES = {
     "model.seq_length": COUNT,
     "model.n_layers": "[1, 1e4]",  # each is an entry of several lists
     "model.hidden_size": COUNT,
-    "model.n_heads": COUNT,
+    "model.n_heads": "[1, 1e6]",  # the same
     "model.n_kv_heads": COUNT,
     "model.head_dim": COUNT,
     "model.sliding_window": COUNT,
@@ -59,13 +59,13 @@ RANGES = {
     "optimizer.decay_fraction": "[0, 1]",
     "optimizer.beta1": SHARE,
     "optimizer.beta2": SHARE,
-    "optimizer.eps": POSITIVE,
+    "optimizer.eps": "[1e-37, inf)",  # float32 makes less 0, and 0 / 0 of what has no gradient
     "optimizer.momentum": SHARE,
     "optimizer.weight_decay": AMOUNT,
     "optimizer.clip_norm": AMOUNT,
     "train.steps": COUNT,
     "train.seed": AMOUNT,
-    "train.global_batch_size": COUNT,
+    "train.global_batch_size": "[1, 1e8]",  # they are taken one by one
     "train.batch_size_start": COUNT,
     "train.batch_size_ramp_steps": COUNT,
     "train.microbatch_size": COUNT,

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from tpformer.kernels.philox.reference import philox_key
 
+LEAST = 1e-6  # of temperatures above 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -33,6 +35,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature} must be at least 0 (0: always the most likely token)")
+        if 0 < self.temperature < LEAST:  # what it divides would be infinite
+            raise ValueError(f"temperature={self.temperature} must be at least {LEAST}, or 0: the most likely token")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k} must be at least 1; leave it out to draw from all tokens")
         if not 0 < self.top_p <= 1:

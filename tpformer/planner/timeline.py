@@ -14,7 +14,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from tpformer.parallel import SCHEDULES, Action
-from tpformer.processes.files import replace_file
+from tpformer.processes.files import make_folder, replace_file
 
 from .bubbles import RATIOS, Step, bubble_ratio, schedule_order, simulate
 
@@ -251,7 +251,7 @@ def draw_timeline(actions: Sequence[Action], directory: Path, schedule: str, n_m
 
     actions: those of all ranks of one pipeline on one clock (tpformer.parallel.gather_actions). Errors: describe's.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    make_folder(directory)
     ranks = 1 + max(action.rank for action in actions)
     title = f"{schedule}: {ranks} pipeline ranks, {n_microbatches} microbatches"
     write_svg(actions, directory / "pipeline.svg", title, describe(actions, schedule, n_microbatches))

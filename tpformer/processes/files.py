@@ -3,7 +3,9 @@
 Importing this file does not import torch.
 """
 
+import errno
 import hashlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +15,15 @@ def replace_file(path: Path, text: str) -> None:
     """Write a file as UTF-8 by whole_file."""
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents, unless it is there. NotADirectoryError, in words, for a file in its way."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        way = next((each for each in (path, *path.parents) if os.path.lexists(each)), path)
+        raise NotADirectoryError(errno.ENOTDIR, f"{way} is no folder", str(path)) from None
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from .files import make_folder
+
 LOCK = "owner.lock"
 DEATH_SECONDS = 10.0  # how long the ranks of a launcher that was killed may take to end
 
@@ -27,7 +29,7 @@ def owned(directory: Path) -> Iterator[None]:
     ValueError if another job has the directory, or if it cannot be made or written.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
         file = (directory / LOCK).open("a+")
     except OSError as error:
         raise ValueError(

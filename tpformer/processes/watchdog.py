@@ -20,7 +20,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from .files import replace_file
+from .files import make_folder, replace_file
 from .launch import HANG_EXIT_CODE
 from .rank_states import RankState, position_of_thread, read_states, report, write_state
 
@@ -56,7 +56,7 @@ class Watchdog:
         self._attempt_file, self._claim = directory / "attempt", directory / "reporter"
         attempt = [uuid.uuid4().hex]
         if self.rank == 0:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_folder(directory)
             for leftover in (*directory.glob("*rank-*"), self._report, self._claim):
                 leftover.unlink(missing_ok=True)
             self._attempt_file.write_text(attempt[0])

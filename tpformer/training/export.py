@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tpformer.ops.transport import dtype_name
-from tpformer.processes.files import naming
+from tpformer.processes.files import make_folder, naming
 from tpformer.weights.families import family_for
 from tpformer.weights.files import MAX_FILE_BYTES, Spec, create_file, plan_files, write_index
 from tpformer.weights.tensors import Place, TensorMap, their_specs
@@ -133,7 +133,7 @@ def new_directory(out: Path) -> Iterator[Path]:
         raise ValueError(f"{out} is the current directory: give --out a new one")
     out = out.absolute()
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(out.parent)
         _remove_dead(out)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     except OSError as error:

@@ -15,7 +15,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tpformer.processes.files import naming, replace_file, whole_file
+from tpformer.processes.files import make_folder, naming, replace_file, whole_file
 
 from .observe import RowLog, TensorBoardLog, unless_it_fails
 
@@ -261,7 +261,7 @@ def plot_losses(directory: Path) -> Path | None:
     axes.grid(alpha=0.3)
     axes.legend()
     path = directory / "plots" / "loss.png"
-    path.parent.mkdir(exist_ok=True)
+    make_folder(path.parent)
     with whole_file(path) as temporary:
         figure.savefig(temporary, dpi=150, format="png")
     return path

@@ -30,19 +30,19 @@ def note_saved(run: Path, step: int) -> None:
     replace_file(run / NOTE, json.dumps({"step": step}) + "\n")
 
 
-def check_history(run: Path) -> None:
-    """ValueError, with the remedy, if a run that would begin at step 0 has had checkpoints. Nothing is erased.
+def check_history(run: Path, step: int) -> None:
+    """ValueError, with the remedy, if a run has lost its configuration, or its checkpoints and would begin at step 0.
 
-    A run that ended before its first checkpoint has none, and begins anew.
+    Nothing is erased. A run that ended before its first checkpoint has none, and begins anew.
     """
     anew = f"to begin anew, set another run.dir or remove {run}"
-    if (run / NOTE).exists():
+    if not (run / "config.toml").exists() and (steps(run / "checkpoints") or read_metrics(run / "metrics.jsonl")):
+        raise ValueError(f"{run} holds a run, but its config.toml is gone: bring it back; {anew}")
+    if step == 0 and (run / NOTE).exists():
         raise ValueError(
             f"{run} has had checkpoints ({run / NOTE}), and {run / 'checkpoints'} has none now: bring them back, or "
             f"mount their file system, and use --run.resume True; {anew}"
         )
-    if not (run / "config.toml").exists() and (steps(run / "checkpoints") or read_metrics(run / "metrics.jsonl")):
-        raise ValueError(f"{run} holds a run, but its config.toml is gone: bring it back; {anew}")
 
 
 def check_damaged(directory: Path) -> None:

@@ -112,10 +112,9 @@ class Trainer:
         self.working_on = self.step + 1  # the step that is queued or read, which an error names
         if finished := check_steps(config, self.step):
             self._notice(finished)
-        if self.step == 0:
-            saves.check_history(self.directory)
-            if config.model.init_from is not None:
-                self._start_from(config.model.init_from)
+        saves.check_history(self.directory, self.step)
+        if self.step == 0 and config.model.init_from is not None:
+            self._start_from(config.model.init_from)
 
     def _prepare_directory(self) -> None:
         """Rank 0 checks the run directory and makes it. If that fails, all ranks raise its ValueError."""

@@ -182,7 +182,7 @@ def test_what_cannot_be_read_or_written_is_said_in_words(tmp_path: Path, monkeyp
     refused([], "out", ValueError, "nothing to tokenize for .*/out: no inputs")
     refused(["absent.txt"], "out", FileNotFoundError, r"absent\.txt does not exist")
     refused(["a.parquet"], "out", ImportError, r"a.parquet needs the pyarrow package: pip install tpformer\[parquet\]")
-    refused(["a.txt"], "file/out", ValueError, "file/out cannot be written: File exists")
+    refused(["a.txt"], "file/out", ValueError, "file/out cannot be written: .*/file is no folder")
     monkeypatch.setattr(Path, "open", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
     refused(["a.txt"], "out", ValueError, "a.txt cannot be read: Permission denied")
     with pytest.raises(ValueError, match=r"built\.idx cannot be read: Permission denied$"):

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from tpformer.processes.files import in_words
+from tpformer.processes.files import in_words, make_folder
 from tpformer.weights.family import read_json
 from tpformer.words import shown
 
@@ -290,7 +290,7 @@ class IndexedWriter:
         self._mask_stream: BinaryIO | None = None
 
     def __enter__(self) -> "IndexedWriter":
-        self._paths.bin.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self._paths.bin.parent)
         try:
             # exclusive creation makes the temporary a lock: two builds of one prefix cannot mix their tokens
             self._stream = self._temporary_bin.open("xb")
