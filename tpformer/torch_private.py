@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.modules import module as torch_module
@@ -97,8 +98,12 @@ def compiler_is_imported() -> bool:
 
 
 def in_transform() -> bool:
-    """Whether torch.func (grad, vmap, jvp) or a tracer runs this code; the public questions take ten times as long."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing()
+    """Whether torch.func (grad, vmap, jvp), forward-mode AD or a tracer runs this code.
+
+    The public questions take ten times as long, and forward-mode AD has none.
+    """
+    transforms = torch._C._functorch.peek_interpreter_stack() is not None
+    return transforms or torch._C._is_tracing() or forward_ad._current_level >= 0
 
 
 def refuse_replicas(model: nn.Module, refusal: str) -> None:
@@ -229,6 +234,14 @@ def allow_foreach(kind: type[Tensor]) -> None:
     for known in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         if kind not in known:
             known.append(kind)
+
+
+def allow_anomaly_mode() -> None:
+    """Let detect_anomaly look for NaN in gradients that are DTensors: it asks them by an operation without a name."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.experimental import register_sharding
+
+    register_sharding(torch.ops.aten._is_any_true.default)(lambda x: [([Replicate()], [Replicate()])])
 
 
 def is_fake(x: Tensor) -> bool:

@@ -14,13 +14,14 @@ from steps import tp_mesh
 from testing import assert_same, on_every_rank
 from torch import nn, optim
 from torch.ao.quantization import quantize_dynamic
+from torch.autograd import forward_ad
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
 
 from tpformer import parallelize
 from tpformer.distributed.dtensor import full_tensor
-from tpformer.in_place import tensor_rules
+from tpformer.in_place import tensor_parts, tensor_rules
 
 X = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -89,10 +90,16 @@ def hessian(model):
     torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].sum().backward()
 
 
+def forward_mode(model):
+    with forward_ad.dual_level():
+        model(forward_ad.make_dual(X, X))
+
+
 # what comes after parallelize, and words of the refusal
 REFUSED = {
     "fully_shard.model, mesh=mesh": DistributedDataParallel,
-    "torch.func's grad, vmap and jvp, and torch's tracers, cannot go": lambda model: torch.func.vmap(model)(X),
+    "torch.func's grad, vmap and jvp, forward-mode AD": lambda model: torch.func.vmap(model)(X),
+    "forward-mode AD and tracers cannot go": forward_mode,
     "gradients by backward.. or torch.autograd.grad": lambda model: torch.func.grad(lambda x: model(x).sum())(X),
     "trace the model before parallelize": lambda model: torch.jit.trace(model, X),
     "__setitem__ of a part of a parameter .* change its": lambda model: prune.l1_unstructured(model.up, "weight", 3),
@@ -123,10 +130,17 @@ def test_a_value_that_one_rank_asks_for():
     model, path = cut(), [mkstemp()[1]]
     dist.broadcast_object_list(path)
     store = dist.FileStore(path[0], 2)
-    said = mock.patch.object(warnings, "warn", lambda words, *_: store.set("said", words))
+    said = mock.patch.object(warnings, "warn", lambda words, *_: store.set(words.split(" (")[0], words))
     with said, mock.patch.object(tensor_rules, "PATIENCE", 0.05):
         if dist.get_rank() == 0:
             assert model.norm.weight.sum().item() == 16
         else:
-            assert b"item() of a tensor () that ranks share has waited 0.05 s for other ranks" in store.get("said")
-        model.up.weight.detach().norm().item()
+            assert b"item() of a tensor () that ranks share has waited 0.05 s for other ranks" in store.get(
+                "item() of a tensor"
+            )
+        model.up.weight.detach().sum().item()
+    dist.barrier()
+    with said, mock.patch.object(tensor_parts, "PATIENCE", 0.05):
+        if dist.get_rank() == 1:
+            assert b"a result of () of which each rank has a term has waited 0.05 s" in store.get("a result of")
+        model.up.weight.detach().norm()

@@ -174,6 +174,7 @@ USES = [
     lambda m, x: x * m.scale[torch.arange(7, -1, -1)] + torch.stack(list(m.parts)).quantile(0.5) * m.scale.tolist()[0],
     lambda m, x: x * torch.autograd.grad((x * m.scale.exp()).sum(), m.scale, create_graph=True)[0],
     lambda m, x: m.lstm(x)[0] * torch.polar(m.scale, m.parts[0]).real,
+    lambda m, x: x + F.embedding(torch.arange(5), m.table.weight, max_norm=0.5),
     in_place,
     renormed,
 ]
@@ -223,6 +224,48 @@ def test_plain_values_for_parameters():
         cut.up.weight.data = torch.ones(4)
     cut.up.weight.share_memory_()
     assert cut.up.weight.is_shared() and cut.up.weight.data_ptr() == cut.up.weight.to_local().data_ptr()
+
+
+def added(m, start):
+    for parameter in m.parameters():
+        start += parameter.pow(2).sum()
+    start *= 0.1
+    return start
+
+
+def normed(m):
+    return sum((w / w.norm(dim=dim, keepdim=True)).pow(3).sum() for w in (m.up.weight, m.down.weight) for dim in (0, 1))
+
+
+REDUCED = [
+    lambda m: m.up.weight.norm(dim=0).sum() + m.down.weight.norm(dim=1).sum(),
+    lambda m: ((m.up.weight > 0.1).any(0) * m.up.weight.sum(0)).sum() * ((m.up.weight < 9).all(0) * 1.0).mean(),
+    lambda m: torch.cat([m.up.weight.norm().view(1), -m.up.weight.amax(0), m.up.weight.amin(0)]).pow(3).sum(),
+    lambda m: torch.stack([m.up.weight.amax(0), -m.up.weight.amin(0)]).sum() * m.down.weight.max(1).values.sum(),
+    lambda m: (torch.arange(8.0) * m.up.weight.sum(0)).pow(2).sum() / m.down.weight.clone().prod(),
+    lambda m: torch.stack(torch._foreach_norm([m.up.weight, m.down.weight])).sum(),
+    lambda m: added(m, 0.0),
+    lambda m: added(m, torch.zeros(())),
+    lambda m: added(m, m.down.bias.norm() * 1) + added(m, m.up.bias.norm() * 1),
+    normed,
+]
+
+
+@on_every_rank(2)
+def test_results_of_which_each_rank_has_a_term():
+    """DTensor adds norms, and counts what is true on two ranks twice; anomaly mode it does not know."""
+    for number, use in enumerate(REDUCED):
+        found = []
+        for model in pair():
+            with torch.autograd.set_detect_anomaly(True):
+                loss = loss_of(model) + use(model)
+                loss.backward()
+            found.append([full_tensor(loss), {name: full_tensor(p.grad) for name, p in model.named_parameters()}])
+        assert_same(found[1], found[0], f"use {number}")
+    _, cut = pair()
+    for name, use in {"__getitem__": lambda w: w[[0, 5]], "cumprod": lambda w: w.cumprod(0)}.items():
+        with pytest.raises(RuntimeError, match=f"torch cannot take {name} of a parameter .22, 8. that is cut over"):
+            use(cut.up.weight)
 
 
 LOST = [

@@ -45,8 +45,8 @@ STATES = (
 )
 
 TRANSFORMED = (
-    "torch.func's grad, vmap and jvp, and torch's tracers, cannot go through a model that is cut over ranks: take its "
-    "gradients by backward() or torch.autograd.grad, and transform or trace the model before parallelize"
+    "torch.func's grad, vmap and jvp, forward-mode AD and tracers cannot go through a model that is cut over ranks: "
+    "take its gradients by backward() or torch.autograd.grad, and transform or trace the model before parallelize"
 )
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from tpformer.torch_private import held_by, laid_out_as, own_slices
+
+from .waiting import said
 
 COPIED = "_tpformer_copied"  # an attribute of a view of a sharded tensor, which is none: what is written to it is lost
 WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "copy_")
@@ -22,7 +24,9 @@ VIEWS = frozenset(
     "reshape flatten expand transpose t permute squeeze unsqueeze swapaxes movedim detach hsplit vsplit".split()
 )
 BY_ELEMENT = ("_fused_sgd_", "_fused_adagrad_", "_foreach_copy_")  # of optimizers, which DTensor does not know
-UNDIVIDED = ("_weight_norm",)  # whose backward DTensor does not know
+UNDIVIDED = ("_weight_norm", "prod", "cumprod", "cummax", "cummin")  # whose backward DTensor does not know
+TABLES = ("embedding", "embedding_bag")  # with max_norm they write to the parameter before they read it
+PATIENCE = 10  # seconds
 TAKEN = "_taken_as_gradient"  # an attribute of a tensor that is some parameter's gradient
 
 
@@ -63,29 +67,48 @@ class Local(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor) -> Tensor:
-        """The local tensor."""
+    def forward(ctx: Any, tensor: DTensor, written: bool) -> Tensor:
+        """The local tensor. Autograd lets a function write to it only where it does not see that it is a view."""
         ctx.tensor, held = tensor, held_by(tensor)
-        return held.view_as(held)
+        return held.detach() if written else held.view_as(held)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> DTensor:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[DTensor, None]:
         """Its gradient, whole on this rank."""
         (gradient,) = gradients
         if gradient.stride() != held_by(ctx.tensor).stride() or hasattr(gradient, TAKEN):
             gradient = gradient.clone(memory_format=torch.contiguous_format)
         setattr(gradient, TAKEN, True)
-        return whole_result(gradient, ctx.tensor) if not gradient.requires_grad else replicated(gradient, ctx.tensor)
+        made = replicated if gradient.requires_grad else whole_result
+        return made(gradient, ctx.tensor), None
+
+
+class Whole(torch.autograd.Function):
+    """redistribute() of a result of which each rank has a term, whose gradient is whole.
+
+    DTensor's own takes a gradient of which ranks have terms for one of another kind, and raises.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, places: list[Any]) -> DTensor:
+        """The result, whole."""
+        ctx.places = places
+        return tensor.redistribute(placements=places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: DTensor) -> tuple[DTensor, None]:
+        """The whole gradient."""
+        return gradients[0].redistribute(placements=ctx.places), None
 
 
 def on_locals(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What a function makes of plain tensors and of the whole ones' local tensors."""
     replaced: dict[int, Any] = {}
-    recorded = torch.is_grad_enabled()
+    recorded, written = torch.is_grad_enabled(), getattr(function, "__name__", "") in TABLES
 
     def local(value: Any) -> Any:
         if isinstance(value, DTensor):
-            own = Local.apply(value) if recorded else held_by(value)
+            own = Local.apply(value, written) if recorded else held_by(value)
             replaced[id(own)] = value
             return own
         return [local(part) for part in value] if isinstance(value, list | tuple) else value
@@ -96,6 +119,11 @@ def on_locals(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def on_shards(function: Any, args: tuple, kwargs: dict[str, Any], plain: list[Tensor], cut: list[DTensor]) -> Any:
     """What DTensor makes of tensors among which some are sharded."""
+    name = getattr(function, "__name__", str(function))
+    if plain and (is_plain(args[0]) if is_written(name) else any(x.ndim for x in plain)):
+        args, kwargs = settled(args, all_sums=True), dict(zip(kwargs, settled([*kwargs.values()], True), strict=True))
+        if not (cut := sorted_out(args, kwargs)[2]):
+            return on_locals(function, args, kwargs)
 
     def scalar(value: Any) -> Any:  # a loss, say: its gradient has to be plain again
         if isinstance(value, Tensor):
@@ -105,21 +133,20 @@ def on_shards(function: Any, args: tuple, kwargs: dict[str, Any], plain: list[Te
 
     if plain:
         args, kwargs = tuple(scalar(args)), {name: scalar(value) for name, value in kwargs.items()}
-    name = getattr(function, "__name__", str(function))
     if name in BY_ELEMENT or (name == "__setitem__" and _is_mask(*args)):
         return on_locals(function, args, kwargs)
-    if name in UNDIVIDED:
+    if name in UNDIVIDED and (name != "prod" or len(args) + len(kwargs) > 1) and is_recorded(cut):
         raise _refusal(name, cut[0])
     try:
         if name == "__setitem__":
             check_writable(name, copies(args[0][args[1]], args[0]))
-        return copies(function(*args, **kwargs), cut[0]) if name in VIEWS else function(*args, **kwargs)
-    except RuntimeError as error:
+        return copies(function(*args, **kwargs), cut[0]) if name in VIEWS else settled(function(*args, **kwargs))
+    except (RuntimeError, AssertionError) as error:
         if name in VIEWS and "unevenly sharded" in str(error):
             return copies(
                 function(cut[0].redistribute(placements=[Replicate()] * cut[0].device_mesh.ndim), *args[1:]), None
             )
-        if not plain and "shard" in str(error).lower():
+        if not plain and ("shard" in str(error).lower() or "DTensor" in str(error)):
             raise _refusal(name, cut[0], type(error)) from error
         if not plain:
             raise
@@ -127,6 +154,55 @@ def on_shards(function: Any, args: tuple, kwargs: dict[str, Any], plain: list[Te
             f"{getattr(function, '__name__', function)} of a plain tensor {tuple(plain[0].shape)} and a parameter "
             f"{tuple(cut[0].shape)} that is cut over ranks: use its .full_tensor(), or do this before parallelize"
         ) from error
+
+
+def settled(value: Any, all_sums: bool = False) -> Any:
+    """Results of which each rank has a term, made whole on all of them: the largest, say, or a norm.
+
+    DTensor goes on from them as if they were sums: it adds ranks' norms, and counts what is true on two ranks twice.
+    all_sums: sums, too, which it handles well.
+    Communication: an all-reduce for each, one for numbers of one list.
+    """
+    if isinstance(value, DTensor):
+        places = _places(value, all_sums)
+        if places == list(value.placements):
+            return value
+        with said(f"a result of {tuple(value.shape)} of which each rank has a term", PATIENCE):
+            return Whole.apply(value, places)
+    if not isinstance(value, list | tuple):
+        return value
+    terms = [x for x in value if isinstance(x, DTensor) and _places(x, all_sums) != list(x.placements)]
+    if not terms:
+        return value
+    if len(terms) > 1 and not any(x.ndim for x in terms):
+        made = {id(x): whole for x, whole in zip(terms, settled(torch.stack(terms), all_sums).unbind(), strict=True)}
+        return type(value)([made.get(id(part), part) for part in value])
+    return type(value)([settled(part, all_sums) for part in value])
+
+
+def _places(tensor: DTensor, all_sums: bool) -> list[Any]:
+    """The placements of a tensor, without terms, but for those of sums that are not to be made whole."""
+    sums = () if all_sums or tensor.dtype is torch.bool else ("sum", "avg")
+    terms = [isinstance(p, Partial) and not (type(p) is Partial and p.reduce_op in sums) for p in tensor.placements]
+    return [Replicate() if term else p for p, term in zip(tensor.placements, terms, strict=True)]
+
+
+def is_written(name: str) -> bool:
+    """Whether a function of this name writes to its first argument."""
+    return name in WRITES or name[-1:] == "_" != name[-2:-1]
+
+
+def is_recorded(tensors: list[Any]) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def is_recorded_write(target: Any, tensors: list[Any]) -> bool:
+    """Whether autograd records what is written to a whole tensor, which writing to its local one would hide from it."""
+    return isinstance(target, DTensor) and not (target.is_leaf and target.requires_grad) and is_recorded(tensors)
+
+
+def is_plain(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, DTensor)
 
 
 def _is_mask(tensor: Any, index: Any, value: Any) -> bool:

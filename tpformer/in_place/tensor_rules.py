@@ -16,10 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from tpformer.torch_private import held_by, methods_of_the_object, unscale
 
-from .tensor_parts import is_cut, of_class, on_locals, part_of, replicated, sorted_out, whole_result
+from .tensor_parts import PATIENCE, is_cut, of_class, on_locals, part_of, replicated, sorted_out, whole_result
 from .waiting import said
-
-PATIENCE = 10  # seconds
 
 
 def _unchanged(function: Any, *args: Any, **kwargs: Any) -> Any:

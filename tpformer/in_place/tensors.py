@@ -14,18 +14,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from tpformer.torch_private import allow_foreach, without_torch_function
+from tpformer.torch_private import allow_anomaly_mode, allow_foreach, without_torch_function
 
 from .replaced import Replaced
 from .tensor_parts import (
     COPIED,
     VIEWS,
-    WRITES,
     check_writable,
     copies,
+    is_plain,
+    is_recorded_write,
+    is_written,
     of_class,
     on_locals,
     on_shards,
+    replicated,
     sorted_out,
     whole_result,
 )
@@ -57,7 +60,8 @@ class GlobalTensor(DTensor):
         kwargs = kwargs or {}
         with without_torch_function():
             name = getattr(function, "__name__", "")
-            if name in WRITES or (name[-1:] == "_" != name[-2:-1]):
+            writes = is_written(name)
+            if writes:
                 check_writable(name, args[0] if args else kwargs.get("tensor"))
             rule = RULES.get(function)
             if rule is not None:
@@ -67,6 +71,8 @@ class GlobalTensor(DTensor):
             plain, whole, cut = sorted_out(args, kwargs)
             if cut:
                 return _marked(on_shards(function, args, kwargs, plain, cut))
+            if writes and args and is_recorded_write(args[0], plain + whole):
+                return _marked(function(*[replicated(x, whole[0]) if is_plain(x) else x for x in args], **kwargs))
             result = on_locals(function, args, kwargs)
             if not plain:
                 result = _marked(whole_result(result, whole[0]))
@@ -90,6 +96,7 @@ class GlobalTensor(DTensor):
 
 
 allow_foreach(GlobalTensor)
+allow_anomaly_mode()
 
 
 class Parameters(dict):
