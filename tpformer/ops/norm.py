@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from tpformer.kernels.finish import Norm
+from tpformer.kernels.norm.reference import check_operands
+from tpformer.kernels.operands import require
 
 from .autocast import autocast_dtype, cast
 from .first_derivative import first_derivative
@@ -28,12 +30,26 @@ class Normed(NamedTuple):
 
 def parameters(norm: Norm | None) -> tuple[Tensor | None, Tensor | None]:
     """The norm's tensors as separate inputs of an autograd Function, which does not look into tuples."""
-    return (None, None) if norm is None else (norm.weight, norm.bias)
+    if norm is None:
+        return None, None
+    if norm.bias is not None and norm.kind == "rmsnorm":
+        raise ValueError("rmsnorm has no bias, and one is given: leave it out, or add it to the result")
+    return norm.weight, norm.bias
 
 
 def restored(norm: Norm | None, weight: Tensor | None, bias: Tensor | None) -> Norm | None:
     """The norm in a backward, with the parameters that the Function saved."""
     return None if norm is None else Norm(norm.kind, weight, bias, norm.eps)
+
+
+def check_normed(operation: str, rows: Tensor, norm: Norm | None, normed: Normed) -> None:
+    """ValueError unless `normed` can be norm(rows)."""
+    if norm is None:
+        raise ValueError("normed without norm: give the norm as well, because its gradients are made here")
+    check_operands(rows, norm, statistics=normed[1:])
+    require(operation, rows, ("normed", normed.y, rows.shape, (rows.dtype,)))
+    if (normed.mean is None) != (norm.kind == "rmsnorm"):
+        raise ValueError(f"normed is not that of {norm.kind}: give the norm that made it")
 
 
 def normalised(x: Tensor, norm: Norm | None, normed: Normed | None) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -14,16 +14,17 @@ from tpformer.kernels.operands import FLOATS, require, require_known
 
 from .autocast import autocast_dtype, cast, cast_back
 from .calls import SCATTERED, called
+from .dropout import check_starts, starts_versions
 from .first_derivative import first_derivative
 from .implementation import implementation
-from .norm import Norm, Normed
+from .norm import Norm, Normed, parameters
 from .packing import keep, kept, unpacked
-from .recompute import running_again
+from .recompute import ends, running_again
 from .sequence import flat_rows, with_leading_dims
 from .transport import LOCAL, open_transport, row_request
 from .transports.interface import Transport, untold
 from .uncompiled import uncompiled
-from .weight_gradients import Deferred
+from .weight_gradients import Deferred, check_sinks
 
 
 class _Layout(NamedTuple):
@@ -53,7 +54,7 @@ class RowLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, gate, weight, bias, residual, next_norm: Norm | None, layout: _Layout):
-        ctx.layout, ctx.deferred = layout, layout.deferred
+        ctx.layout, ctx.deferred, ctx.versions = layout, layout.deferred, starts_versions(layout.dropout)
         keep(ctx, x, gate, weight, readable=0 if layout.activation is None else 2)
         if layout.skip:
             return x.new_empty(_result_rows(x, layout), len(weight))
@@ -75,6 +76,7 @@ class RowLinearFunction(torch.autograd.Function):
         layout: _Layout = ctx.layout
         wants_x, wants_gate, wants_weight, wants_bias, wants_residual, *_ = ctx.needs_input_grad
         dresidual = dy if wants_residual else None
+        check_starts(layout.dropout, ctx.versions)
         dy, dbias = implementation("dropout", dy).finish_backward(dy, layout.dropout, wants_bias)
         gathering = layout.transport if layout.sequence_parallel else LOCAL
         dx = dgate = dweight = gathered = None
@@ -93,7 +95,7 @@ class RowLinearFunction(torch.autograd.Function):
 
         if layout.deferred is not None and wants_weight:
             queue, (sink,) = layout.deferred
-            queue.add(lambda: sink(weight_gradient()))
+            queue.add(lambda: sink(weight_gradient()), held, a)
         elif wants_weight:
             dweight = weight_gradient()
         return dx, dgate, dweight, dbias, dresidual, None, None
@@ -116,7 +118,7 @@ def _check_operands(
     tokens, own, n = rows.shape[0], (rows.dtype,), weight.shape[0]
     result = tokens if group is None or not sequence_parallel else tokens // group.size()
     bias, dropout, residual, norm = finish
-    weights = (None, None) if norm is None else (norm.weight, norm.bias)
+    weights = parameters(norm)
     require(
         "row_linear", rows, ("x", rows, (tokens, rows.shape[-1]), FLOATS), ("gate", gate, rows.shape, own),
         ("weight", weight, (n, rows.shape[-1]), own), ("bias", bias, (n,), own),
@@ -179,7 +181,7 @@ def row_linear(
 
     Shapes:  x (tokens, K / t), before the activation; gate like x (SwiGLU: act(gate) * x); weight (N, K / t);
              bias (N,), added once, after the reduction; residual and result (tokens / t, N) with sequence_parallel,
-             else (tokens, N), equal on all ranks. t = group.size(); group None is one rank.
+             else (tokens, N), equal on all ranks. t = group.size(); group None is one rank. The result has x's dtype.
              activation: None, "gelu" (erf), "gelu_tanh", "silu" or "relu2".
              next_norm: the norm before the next linear. The pass that adds bias, dropout and residual applies it, too,
              and the result is (Y, Normed). Give both to the next column_linear, Y as x and Normed as normed.
@@ -201,6 +203,7 @@ def row_linear(
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198)
     """
     autocast = autocast_dtype(x)
+    check_sinks(deferred, 1)
     _check_options(activation, gate, dropout, next_norm, ends_region, autocast)
     rows, added = x, residual
     if x.dim() != 2:
@@ -211,11 +214,13 @@ def row_linear(
     _check_operands(rows, weight, gate, Finish(bias, dropout, added, next_norm), group, sequence_parallel)
     transport = _opened(transport, rows, len(weight), group, sequence_parallel)
     layout = _Layout(transport, sequence_parallel, activation, dropout, ends_region and running_again(), deferred)
-    needing = ((rows, gate), (weight,), SCATTERED) if sequence_parallel else ()
-    called(untold(transport), "row_linear", (len(rows), len(weight)), rows.dtype, True, *needing)
+    needing = ((rows, gate), (weight,), SCATTERED) if sequence_parallel else ((), ())
+    called(untold(transport), "row_linear", (len(rows), len(weight)), rows.dtype, True, *needing, transport.name)
     result = RowLinearFunction.apply(rows, gate, weight, bias, added if autocast is None else None, next_norm, layout)
     y, *normed = (result,) if next_norm is None else result
     if autocast is not None and added is not None:
         y = added + y
     y = y if x.dim() == 2 else with_leading_dims(y, x)
+    if ends_region:
+        ends(y)
     return y if next_norm is None else (y, Normed(*normed))
