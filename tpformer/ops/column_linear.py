@@ -161,8 +161,7 @@ def column_linear(
     biases = (bias if several and bias is not None else (bias,) * len(weights)) if several else (bias,)
     rows, autocast = flat_rows(x), autocast_dtype(x)
     check_sinks(deferred, len(weights))
-    if normed is not None:
-        check_normed("column_linear", rows, norm, normed)
+    check_normed("column_linear", rows, norm, normed)
     if autocast is not None:
         deferred = cast_back(deferred, weights)
         rows, norm = cast(rows if norm is None else normalise(rows, norm), autocast), None
@@ -173,8 +172,7 @@ def column_linear(
         request = column_request(len(rows), rows.shape[1], n, rows.dtype, x.device, group, sequence_parallel, transport)
         transport = open_transport(request)
     layout = _Layout(transport, sequence_parallel, norm, carry and autocast is None, deferred)
-    inputs = rows, *parameters(norm)
-    needing = inputs, weights, transport.name
+    needing = (inputs := (rows, *parameters(norm))), weights, transport.name
     called(untold(transport), "column_linear", rows.shape, rows.dtype, sequence_parallel, *needing)
     outputs = ColumnLinearFunction.apply(*inputs, layout, normed, *weights, *biases)
     if autocast is not None and carry:

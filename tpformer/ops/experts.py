@@ -359,8 +359,7 @@ def experts(
         rows, matrices, deferred = _in_autocast(autocast, rows, matrices, norm, deferred)
         norm = normed = inside = None
     check_operands(rows, matrices, routing, router_weight, Finish(None, dropout, residual), n_experts)
-    if normed is not None:
-        check_normed("experts", rows, norm, normed)
+    check_normed("experts", rows, norm, normed)
     if isinstance(transport, str):
         k = routing.experts.shape[1] if routing is not None else router.policy.k if router is not None else 0
         transport = _opened(transport, rows, matrices.gate_up, k, group, sequence_parallel)
