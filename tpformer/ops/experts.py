@@ -294,16 +294,30 @@ def _in_autocast(
 
 
 def _opened(
-    transport: str, rows: Tensor, gate_up: Tensor, k: int, group: ProcessGroup | None, sequence_parallel: bool
-) -> Transport:
-    """The transport of that name, opened for these rows and matrices, as the layer of experts opens it."""
+    transport: str | Transport, rows: Tensor, gate_up: Tensor, routing: Routing | None, router: Router | None,
+    group: ProcessGroup | None, sequence_parallel: bool,
+) -> Transport:  # fmt: skip
+    """The transport, opened for these rows and matrices as the layer of experts opens it, if it is a name."""
+    if not isinstance(transport, str):
+        return transport
+    k = routing.experts.shape[1] if routing is not None else router.policy.k if router is not None else 0
     (count, features, h), ranks = gate_up.shape, 1 if group is None else group.size()
     grouped = Grouped(k, count, features)
-    return open_transport(
-        column_request(
-            len(rows), h, grouped.width(ranks), rows.dtype, rows.device, group, sequence_parallel, transport, grouped
-        )
-    )
+    sizes = len(rows), h, grouped.width(ranks), rows.dtype, rows.device
+    return open_transport(column_request(*sizes, group, sequence_parallel, transport, grouped))
+
+
+def _applied(
+    of_input: tuple, normed: Normed | None, inside: Tensor | None, of_router: tuple, layout: _Layout,
+    matrices: ExpertWeights,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """ExpertsFunction, once the ranks have been told of the call."""
+    rows, router = of_input[0], layout.router
+    check_normed("experts", rows, layout.norm, normed)
+    agreed = layout.n_experts, layout.transport.name, None if router is None else router.policy
+    called(layout.group, "experts", rows.shape, rows.dtype, True, of_input + of_router, matrices, *agreed)
+    with without_autocast(rows):
+        return ExpertsFunction.apply(*of_input, normed, inside, *of_router, layout, *matrices)
 
 
 @uncompiled
@@ -340,8 +354,7 @@ def experts(
              8 K bytes a token gathered in the forward, 4 K scattered in the backward. Otherwise: an all-reduce of B in
              the forward and in the backward, and one of 4 K bytes a token in the backward.
              With `routing` its weights' gradient is all-reduced instead, and so is equal on all ranks.
-             transport: as in column_linear; an open one belongs to `group`.
-    deferred: its queue takes the gradients of matrices; it has a sink for each.
+    transport: as in column_linear. deferred: its queue takes the gradients of matrices; it has a sink for each.
     With sequence_parallel the gradients of the norm's parameters and of router_weight are partial sums, over this
     rank's rows. Under torch.autocast as column_linear and row_linear; the router computes in float32 always.
     Errors:  ValueError unless exactly one of router and routing is given, for a routing of other tokens than x, an
@@ -352,28 +365,19 @@ def experts(
     check_options(activation, dropout, routing, n_experts, len(matrices.gate_up), group)
     check_routing(len(x), router_weight, router, routing, group if sequence_parallel else None)
     autocast = autocast_dtype(x)
-    carry = residual is x and autocast is None
-    rows, inside = x, None if carry else residual
+    rows, inside = x, None if (carry := residual is x and autocast is None) else residual
     check_sinks(deferred, sum(each is not None for each in matrices))
     if autocast is not None:
         rows, matrices, deferred = _in_autocast(autocast, rows, matrices, norm, deferred)
         norm = normed = inside = None
     check_operands(rows, matrices, routing, router_weight, Finish(None, dropout, residual), n_experts)
-    check_normed("experts", rows, norm, normed)
-    if isinstance(transport, str):
-        k = routing.experts.shape[1] if routing is not None else router.policy.k if router is not None else 0
-        transport = _opened(transport, rows, matrices.gate_up, k, group, sequence_parallel)
+    transport = _opened(transport, rows, matrices.gate_up, routing, router, group, sequence_parallel)
     layout = _Layout(
         transport, group, sequence_parallel, norm, router, None if routing is None else routing.experts, activation,
         n_experts, dropout, carry, ends_region and running_again(), deferred,
     )  # fmt: skip
     of_input = rows, *parameters(norm)
     of_router = router_weight, None if routing is None else routing.weights.to(wide(rows.dtype))
-    agreed = n_experts, transport.name, None if router is None else router.policy
-    called(group, "experts", rows.shape, rows.dtype, True, of_input + of_router, matrices, *agreed)
-    with without_autocast(x):
-        y, loss = ExpertsFunction.apply(*of_input, normed, inside, *of_router, layout, *matrices)
+    y, loss = _applied(of_input, normed, inside, of_router, layout, matrices)
     y = y if autocast is None or residual is None else residual + y
-    if ends_region:
-        ends(y)
-    return y, loss
+    return (ends(y) if ends_region else y), loss

@@ -92,11 +92,12 @@ def _tensors(result: Any) -> Sequence[Tensor]:
     return [each for each in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(each, Tensor)]
 
 
-def ends(y: Tensor) -> None:
-    """y is what the innermost region around this call has to return, as the operation that made it ends it."""
+def ends(y: Tensor) -> Tensor:
+    """y, which is what the innermost region around this call has to return, as the operation that made it ends it."""
     run = _RUN.get()
     if run is not None and torch.is_grad_enabled():  # a region without gradients has no run of its own
         run.end = base_of(y)
+    return y
 
 
 def running_again() -> bool:

@@ -135,7 +135,9 @@ def _check_options(
     next_norm: Norm | None,
     ends_region: bool,
     autocast: torch.dtype | None,
+    deferred: Deferred | None,
 ) -> None:
+    check_sinks(deferred, 1)
     if activation is not None:
         check_choice("activation", activation, ACTIVATIONS)
     if gate is not None and activation is None:
@@ -203,8 +205,7 @@ def row_linear(
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198)
     """
     autocast = autocast_dtype(x)
-    check_sinks(deferred, 1)
-    _check_options(activation, gate, dropout, next_norm, ends_region, autocast)
+    _check_options(activation, gate, dropout, next_norm, ends_region, autocast, deferred)
     rows, added = x, residual
     if x.dim() != 2:
         rows, gate, added = (None if each is None else flat_rows(each) for each in (x, gate, residual))
@@ -221,6 +222,4 @@ def row_linear(
     if autocast is not None and added is not None:
         y = added + y
     y = y if x.dim() == 2 else with_leading_dims(y, x)
-    if ends_region:
-        ends(y)
-    return y if next_norm is None else (y, Normed(*normed))
+    return (ends(y) if ends_region else y) if next_norm is None else (y, Normed(*normed))
