@@ -3,6 +3,7 @@ another operation's numbers, after an exception, in a forked child or in two thr
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from unittest import mock
@@ -127,9 +128,13 @@ def linear(operation: Callable, x: Tensor, group: dist.ProcessGroup, **given) ->
     return operation(x, ones(3, 4, dtype=x.dtype), group=group, **given)
 
 
-def loss(group: dist.ProcessGroup, first: int = 0, width: int = 4, entries: int = 8, z_loss: float = 0.0) -> Tensor:
+def loss(group: dist.ProcessGroup, first: int = 0, width: int = 4, entries: int = 8, **options) -> Tensor:
     vocab = ops.VocabSlice(first + group.rank() * width, width, entries)
-    return ops.vocab_parallel_cross_entropy(ones(2, 4), torch.tensor([0, 5]), vocab, group=group, z_loss=z_loss)
+    return ops.vocab_parallel_cross_entropy(ones(2, 4), torch.tensor([0, 5]), vocab, group=group, **options)
+
+
+def routed(group: dist.ProcessGroup, experts: int, k: int) -> ops.Routing:
+    return ops.route(ones(2, 4), ones(experts, 4), ops.Router(ops.Policy(k)), group=group)[0]
 
 
 def embed(group: dist.ProcessGroup, width: int, entries: int) -> Tensor:
@@ -150,6 +155,15 @@ OPERATIONS = {
     ),
     "all rows": (lambda g, odd: linear(ops.row_linear, ones(2, 4), g, **({}, WHOLE)[odd]), "sequence parallel"),
     "z loss": (lambda g, odd: loss(g, z_loss=0.5 * odd), "z_loss=0.5"),
+    "reduction": (lambda g, odd: loss(g, reduction=("sum", "mean")[odd]), "mean"),
+    "transport": (  # who waits in gloo hears nothing, so that rank comes second
+        lambda g, odd: [
+            odd and time.sleep(0.5), linear(ops.row_linear, ones(2, 4), g, transport=("sequential", "pipelined")[odd])
+        ],
+        "pipelined",
+    ),
+    "router": (lambda g, odd: routed(g, 3, 1 + odd), "k=2"),
+    "experts": (lambda g, odd: routed(g, 3 + odd, 1), "4, Policy"),
     "vocabulary": (lambda g, odd: loss(g, entries=8 - odd), "7 entries in slices of 4"),
     "table": (lambda g, odd: embed(g, 4, 8 - odd), "7 entries in slices of 4"),
     "move": (lambda g, odd: ops.gather_rows(ones(2, 4 + odd), g), "gather_rows of (2, 5)"),

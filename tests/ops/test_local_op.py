@@ -73,6 +73,46 @@ def test_rope_s_gradients(interleaved):
     assert gradcheck(strided, inputs)
 
 
+def test_what_a_backward_reads_again_must_not_be_written_before_it():
+    """Autograd does not see it: rope, dropout and queues of weight gradients save no tensor."""
+    x, w = (x.requires_grad_() for x in torch.randn(2, SEQ, SEQ, dtype=torch.float64))
+    table, positions, drop = rope_table(SEQ, SEQ, 1e4, torch.float64, CPU), torch.arange(SEQ), site([0])
+    rows, queue = x.detach().clone(), ops.WeightGradientQueue()
+    rope = partial(ops.rope, x[:, None], x[:, None], table, positions)
+    for call, *each in (
+        (lambda: rope()[0], *table, positions),
+        (partial(ops.dropout, x, drop), drop.start),
+        (partial(ops.row_linear, x, w, dropout=drop), drop.start),
+    ):
+        for written in each:
+            y = call()
+            y.sum().backward(retain_graph=True)
+            written += 0
+            with pytest.raises(RuntimeError, match="was written in place between the forward and its backward"):
+                y.sum().backward()
+    ops.column_linear(rows, w, deferred=ops.Deferred(queue, [print])).sum().backward()
+    rows.zero_()
+    with pytest.raises(RuntimeError, match="a linear has kept for its weight gradient was written in place"):
+        queue.run()
+
+
+def test_a_region_returns_what_its_end_has_made():
+    """Otherwise what follows the end would read what the second run leaves out."""
+    x = torch.randn(SEQ, SEQ, requires_grad=True)
+    for region in (
+        lambda x: ops.row_linear(x, x, ends_region=True).tanh(),
+        lambda x: [ops.row_linear(x, x, ends_region=True) * 2],
+    ):
+        with pytest.raises(RuntimeError, match="ends_region=True made no result of its region"):
+            ops.recompute(region, x)
+    for region in (
+        lambda x: ops.row_linear(x[None], x, ends_region=True),
+        lambda x: (x, ops.row_linear(x, x, ends_region=True)),
+    ):
+        y = ops.recompute(region, x)
+        (y[1] if isinstance(y, tuple) else y).sum().backward()
+
+
 def test_layers_share_one_table_and_one_list_of_positions():
     positions = Positions(2, 5, offset=4)
     one, other = (positions.rope(8, 1e4, CPU, torch.float32) for _ in range(2))

@@ -42,7 +42,7 @@ def normed_column(transport: str) -> Row:
 
 def row(transport: str) -> Row:
     drop = ops.Dropout(torch.arange(2) * N, 7, 0.5)
-    norm = ops.Norm("rmsnorm", floats(N), floats(N), 1e-5)
+    norm = ops.Norm("layernorm", floats(N), floats(N), 1e-5)
     options = {"activation": "silu", "gate": floats(TOKENS, K), "residual": floats(2, N), "dropout": drop}
     return (floats(TOKENS, K), floats(N, K), floats(N)), {**options, "next_norm": norm, **where(transport)}
 
@@ -85,8 +85,20 @@ def rotated() -> Row:
     ), {}
 
 
+def attended() -> Row:
+    documents = torch.tensor([0, 3, TOKENS], dtype=torch.int32), 3
+    return (floats(1, TOKENS, 4, N), floats(1, TOKENS, 2, N), floats(1, TOKENS, 2, N), documents), {}
+
+
+def remembered() -> Row:
+    shape = 1, 5, 2, N
+    return (floats(1, TOKENS, 4, N), floats(*shape), floats(*shape), torch.ones(1, TOKENS, 5, dtype=torch.bool)), {}
+
+
 # those without a transport
 OTHERS: dict[Callable, Callable[[], Row]] = {
+    ops.attention: attended,
+    ops.cached_attention: remembered,
     ops.norm: lambda: ((floats(TOKENS, K), ops.Norm("layernorm", floats(K), floats(K), None)), {}),
     ops.activation: lambda: ((floats(TOKENS, K), "gelu", floats(TOKENS, K)), {}),
     ops.dropout: lambda: ((floats(TOKENS, K), ops.Dropout(torch.arange(TOKENS) * K, 7, 0.5)), {}),
@@ -134,6 +146,8 @@ def test_other_operations_refuse_what_has_another_shape() -> None:
             x, original = tree_flatten(given)[0][index], tree_flatten(make())[0][index]
             alike = isinstance(x, Tensor) and x.shape == original.shape and not x.is_meta
             first = operation in (ops.rope, ops.norm, ops.dropout)  # any heads, any rows, any columns
+            if operation is ops.cached_attention:  # any number of new tokens, and of heads in a group
+                first = index == 0 and isinstance(x, Tensor) and call(operation, (given[0][:3], {})) is not None
             if operation is ops.vocab_parallel_embedding and isinstance(x, Tensor):  # a table of any width
                 first = x.dim() == 2 and x.shape[0] == original.shape[0] and not x.is_meta
             found = call(operation, given)
@@ -190,3 +204,103 @@ def test_columns_that_are_not_this_rank_s_are_refused() -> None:
     for columns in (4, 6):
         assert call(ops.gather_columns, ((floats(TOKENS, columns), 6, dist.group.WORLD), {})) is None
     assert ops.gather_columns(floats(TOKENS, 3), 6, dist.group.WORLD).shape == (TOKENS, 6)
+
+
+NONE: dict[str, Any] = {}
+NORM, RMS = ops.Norm("layernorm", floats(K), None, None), ops.Norm("rmsnorm", floats(K), None, None)
+TABLE = rope_table(5, N, 1e4, torch.float32, "cpu")
+
+
+def documents(longest: int, *boundaries: int) -> Row:
+    q, k, v, _ = attended()[0]
+    return (q, k, v, (torch.tensor(boundaries, dtype=torch.int32), longest)), {}
+
+
+def queued(sinks: int) -> dict[str, Any]:
+    return {"deferred": ops.Deferred(ops.WeightGradientQueue(), [lambda gradient: None] * sinks)}
+
+
+REFUSED: list[tuple[Callable, Row, str]] = [
+    (ops.attention, documents(3, 0, 3), r"documents of \[3\] tokens.*rise from 0 to all 4 tokens"),
+    (ops.attention, documents(3, 0, 4), "the longest said to have 3"),
+    (ops.attention, documents(3, 1, 4, 5), r"begin with \[1\]"),
+    (ops.attention, documents(4, 0, 4, 3, 4), "that rise"),
+    (ops.attention, ((floats(4, 4, N), floats(4, 2, N), floats(4, 2, N)), NONE), r"give \(batch, tokens, heads"),
+    (ops.norm, ((floats(1)[0], NORM), NONE), "x has no dim, so no features"),
+    (ops.norm, ((floats(2, K), RMS._replace(bias=floats(K))), NONE), "rmsnorm has no bias"),
+    (ops.row_linear, ((floats(2, K), floats(K, K)), {"next_norm": RMS._replace(bias=floats(K))}), "no bias"),
+    (
+        ops.column_linear,
+        ((floats(2, K), floats(3, K)), {"norm": NORM, "normed": ops.Normed(floats(2, K), None, floats(2, 1))}),
+        "normed is not that of layernorm",
+    ),
+    (ops.column_linear, ((floats(2, K), floats(3, K)), queued(2)), "2 sinks for 1 weights"),
+    (ops.row_linear, ((floats(2, K), floats(3, K)), queued(0)), "0 sinks for 1 weights"),
+    (
+        ops.rope,
+        ((floats(2, 1, N), floats(2, 1, N), (TABLE[0].clone().requires_grad_(), TABLE[1]), torch.arange(2)), NONE),
+        "no gradient of its table",
+    ),
+    (
+        ops.vocab_parallel_embedding,
+        ((torch.tensor([0]), floats(8, K), ops.VocabSlice(0, 8, 8)), {"padding_idx": 8}),
+        r"padding_idx=8 is outside the vocabulary \[0, 7\]",
+    ),
+    (ops.take_columns, ((floats(2, 3, K), slice(0, 2), None), NONE), r"give rows \(tokens, N\)"),
+    (ops.gather_columns, ((floats(K), K, None), NONE), r"give rows \(tokens, N\)"),
+]
+
+
+@pytest.mark.parametrize("operation, given, words", REFUSED)
+def test_what_no_operation_can_mean_is_refused(operation: Callable, given: Row, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        operation(*given[0], **given[1])
+
+
+@on_every_rank(2)
+def test_a_mesh_a_group_of_others_and_a_dtensor_are_refused_with_what_to_give() -> None:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = dist.init_device_mesh("cpu", (2,))
+    x, own = floats(2, K), ops.VocabSlice(4 * dist.get_rank(), 4, 8)
+    for group, words in (
+        (mesh, r"give a process group, as mesh.get_group\(\)"),
+        (-100, "do not call the operation there"),
+    ):
+        for call_it in (
+            partial(ops.column_linear, x, floats(3, K), group=group),
+            partial(ops.gather_rows, x, group),
+            partial(ops.vocab_parallel_embedding, torch.tensor([0]), floats(4, K), own, group=group),
+        ):
+            with pytest.raises(TypeError, match=words):
+                call_it()
+    whole = DTensor.from_local(x, mesh, [Replicate()])
+    with pytest.raises(TypeError, match="column_linear: x is a DTensor, and operations take a rank's own tensors"):
+        ops.column_linear(whole, floats(3, K), group=mesh.get_group())
+
+
+@pytest.mark.parametrize("name", ["auto", "pipelined"])
+@on_every_rank(2)
+def test_experts_open_a_transport_by_its_name(name: str) -> None:
+    """Without one the group's ranks had not been reduced."""
+    for sequence_parallel in (True, False):
+        arguments, options = experts("sequential")
+        x = arguments[0] if sequence_parallel else floats(TOKENS, K)
+        options.update(sequence_parallel=sequence_parallel, residual=None)
+        expected, _ = ops.experts(x, arguments[1], **options)
+        found, _ = ops.experts(x, arguments[1], **{**options, "transport": name})
+        assert_kernel_close(found, expected.double(), expected, name)
+
+
+@on_every_rank(2)
+def test_a_rank_without_an_entry_looks_up_and_padding_counts_from_the_vocabulary_s_end() -> None:
+    rank, whole = dist.get_rank(), floats(3, K)
+    for width in (3, 2):
+        table = whole[rank * width : (rank + 1) * width].clone().requires_grad_()
+        vocab = ops.VocabSlice(rank * width, width, 3)
+        ids = torch.tensor([2, 0, 2, 1])
+        y = ops.vocab_parallel_embedding(ids, table, vocab, padding_idx=-1, group=dist.group.WORLD)
+        assert torch.equal(y, whole[ids].chunk(2)[rank])
+        y.sum().backward()
+        assert table.grad is not None
+        assert table.grad[:, 0].tolist() == [1.0, 1.0, 0.0][rank * width : (rank + 1) * width]

@@ -122,6 +122,7 @@ def test_an_explicit_choice_that_cannot_run_raises(node, monkeypatch):
     refused(r"TRITON_INTERPRET=1 for tests on CPU\): none there; use transport", "fused", where=CPU)
     kept = "operands are torch.float64, and the kernels take bfloat16, float16 and float32"
     refused(kept, "fused", dtype=torch.float64)
+    refused("there is no row, and the kernels take at least one row", "fused", m=0)
 
 
 def row(**changes) -> dict:

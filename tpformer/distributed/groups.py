@@ -101,10 +101,20 @@ def refuse_groups_of_parent() -> None:
 os.register_at_fork(after_in_child=refuse_groups_of_parent)
 
 
+def check_group(group: object) -> None:
+    """TypeError unless this is a process group. Asked where a group is first used, so later calls pay nothing."""
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group={group!r} is no process group: give a process group, as mesh.get_group(), or None for one rank "
+            f"(torch's new_group gives a number to ranks that are not in the group: do not call the operation there)"
+        )
+
+
 def collective_state(group: dist.ProcessGroup) -> CollectiveState:
     """The state of the group's CPU collectives, made at first use; collective as `calls_of`."""
     state = REGISTRY.collectives.get(group)
     if state is None:
+        check_group(group)
         shared = torch_backend(group, "cpu") == "gloo" and calls_of(group) is not None
         state = register(group, shared, REGISTRY.timeout)
     return state
@@ -161,6 +171,7 @@ def calls_of(group: dist.ProcessGroup) -> Calls | None:
         return REGISTRY.calls[group]
     except KeyError:
         pass
+    check_group(group)
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return None
     calls = None

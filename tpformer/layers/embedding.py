@@ -10,6 +10,7 @@ from tpformer import ops
 from tpformer.config import check_positive
 from tpformer.distributed.dtensor import is_dtensor
 from tpformer.ops.cross_entropy import IGNORE_INDEX
+from tpformer.ops.embedding import padding_entry
 from tpformer.ops.sequence import flat_rows
 from tpformer.torch_private import (
     WEIGHT_NORMS,
@@ -102,9 +103,7 @@ class VocabParallelEmbedding(_VocabParallel):
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, padding_idx: int | None = None, **options: Any) -> None:
-        if padding_idx is not None and not -vocab_size <= padding_idx < vocab_size:
-            raise ValueError(f"padding_idx={padding_idx} is outside the vocabulary [0, {vocab_size - 1}]")
-        self.padding_idx = None if padding_idx is None else padding_idx % vocab_size
+        self.padding_idx = padding_entry(padding_idx, vocab_size)
         super().__init__(vocab_size, hidden_size, zero_row=self.padding_idx, **options)
 
     @classmethod

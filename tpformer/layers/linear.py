@@ -244,7 +244,9 @@ class RowParallelLinear(_Linear):
                 f"x of shape {tuple(x.shape)} has {x.shape[self.sequence_dim]} along sequence_dim={self.sequence_dim}, "
                 f"which {self.tp.size} tensor-parallel ranks cannot share equally: pad it to a multiple"
             )
-        self._check(x)
+        self._check("x", x)
+        if gate is not None:
+            self._check("gate", gate)
         rows = [None if each is None else to_rows(each, self.sequence_dim) for each in (x, gate, residual)]
         if not self.input_is_parallel:
             rows[:2] = [
@@ -253,12 +255,12 @@ class RowParallelLinear(_Linear):
         y, _ = self.reduced(rows[0], self.activation, gate=rows[1], residual=rows[2], dropout=dropout)
         return from_rows(y, x, self.sequence_dim)
 
-    def _check(self, x: Tensor) -> None:
+    def _check(self, name: str, x: Tensor) -> None:
         own = self.columns.stop - self.columns.start
         if x.shape[-1] != (own if self.input_is_parallel else self.in_features):
             raise ValueError(
-                f"x has {x.shape[-1]} features, but this rank's part of in_features={self.in_features} has {own}: set "
-                f"input_is_parallel=False if x has all of them, True if it has this rank's"
+                f"{name} has {x.shape[-1]} features, but this rank's part of in_features={self.in_features} has {own}: "
+                f"set input_is_parallel=False if it has all of them, True if it has this rank's"
             )
 
     @uncompiled

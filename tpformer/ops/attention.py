@@ -6,6 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpformer.kernels.operands import FLOATS, require
+
+from .autocast import autocast_dtype
+
 
 def check_window(window: int | None, is_causal: bool) -> None:
     """ValueError for a window below 1, or one of attention that is not causal."""
@@ -13,6 +17,30 @@ def check_window(window: int | None, is_causal: bool) -> None:
         raise ValueError(
             f"a sliding window of {window} with is_causal={is_causal}: it has at least 1 token, the query itself, and "
             f"the tokens before it; give sliding_window >= 1 and is_causal=True, or no window"
+        )
+
+
+def _check_heads(operation: str, q: Tensor, k: Tensor, v: Tensor, slots: int) -> None:
+    """ValueError unless q (batch, seq, heads, head_dim) and k and v (batch, slots, kv_heads, head_dim) fit."""
+    if q.dim() != 4 or k.dim() != 4:
+        raise ValueError(
+            f"{operation}: q is {tuple(q.shape)} and k {tuple(k.shape)}: give (batch, tokens, heads, head_dim)"
+        )
+    (batch, _, heads, width), shared = q.shape, k.shape[2]
+    if heads % shared if shared else heads:
+        raise ValueError(f"{operation}: {heads} heads of q and {shared} of k: give k a number that divides q's")
+    shape, alike = (batch, slots, shared, width), k.dtype == v.dtype == q.dtype
+    own = (q.dtype,) if alike or autocast_dtype(q) is None else FLOATS  # autocast casts them all
+    require(operation, q, ("q", q, q.shape, FLOATS), ("k", k, shape, own), ("v", v, shape, own))
+
+
+def _check_documents(boundaries: Tensor, longest: int, lengths: list[int], tokens: int) -> None:
+    """ValueError unless documents of these lengths follow one another from the first token to the last."""
+    first = boundaries[:1].tolist()
+    if first != [0] or sum(lengths) != tokens or not lengths or min(lengths) < 0 or max(lengths) > longest:
+        raise ValueError(
+            f"documents of {lengths} tokens, the longest said to have {longest}, from boundaries that begin with "
+            f"{first}: give boundaries that rise from 0 to all {tokens} tokens, and their greatest difference"
         )
 
 
@@ -65,9 +93,11 @@ def attention(
     On CUDA, documents and windows in 16 bits take PyTorch's variable-length kernel. Elsewhere a loop runs over the
     documents, and a document longer than the window gets a bool mask of its length squared.
     No communication.
-    Errors: ValueError for a window below 1, without is_causal, or on CUDA with torch older than 2.12.
+    Errors: ValueError for a window below 1, without is_causal, or on CUDA with torch older than 2.12, for operands of
+            other shapes, dtypes or devices, and on a CPU for documents that are not all tokens in their order.
     """
     check_window(window, is_causal)
+    _check_heads("attention", q, k, v, q.shape[1])
     fused = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
     batch, seq = q.shape[:2]
     if documents is None:
@@ -75,10 +105,12 @@ def attention(
             return _sdpa(q, k, v, is_causal, window)
         documents = torch.arange(0, batch * seq + 1, seq, dtype=torch.int32, device=q.device), seq
     boundaries, longest = documents
+    require("attention", q, ("the documents' boundaries", boundaries, (boundaries.numel(),), (torch.int32,)))
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     if fused:
         return _varlen(q, k, v, boundaries, longest, is_causal, window).unflatten(0, (batch, seq))
     lengths = boundaries.diff().tolist()
+    _check_documents(boundaries, longest, lengths, batch * seq)
     parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
     y = torch.cat([_sdpa(q[None], k[None], v[None], is_causal, window)[0] for q, k, v in parts])
     return y.unflatten(0, (batch, seq))
@@ -92,7 +124,12 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
              None: each token sees all; result like q.
     The query heads that share a key-value head become rows of one head, so that no key is read or copied twice.
     No communication.
+    Errors: ValueError for operands of other shapes, dtypes or devices.
     """
+    _check_heads("cached_attention", q, k, v, k.shape[1])
+    if mask is not None:
+        masks = 1 if mask.shape[:1] == (1,) else q.shape[0]
+        require("cached_attention", q, ("mask", mask, (masks, q.shape[1], k.shape[1]), (torch.bool,)))
     seq, groups = q.shape[1], q.shape[2] // k.shape[2]
     rows = q.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     if mask is not None:

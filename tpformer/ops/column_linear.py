@@ -10,21 +10,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.kernels.matmul.reference import check_linears
-from tpformer.kernels.norm.reference import NORMS
-from tpformer.kernels.operands import FLOATS, require, require_known, wide_dtype
 
 from .autocast import autocast_dtype, cast, cast_back
 from .calls import called
 from .first_derivative import first_derivative
 from .implementation import implementation
-from .norm import Norm, Normed, normalised, parameters, restored
+from .norm import Norm, Normed, check_normed, normalised, parameters, restored
 from .norm import norm as normalise
 from .packing import keep, kept
 from .sequence import flat_rows, with_leading_dims
 from .transport import LOCAL, column_request, open_transport
 from .transports.interface import Transport, untold
 from .uncompiled import uncompiled
-from .weight_gradients import Deferred
+from .weight_gradients import Deferred, check_sinks
 
 
 class _Layout(NamedTuple):
@@ -117,21 +115,7 @@ def _defer(layout: _Layout, normed: Tensor, dys: Sequence[Tensor], wanted: Seque
             sink(dy.t() @ rows)
 
     if pairs:
-        queue.add(make)
-
-
-def _check_normed(rows: Tensor, norm: Norm | None, normed: Normed) -> None:
-    """ValueError unless `normed` can be norm(rows)."""
-    if norm is None:
-        raise ValueError("normed without norm: give the norm as well, because its gradients are made here")
-    require_known("norm", norm.kind, NORMS)
-    shape = rows.shape
-    of_rows = (shape[0], 1), (wide_dtype(rows.dtype),)
-    require(
-        "column_linear", rows, ("normed", normed.y, shape, (rows.dtype,)),
-        ("its mean", normed.mean, *of_rows), ("its rstd", normed.rstd, *of_rows),
-        ("norm's weight", norm.weight, shape[-1:], FLOATS), ("norm's bias", norm.bias, shape[-1:], FLOATS),
-    )  # fmt: skip
+        queue.add(make, normed, *(dy for _, dy in pairs))
 
 
 @uncompiled
@@ -176,8 +160,8 @@ def column_linear(
     weights: Sequence[Tensor] = weight if several else (weight,)
     biases = (bias if several and bias is not None else (bias,) * len(weights)) if several else (bias,)
     rows, autocast = flat_rows(x), autocast_dtype(x)
-    if normed is not None:
-        _check_normed(rows, norm, normed)
+    check_sinks(deferred, len(weights))
+    check_normed("column_linear", rows, norm, normed)
     if autocast is not None:
         deferred = cast_back(deferred, weights)
         rows, norm = cast(rows if norm is None else normalise(rows, norm), autocast), None
@@ -188,8 +172,8 @@ def column_linear(
         request = column_request(len(rows), rows.shape[1], n, rows.dtype, x.device, group, sequence_parallel, transport)
         transport = open_transport(request)
     layout = _Layout(transport, sequence_parallel, norm, carry and autocast is None, deferred)
-    inputs = rows, *parameters(norm)
-    called(untold(transport), "column_linear", rows.shape, rows.dtype, sequence_parallel, inputs, weights)
+    needing = (inputs := (rows, *parameters(norm))), weights, transport.name
+    called(untold(transport), "column_linear", rows.shape, rows.dtype, sequence_parallel, *needing)
     outputs = ColumnLinearFunction.apply(*inputs, layout, normed, *weights, *biases)
     if autocast is not None and carry:
         outputs = (*outputs, x)

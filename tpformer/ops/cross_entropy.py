@@ -144,7 +144,7 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"reduction={reduction!r} is none of {REDUCTIONS}: choose one")
     terms = loss_terms(ignore_index, label_smoothing, z_loss)
     check_shapes(logits, len(logits), logits.shape[-1], targets, vocab, ignore_index, group)
-    agreed = of_slices(vocab), terms
+    agreed = of_slices(vocab), terms, reduction
     called(group, "vocab_parallel_cross_entropy", targets.shape, logits.dtype, True, (), (), *agreed)
     losses = VocabParallelCrossEntropyFunction.apply(logits, targets, vocab, terms, group, in_place)
     return reduced(losses, targets, ignore_index, reduction)
@@ -316,7 +316,7 @@ def linear_cross_entropy(
         memory = torch.cuda.get_device_properties(x.device).total_memory if x.is_cuda else GPU_MEMORY
         chunk_tokens = default_chunk_tokens(vocab, x.device.type, memory)
     head = _Head(vocab, terms, group, sequence_parallel, norm, chunk_tokens, torch.is_grad_enabled())
-    agreed = of_slices(vocab), terms, f"{chunk_tokens} tokens at once"
+    agreed = of_slices(vocab), terms, reduction, f"{chunk_tokens} tokens at once"
     called(group, "linear_cross_entropy", x.shape, x.dtype, True, (x, *parameters(norm)), (weight,), *agreed)
     traces = trace(x), trace(weight)  # neither is saved, and a second derivative has to be refused
     total = LinearCrossEntropyFunction.apply(x, weight, *parameters(norm), targets, head, *traces)

@@ -9,16 +9,28 @@ from tpformer.kernels.finish import Dropout
 from .first_derivative import first_derivative
 from .implementation import implementation
 from .uncompiled import uncompiled
+from .unsaved import check_unwritten, versions
 
 
 def dropout_starts(sample_index: Tensor, seq_length: int, hidden: int, rows: slice) -> Tensor:
     """Dropout.start of some rows of a batch: the global index of each row's first element, the same in every layout.
 
     sample_index (batch,) int64: the global index of each sample. rows: a slice of the batch's flattened tokens; each
-    token is a row of `hidden` elements. Result (rows.stop - rows.start,) int64.
+    token is a row of `hidden` elements. Result int64, one for each of the rows.
     """
-    token = torch.arange(rows.start, rows.stop, device=sample_index.device)
+    token = torch.arange(*rows.indices(len(sample_index) * seq_length), device=sample_index.device)
     return (sample_index[token // seq_length] * seq_length + token % seq_length) * hidden
+
+
+def starts_versions(site: Dropout | None) -> list[int]:
+    """What a forward keeps for `check_starts`."""
+    return [] if site is None else versions(site.start)
+
+
+def check_starts(site: Dropout | None, before: list[int]) -> None:
+    """RuntimeError if the starts were written since the forward: the mask would be another one."""
+    if site is not None:
+        check_unwritten("dropout's start", before, site.start)
 
 
 class DropoutFunction(torch.autograd.Function):
@@ -30,12 +42,13 @@ class DropoutFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, site: Dropout):
-        ctx.site = site
+        ctx.site, ctx.versions = site, starts_versions(site)
         return implementation("dropout", x).dropout_apply(x, *site)
 
     @staticmethod
     @first_derivative
     def backward(ctx, dy):
+        check_starts(ctx.site, ctx.versions)
         return implementation("dropout", dy).dropout_apply(dy, *ctx.site), None
 
 
@@ -43,7 +56,7 @@ class DropoutFunction(torch.autograd.Function):
 def dropout(x: Tensor, site: Dropout | None) -> Tensor:
     """Dropout of rows x (tokens, hidden), or x itself if site is None. Saves nothing; no communication.
 
-    Errors: ValueError for a probability outside [0, 1).
+    Errors: ValueError for a probability outside [0, 1). RuntimeError in the backward if `start` was written since.
     """
     if site is None:
         return x

@@ -45,6 +45,15 @@ def absent(ids: Tensor, vocab: VocabSlice) -> Tensor:
     return ((ids < 0) | (ids >= vocab.entries))[:, None]
 
 
+def padding_entry(padding_idx: int | None, entries: int) -> int | None:
+    """The entry of padding, negative ones counted from the vocabulary's end. ValueError for one outside of it."""
+    if padding_idx is None:
+        return None
+    if not -entries <= padding_idx < entries:
+        raise ValueError(f"padding_idx={padding_idx} is outside the vocabulary [0, {entries - 1}]")
+    return padding_idx % entries
+
+
 def of_slices(vocab: VocabSlice) -> str:
     """What of a slice is equal on all ranks."""
     return f"{vocab.entries} entries in slices of {vocab.width}"
@@ -63,21 +72,23 @@ def vocab_parallel_embedding(
     """The embedding of ids (tokens,) int64, where each rank holds a slice of the vocabulary's table.
 
     Shapes:  weight (V_local, N), the rows of this rank's entries, maybe followed by padding; ids equal on all ranks;
-             result (tokens / t, N) with sequence_parallel, else (tokens, N). The row of padding_idx gets no gradient.
+             result (tokens / t, N) with sequence_parallel, else (tokens, N). The row of padding_idx, negative ones
+             from the vocabulary's end, gets no gradient.
     Communication, per rank, B = tokens * N * itemsize: forward reduce-scatter B, backward all-gather B; without
              sequence_parallel forward all-reduce B, backward none.
     Errors:  ValueError for a table that is not this rank's rows (a whole one, say), for a slice that is not this
-             rank's, for other shapes and dtypes, and on a CPU for an id outside the vocabulary. On a GPU the check
-             would wait for the device: there such an id's row is NaN, or, on one rank and beyond the table's padding,
-             torch's own assertion fails.
+             rank's, a padding_idx outside the vocabulary, for other shapes and dtypes, and on a CPU for an id outside
+             the vocabulary. On a GPU the check would wait for the device: there such an id's row is NaN, or, on one
+             rank and beyond the table's padding, torch's own assertion fails.
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053)
     """
     require(
-        "vocab_parallel_embedding", weight, ("ids", ids, (ids.shape[0],), INTEGERS),
+        "vocab_parallel_embedding", weight, ("ids", ids, (ids.numel(),), INTEGERS),
         ("weight", weight, (weight.shape[0], weight.shape[-1]), FLOATS),
     )  # fmt: skip
     check_slice("rows of the table", weight.shape[0], vocab, group)
     check_ids(ids, vocab.entries, "token ids")
+    padding_idx = padding_entry(padding_idx, vocab.entries)
     if group is None or group.size() == 1:
         rows = F.embedding(ids, weight, padding_idx)
         return rows.masked_fill(absent(ids, vocab), torch.nan) if ids.is_cuda and vocab.valid < len(weight) else rows
@@ -86,6 +97,7 @@ def vocab_parallel_embedding(
     own = None if padding_idx is None or not 0 <= padding_idx - vocab.first < vocab.valid else padding_idx - vocab.first
     local = ids - vocab.first
     elsewhere = (local < 0) | (local >= vocab.valid)
-    rows = F.embedding(local.masked_fill(elsewhere, 0), weight, own)
+    table = weight if len(weight) else F.pad(weight, (0, 0, 0, 1))  # torch looks up nothing in an empty table
+    rows = F.embedding(local.masked_fill(elsewhere, 0), table, own)
     others = rows.new_zeros(len(ids), 1).masked_fill(absent(ids, vocab), torch.nan)
     return reduce_rows(torch.where(elsewhere[:, None], others, rows), group, sequence_parallel)

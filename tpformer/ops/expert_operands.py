@@ -14,7 +14,6 @@ from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.finish import Dropout, Finish
 from tpformer.kernels.operands import FLOATS, INTEGERS, require, require_known, require_within
 
-from .norm import Normed
 from .route import Router, Routing
 
 
@@ -73,7 +72,7 @@ def check_options(
 
 def check_operands(
     rows: Tensor, matrices: ExpertWeights, routing: Routing | None, router_weight: Tensor | None, finish: Finish,
-    n_experts: int, normed: Normed | None,
+    n_experts: int,
 ) -> None:  # fmt: skip
     """ValueError unless all operands are as `experts` says, of rows (tokens / t, H)."""
     own, h, f = (rows.dtype,), rows.shape[-1], matrices.down.shape[-1]
@@ -85,7 +84,6 @@ def check_operands(
         ("shared_up", matrices.shared_up, (of_shared, h), own),
         ("shared_down", matrices.shared_down, (h, of_shared), own),
         ("router_weight", router_weight, (n_experts, h), FLOATS),
-        ("normed", None if normed is None else normed.y, rows.shape, own),
     )  # fmt: skip
     if routing is not None:
         shape = (routing.experts.shape[0], routing.experts.shape[-1])

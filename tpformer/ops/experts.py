@@ -21,19 +21,20 @@ from .autocast import autocast_dtype, cast_back, without_autocast
 from .autocast import cast as autocast_to
 from .calls import called
 from .dispatch import Dispatch, Sent, dispatch
+from .dropout import check_starts, starts_versions
 from .expert_operands import ExpertWeights, check_operands, check_options, check_routing, within
 from .first_derivative import first_derivative, trace
 from .implementation import implementation
-from .norm import Norm, Normed, normalised, parameters, restored
+from .norm import Norm, Normed, check_normed, normalised, parameters, restored
 from .norm import norm as normalise
 from .packing import keep, kept, unpacked
-from .recompute import once, running_again
+from .recompute import ends, once, running_again
 from .route import Decided, Router, Routing, decide, decide_backward, wide
-from .transport import LOCAL
+from .transport import LOCAL, column_request, open_transport
 from .transports.experts import experts_reduce, gather_experts, weight_gradient
-from .transports.interface import Transport
+from .transports.interface import Grouped, Transport
 from .uncompiled import uncompiled
-from .weight_gradients import Deferred
+from .weight_gradients import Deferred, check_sinks
 
 
 class _Layout(NamedTuple):
@@ -91,6 +92,7 @@ class ExpertsFunction(torch.autograd.Function):
         hidden, gathered = gather_experts(layout.gathering, rows, sent, own.gate_up)
         shared = [None if each is None else F.linear(gathered, each) for each in (own.shared_gate, own.shared_up)]
         ctx.layout, ctx.deferred, ctx.sizes = layout, layout.deferred, routed[3:]
+        ctx.versions = starts_versions(layout.dropout)
         ctx.set_materialize_grads(False)
         keep(
             ctx, x, *shared, norm_weight, norm_bias, mean, rstd, router_weight, given, hidden, sent.slots, sent.weights,
@@ -117,6 +119,7 @@ class ExpertsFunction(torch.autograd.Function):
     @first_derivative
     def backward(ctx, dy, dbalance):
         saved = _Saved(ctx)
+        check_starts(ctx.layout.dropout, ctx.versions)
         with without_autocast(saved.x):
             return _backward(saved, dy, dbalance)
 
@@ -252,7 +255,7 @@ def _down_gradients(saved: _Saved, whole: Tensor, a: Tensor, activated: Tensor |
             deferred.sinks[4](shared_down())
 
     if wants.down or wants.shared_down:
-        deferred.queue.add(run)
+        deferred.queue.add(run, whole, a, activated)
     return None, None
 
 
@@ -277,7 +280,7 @@ def _up_gradients(saved: _Saved, rows: Tensor, dhidden: Tensor, dshared: list[Te
                 if wants:
                     sinks[index](make(index, gathered))
 
-        layout.deferred.queue.add(run)
+        layout.deferred.queue.add(run, rows, dhidden, *dshared)
     return None, None, None
 
 
@@ -288,6 +291,33 @@ def _in_autocast(
     deferred = cast_back(deferred, [each for each in matrices if each is not None])
     rows = autocast_to(rows if norm is None else normalise(rows, norm), dtype)
     return rows, ExpertWeights(*(autocast_to(each, dtype) for each in matrices)), deferred
+
+
+def _opened(
+    transport: str | Transport, rows: Tensor, gate_up: Tensor, routing: Routing | None, router: Router | None,
+    group: ProcessGroup | None, sequence_parallel: bool,
+) -> Transport:  # fmt: skip
+    """The transport, opened for these rows and matrices as the layer of experts opens it, if it is a name."""
+    if not isinstance(transport, str):
+        return transport
+    k = routing.experts.shape[1] if routing is not None else router.policy.k if router is not None else 0
+    (count, features, h), ranks = gate_up.shape, 1 if group is None else group.size()
+    grouped = Grouped(k, count, features)
+    sizes = len(rows), h, grouped.width(ranks), rows.dtype, rows.device
+    return open_transport(column_request(*sizes, group, sequence_parallel, transport, grouped))
+
+
+def _applied(
+    of_input: tuple, normed: Normed | None, inside: Tensor | None, of_router: tuple, layout: _Layout,
+    matrices: ExpertWeights,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """ExpertsFunction, once the ranks have been told of the call."""
+    rows, router = of_input[0], layout.router
+    check_normed("experts", rows, layout.norm, normed)
+    agreed = layout.n_experts, layout.transport.name, None if router is None else router.policy
+    called(layout.group, "experts", rows.shape, rows.dtype, True, of_input + of_router, matrices, *agreed)
+    with without_autocast(rows):
+        return ExpertsFunction.apply(*of_input, normed, inside, *of_router, layout, *matrices)
 
 
 @uncompiled
@@ -305,7 +335,7 @@ def experts(
     residual: Tensor | None = None,
     dropout: Dropout | None = None,
     ends_region: bool = False,
-    transport: Transport = LOCAL,
+    transport: str | Transport = "auto",
     group: ProcessGroup | None = None,
     sequence_parallel: bool = True,
     deferred: Deferred | None = None,
@@ -324,7 +354,7 @@ def experts(
              8 K bytes a token gathered in the forward, 4 K scattered in the backward. Otherwise: an all-reduce of B in
              the forward and in the backward, and one of 4 K bytes a token in the backward.
              With `routing` its weights' gradient is all-reduced instead, and so is equal on all ranks.
-    deferred: its queue takes the gradients of matrices; it has a sink for each.
+    transport: as in column_linear. deferred: its queue takes the gradients of matrices; it has a sink for each.
     With sequence_parallel the gradients of the norm's parameters and of router_weight are partial sums, over this
     rank's rows. Under torch.autocast as column_linear and row_linear; the router computes in float32 always.
     Errors:  ValueError unless exactly one of router and routing is given, for a routing of other tokens than x, an
@@ -335,19 +365,19 @@ def experts(
     check_options(activation, dropout, routing, n_experts, len(matrices.gate_up), group)
     check_routing(len(x), router_weight, router, routing, group if sequence_parallel else None)
     autocast = autocast_dtype(x)
-    carry = residual is x and autocast is None
-    rows, inside = x, None if carry else residual
+    rows, inside = x, None if (carry := residual is x and autocast is None) else residual
+    check_sinks(deferred, sum(each is not None for each in matrices))
     if autocast is not None:
         rows, matrices, deferred = _in_autocast(autocast, rows, matrices, norm, deferred)
         norm = normed = inside = None
-    check_operands(rows, matrices, routing, router_weight, Finish(None, dropout, residual), n_experts, normed)
+    check_operands(rows, matrices, routing, router_weight, Finish(None, dropout, residual), n_experts)
+    transport = _opened(transport, rows, matrices.gate_up, routing, router, group, sequence_parallel)
     layout = _Layout(
         transport, group, sequence_parallel, norm, router, None if routing is None else routing.experts, activation,
         n_experts, dropout, carry, ends_region and running_again(), deferred,
     )  # fmt: skip
     of_input = rows, *parameters(norm)
     of_router = router_weight, None if routing is None else routing.weights.to(wide(rows.dtype))
-    called(group, "experts", rows.shape, rows.dtype, True, of_input + of_router, matrices, n_experts)
-    with without_autocast(x):
-        y, loss = ExpertsFunction.apply(*of_input, normed, inside, *of_router, layout, *matrices)
-    return (y if autocast is None or residual is None else residual + y), loss
+    y, loss = _applied(of_input, normed, inside, of_router, layout, matrices)
+    y = y if autocast is None or residual is None else residual + y
+    return (ends(y) if ends_region else y), loss

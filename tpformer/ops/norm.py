@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from tpformer.kernels.finish import Norm
+from tpformer.kernels.norm.reference import NORMS
+from tpformer.kernels.operands import FLOATS, require, require_known, wide_dtype
 
 from .autocast import autocast_dtype, cast
 from .first_derivative import first_derivative
@@ -28,12 +30,34 @@ class Normed(NamedTuple):
 
 def parameters(norm: Norm | None) -> tuple[Tensor | None, Tensor | None]:
     """The norm's tensors as separate inputs of an autograd Function, which does not look into tuples."""
-    return (None, None) if norm is None else (norm.weight, norm.bias)
+    if norm is None:
+        return None, None
+    if norm.bias is not None and norm.kind == "rmsnorm":
+        raise ValueError("rmsnorm has no bias, and one is given: leave it out, or add it to the result")
+    return norm.weight, norm.bias
 
 
 def restored(norm: Norm | None, weight: Tensor | None, bias: Tensor | None) -> Norm | None:
     """The norm in a backward, with the parameters that the Function saved."""
     return None if norm is None else Norm(norm.kind, weight, bias, norm.eps)
+
+
+def check_normed(operation: str, rows: Tensor, norm: Norm | None, normed: Normed | None) -> None:
+    """ValueError unless `normed`, if there is one, can be norm(rows)."""
+    if normed is None:
+        return
+    if norm is None:
+        raise ValueError("normed without norm: give the norm as well, because its gradients are made here")
+    require_known("norm", norm.kind, NORMS)
+    shape, dtype = rows.shape, rows.dtype
+    of_rows = (shape[0], 1), (wide_dtype(dtype),)
+    require(
+        operation, rows, ("normed", normed.y, shape, (dtype,)), ("its mean", normed.mean, *of_rows),
+        ("its rstd", normed.rstd, *of_rows), ("the norm's weight", norm.weight, shape[-1:], FLOATS),
+        ("the norm's bias", norm.bias, shape[-1:], FLOATS),
+    )  # fmt: skip
+    if (normed.mean is None) != (norm.kind == "rmsnorm"):
+        raise ValueError(f"normed is not that of {norm.kind}: give the norm that made it")
 
 
 def normalised(x: Tensor, norm: Norm | None, normed: Normed | None) -> tuple[Tensor, Tensor | None, Tensor | None]:

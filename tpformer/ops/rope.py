@@ -8,6 +8,7 @@ from torch import Tensor
 from .first_derivative import first_derivative
 from .implementation import implementation
 from .uncompiled import uncompiled
+from .unsaved import check_unwritten, versions
 
 
 class RopeFunction(torch.autograd.Function):
@@ -21,11 +22,13 @@ class RopeFunction(torch.autograd.Function):
     def forward(ctx, q, k, cos, sin, positions, interleaved):
         # not saved tensors: all layers share them, and hooks on what a layer saves should not see them
         ctx.table, ctx.positions, ctx.interleaved = (cos, sin), positions, interleaved
+        ctx.versions = versions(cos, sin, positions)
         return _rotate(q, k, ctx)
 
     @staticmethod
     @first_derivative
     def backward(ctx, dq, dk):
+        check_unwritten("rope's table or positions", ctx.versions, *ctx.table, ctx.positions)
         return *_rotate(dq, dk, ctx, inverse=True), None, None, None, None
 
 
@@ -48,6 +51,10 @@ def rope(
              interleaved: pairs are (2i, 2i + 1), as in GPT-J, instead of (i, i + head_dim / 2), as in Llama.
     Saves:   only references to table and positions, which all layers share.
     Communication: none.
+    Errors:  ValueError for positions without a row on a CPU, a table that requires a gradient, and tensors of other
+             shapes or dtypes. RuntimeError in the backward if table or positions were written since.
     Source:  Su et al. 2021 (arXiv:2104.09864)
     """
+    if table[0].requires_grad or table[1].requires_grad:
+        raise ValueError("rope makes no gradient of its table: give detached tensors, or rotate with torch's functions")
     return RopeFunction.apply(q, k, *table, positions, interleaved)

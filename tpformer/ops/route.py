@@ -229,7 +229,7 @@ def route(
              shapes or dtypes, or on another device.
     Source:  kernels/route/reference.py
     """
-    called(group, "route", x.shape, x.dtype, sequence_parallel)
+    called(group, "route", x.shape, x.dtype, sequence_parallel, (), (), len(weight), router.policy)
     with without_autocast(x):
         weights, experts, loss = RouteFunction.apply(x, weight, router, group, sequence_parallel)
     return Routing(experts, weights), loss

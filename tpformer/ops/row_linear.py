@@ -14,16 +14,17 @@ from tpformer.kernels.operands import FLOATS, Operand, require, require_known
 
 from .autocast import autocast_dtype, cast, cast_back
 from .calls import SCATTERED, called
+from .dropout import check_starts, starts_versions
 from .first_derivative import first_derivative
 from .implementation import implementation
-from .norm import Norm, Normed
+from .norm import Norm, Normed, parameters
 from .packing import keep, kept, unpacked
-from .recompute import running_again
+from .recompute import ends, running_again
 from .sequence import flat_rows, with_leading_dims
 from .transport import LOCAL, open_transport, row_request
 from .transports.interface import Transport, untold
 from .uncompiled import uncompiled
-from .weight_gradients import Deferred
+from .weight_gradients import Deferred, check_sinks
 
 
 class _Layout(NamedTuple):
@@ -53,7 +54,7 @@ class RowLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, gate, weight, bias, residual, next_norm: Norm | None, layout: _Layout):
-        ctx.layout, ctx.deferred = layout, layout.deferred
+        ctx.layout, ctx.deferred, ctx.versions = layout, layout.deferred, starts_versions(layout.dropout)
         keep(ctx, x, gate, weight, readable=0 if layout.activation is None else 2)
         if layout.skip:
             return x.new_empty(_result_rows(x, layout), len(weight))
@@ -75,6 +76,7 @@ class RowLinearFunction(torch.autograd.Function):
         layout: _Layout = ctx.layout
         wants_x, wants_gate, wants_weight, wants_bias, wants_residual, *_ = ctx.needs_input_grad
         dresidual = dy if wants_residual else None
+        check_starts(layout.dropout, ctx.versions)
         dy, dbias = implementation("dropout", dy).finish_backward(dy, layout.dropout, wants_bias)
         gathering = layout.transport if layout.sequence_parallel else LOCAL
         dx = dgate = dweight = gathered = None
@@ -93,7 +95,7 @@ class RowLinearFunction(torch.autograd.Function):
 
         if layout.deferred is not None and wants_weight:
             queue, (sink,) = layout.deferred
-            queue.add(lambda: sink(weight_gradient()))
+            queue.add(lambda: sink(weight_gradient()), held, a)
         elif wants_weight:
             dweight = weight_gradient()
         return dx, dgate, dweight, dbias, dresidual, None, None
@@ -121,7 +123,8 @@ def _check_operands(
         start = None if dropout is None else dropout.start
         operands += ("residual", residual, (result, n), FLOATS), ("dropout's start", start, (result,), (torch.int64,))
     if norm is not None:
-        operands += ("next_norm's weight", norm.weight, (n,), FLOATS), ("next_norm's bias", norm.bias, (n,), FLOATS)
+        scale, shift = parameters(norm)
+        operands += ("next_norm's weight", scale, (n,), FLOATS), ("next_norm's bias", shift, (n,), FLOATS)
     require("row_linear", rows, *operands)
 
 
@@ -132,7 +135,9 @@ def _check_options(
     next_norm: Norm | None,
     ends_region: bool,
     autocast: torch.dtype | None,
+    deferred: Deferred | None,
 ) -> None:
+    check_sinks(deferred, 1)
     if activation is not None:
         check_choice("activation", activation, ACTIVATIONS)
     if gate is not None and activation is None:
@@ -180,7 +185,7 @@ def row_linear(
 
     Shapes:  x (tokens, K / t), before the activation; gate like x (SwiGLU: act(gate) * x); weight (N, K / t);
              bias (N,), added once, after the reduction; residual and result (tokens / t, N) with sequence_parallel,
-             else (tokens, N), equal on all ranks. t = group.size(); group None is one rank.
+             else (tokens, N), equal on all ranks. t = group.size(); group None is one rank. The result has x's dtype.
              activation: None, "gelu" (erf), "gelu_tanh", "silu" or "relu2".
              next_norm: the norm before the next linear. The pass that adds bias, dropout and residual applies it, too,
              and the result is (Y, Normed). Give both to the next column_linear, Y as x and Normed as normed.
@@ -202,7 +207,7 @@ def row_linear(
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198)
     """
     autocast = autocast_dtype(x)
-    _check_options(activation, gate, dropout, next_norm, ends_region, autocast)
+    _check_options(activation, gate, dropout, next_norm, ends_region, autocast, deferred)
     rows, added = x, residual
     if x.dim() != 2:
         rows, gate, added = (None if each is None else flat_rows(each) for each in (x, gate, residual))
@@ -212,11 +217,11 @@ def row_linear(
     _check_operands(rows, weight, gate, Finish(bias, dropout, added, next_norm), group, sequence_parallel)
     transport = _opened(transport, rows, weight, group, sequence_parallel)
     layout = _Layout(transport, sequence_parallel, activation, dropout, ends_region and running_again(), deferred)
-    needing = ((rows, gate), (weight,), SCATTERED) if sequence_parallel else ()
+    needing = *(((rows, gate), (weight,), SCATTERED) if sequence_parallel else ((), ())), transport.name
     called(untold(transport), "row_linear", (rows.shape[0], weight.shape[0]), rows.dtype, True, *needing)
     result = RowLinearFunction.apply(rows, gate, weight, bias, added if autocast is None else None, next_norm, layout)
     y, *normed = (result,) if next_norm is None else result
     if autocast is not None and added is not None:
         y = added + y
     y = y if x.dim() == 2 else with_leading_dims(y, x)
-    return y if next_norm is None else (y, Normed(*normed))
+    return (ends(y) if ends_region else y) if next_norm is None else (y, Normed(*normed))

@@ -14,12 +14,22 @@ from .uncompiled import uncompiled
 
 def flat_rows(x: Tensor) -> Tensor:
     """Rows (tokens, N) of x (..., N). Rows are returned as they are: a view would be one more node for autograd."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if x.dim() == 2:
+        return x
+    if x.dim() == 0:
+        raise ValueError("x has no dim, so no features: give (..., N)")
+    return x.reshape(-1, x.shape[-1])
 
 
 def with_leading_dims(y: Tensor, x: Tensor) -> Tensor:
     """Rows y with the leading dims of x. If y has another number of rows (gathered or scattered), y itself."""
     return y.view(*x.shape[:-1], y.shape[-1]) if len(y) == x.shape[:-1].numel() else y
+
+
+def _check_rows(x: Tensor) -> None:
+    """ValueError unless x is rows, whose columns are counted."""
+    if x.dim() != 2:
+        raise ValueError(f"x is {tuple(x.shape)}: give rows (tokens, N), with leading dims flattened")
 
 
 class _ReduceRows(torch.autograd.Function):
@@ -181,6 +191,7 @@ def take_columns(x: Tensor, columns: slice, group: ProcessGroup | None) -> Tenso
     The gradient of x is equal on all ranks: each column's is the sum over the ranks that took it.
     Communication, per rank: forward none; backward all-reduce of tokens * N * itemsize bytes.
     """
+    _check_rows(x)
     called(group, "take_columns", x.shape, x.dtype, False, (x,))
     return x[:, columns] if group is None else _TakeColumns.apply(x, columns, group)
 
@@ -193,6 +204,7 @@ def gather_columns(x: Tensor, n: int, group: ProcessGroup | None) -> Tensor:
     The last ranks may have fewer columns: zeros stand for what is missing.
     Errors: ValueError for more columns than a rank has, such as all of them.
     """
+    _check_rows(x)
     if group is None:
         return x
     width = -(-n // group.size())

@@ -138,6 +138,8 @@ def why_not_fused(request: Request) -> str | None:
     obstacle = why_no_kernels(request.group, request.device)
     if obstacle is None and request.dtype not in KERNEL_DTYPES:
         return f"the operands are {request.dtype}, and the kernels take bfloat16, float16 and float32"
+    if obstacle is None and request.m == 0:
+        return "there is no row, and the kernels take at least one row"
     return obstacle
 
 

@@ -11,6 +11,8 @@ import torch
 
 from tpformer.torch_private import compiler_is_imported, leave_frame_uncompiled, leave_uncompiled
 
+from .refusals import explain
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 WHY = "operations of tpformer run as they are, and the compiler compiles what is around them: leave fullgraph=True out"
@@ -31,11 +33,15 @@ def uncompiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Res
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if not compiler_is_imported():
-            return function(*args, **kwargs)
-        if not disabled:
-            leave_frame_uncompiled(call)
-            disabled.append(torch.compiler.disable(function, reason=WHY))
-        return disabled[0](*args, **kwargs)
+        try:
+            if not compiler_is_imported():
+                return function(*args, **kwargs)
+            if not disabled:
+                leave_frame_uncompiled(call)
+                disabled.append(torch.compiler.disable(function, reason=WHY))
+            return disabled[0](*args, **kwargs)
+        except (AttributeError, TypeError, RuntimeError) as error:
+            explain(error, function, args, kwargs)
+            raise
 
     return untraced(call)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .uncompiled import untraced
+from .unsaved import check_unwritten, versions
 
 GradientSink = Callable[[Tensor], None]
 
@@ -55,9 +56,16 @@ class WeightGradientQueue:
         finally:
             ACTIVE_QUEUE.reset(token)
 
-    def add(self, closure: Callable[[], None]) -> None:
-        """Queue a function that makes and accumulates weight gradients."""
-        self._closures.append(closure)
+    def add(self, closure: Callable[[], None], *kept: Tensor | None) -> None:
+        """Queue a function that makes and accumulates weight gradients, from tensors that others must not write."""
+        held = [each for each in kept if each is not None]
+        before = versions(*held)
+
+        def run() -> None:
+            check_unwritten("what a linear has kept for its weight gradient", before, *held)
+            closure()
+
+        self._closures.append(run)
 
     def take(self) -> Callable[[], None]:
         """Empty the queue into a function that makes what was queued, in order, and frees what each one held."""
@@ -84,6 +92,12 @@ class Deferred(NamedTuple):
 
     queue: WeightGradientQueue
     sinks: Sequence[GradientSink]
+
+
+def check_sinks(deferred: Deferred | None, weights: int) -> None:
+    """ValueError unless each of so many weights has a sink."""
+    if deferred is not None and len(deferred.sinks) != weights:
+        raise ValueError(f"deferred has {len(deferred.sinks)} sinks for {weights} weights: give one for each")
 
 
 @untraced
