@@ -87,7 +87,7 @@ def pretend(stack: ExitStack) -> Any:
 
     from tpformer.distributed import kernel_workspace
     from tpformer.distributed.groups import kernel_state
-    from tpformer.kernels.rope import reference
+    from tpformer.kernels import operands
     from tpformer.ops import implementation
 
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
@@ -96,7 +96,7 @@ def pretend(stack: ExitStack) -> Any:
         (kernel_workspace, "allocate"): lambda nbytes, *_: LocalMemory(nbytes),
         (kernel_workspace, "gather_objects"): lambda value, _: [value] * WORLD,
         (implementation, "_module"): lambda op, _: importlib.import_module(f"tpformer.kernels.{op}.kernel"),
-        (reference, "require_within"): lambda *_: None,  # a GPU's positions are not looked at
+        (operands, "readable"): lambda _: False,  # as on a GPU
     }
     for (module, name), stand_in in stand_ins.items():
         stack.enter_context(mock.patch.object(module, name, stand_in))

@@ -42,12 +42,15 @@ def require_known(what: str, name: Any, names: Iterable[str]) -> None:
         raise ValueError(f"{what}={name!r} is unknown: choose one of {', '.join(map(repr, names))}")
 
 
-def require_within(what: str, values: Tensor, first: int, end: int, place: str = "") -> None:
-    """ValueError, on a CPU, for an integer outside of [first, end), which `place` names.
+def readable(values: Tensor) -> bool:
+    """Whether a check may look at values: on a CPU. On a GPU it would wait for the device, and a fake tensor
+    (planner.dry_run) has none. Called by its module's name, so that who pretends to be a GPU says no in one place."""
+    return type(values) is Tensor and values.device.type == "cpu"
 
-    On a GPU the check would wait for the device, and a fake tensor (planner.dry_run) has no values: both pass.
-    """
-    if type(values) is Tensor and values.device.type == "cpu" and values.numel():
+
+def require_within(what: str, values: Tensor, first: int, end: int, place: str = "") -> None:
+    """ValueError, for values that are readable, for an integer outside of [first, end), which `place` names."""
+    if readable(values) and values.numel():
         low, high = (int(bound) for bound in values.aminmax())
         if low < first or high >= end:
             raise ValueError(f"{what} span [{low}, {high}], outside {place}[{first}, {end - 1}]")

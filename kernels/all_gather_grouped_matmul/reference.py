@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import operands
 from ..cost import Cost
 from ..grouped_matmul.reference import grouped_matmul
 from ..operands import FLOATS, require, require_within
@@ -50,7 +51,7 @@ def check_operands(
         ("tokens", tokens, tokens.shape[:1], (torch.int32,)),
     )  # fmt: skip
     require_within("tokens", tokens, 0, shard.shape[0] // served * world)
-    if counts.device.type == "cpu" and int(counts.sum()) != len(tokens):
+    if operands.readable(counts) and int(counts.sum()) != len(tokens):
         raise ValueError(f"counts of {int(counts.sum())} rows, but {len(tokens)} tokens: give the token of each row")
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .. import operands
 from ..cast import cast
 from ..cost import Cost
 from ..operands import FLOATS, INTEGERS, require, require_within
@@ -17,7 +18,7 @@ def check_operands(rows: Tensor, tokens: Tensor, positions: Tensor) -> None:
     )  # fmt: skip
     require_within("tokens", tokens, 0, of_tokens)
     require_within("positions", positions, -1, count)
-    if positions.device.type == "cpu" and type(positions) is Tensor and int((positions >= 0).sum()) != count:
+    if operands.readable(positions) and int((positions >= 0).sum()) != count:
         raise ValueError(f"positions of other than {count} rows, of which each has one")
 
 

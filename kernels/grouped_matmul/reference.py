@@ -6,6 +6,7 @@ Letters: R rows in E groups, N output and K input features. Group e has the rows
 import torch
 from torch import Tensor
 
+from .. import operands
 from ..cost import Cost
 from ..operands import FLOATS, Operand, require, require_within
 
@@ -46,7 +47,7 @@ def check_rows(offsets: Tensor, *factors: tuple[Tensor, Tensor | None]) -> None:
     """ValueError unless the factors have equally many rows, to which on a CPU the offsets ascend from 0. factors: rows,
     and an index of them or None, which on a CPU may name no others."""
     counts = {len(x if index is None else index) for x, index in factors}
-    ends = bounds(offsets) if offsets.device.type == "cpu" else []
+    ends = bounds(offsets) if operands.readable(offsets) else []
     if len(counts) > 1 or (ends and (ends[0], ends[-1], ends) != (0, *counts, sorted(ends))):
         raise ValueError(f"offsets {ends} of factors with {sorted(counts)} rows: let them ascend from 0 to all rows")
     for x, index in factors:
