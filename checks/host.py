@@ -132,9 +132,14 @@ def operations(fused: Fused) -> dict[str, Callable[[], object]]:
 def copies(fused: Fused) -> dict[str, Callable[[], object]]:
     """The same of gathers that copy engines do."""
     shard, weight = zeros(16, 512), zeros(64, 512)
+
+    def prepare() -> None:
+        _, workspace, _ = fused._begin_gather("all_gather", shard, None, keep=True)
+        workspace.end()
+
     return {
         "gather by copies + GEMM": lambda: fused.gather_matmul(shard, [weight], [None]),
-        "gather by copies, preparation": lambda: fused._begin_gather("all_gather", shard, None, keep=True),
+        "gather by copies, preparation": prepare,
     }
 
 

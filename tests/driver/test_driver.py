@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from commands import Commands
+from commands import Commands, python
 
 from checks.driver.stub import VARIABLE, build, missing
 
@@ -162,3 +162,9 @@ def test_every_fault_of_a_launcher_is_named() -> None:
     assert faults(case | {"waits": True})[0].startswith("matmul_kernel waits for others")
     assert but(grid=[133, 1, 1]) == ["of 133 blocks of matmul_kernel 132 are resident"]
     assert but(grid=[100, 1, 1]) == ["100 blocks of matmul_kernel leave SMs without work"]
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(missing() is not None, reason=f"needs {missing()}")
+def test_the_hosts_bench_times_every_call() -> None:
+    assert "gather by copies, preparation" in python("-m", "bench", "host", "--quick")
