@@ -26,8 +26,9 @@ class Asked:
         self._texts = {path: path.read_text() for path in sorted(kernels.rglob("*.py"))}
         self._imports = {path: imported(path, root) for path in self._texts}
 
+    @functools.cache  # noqa: B019 - there is one
     def of(self, case: Case) -> str:
-        """The hash of a case."""
+        """The hash of a case, whose launches are made once."""
         return digest([self.jitted(case.kernel), *launched(case)])
 
     def of_all(self, cases: Mapping[str, Case]) -> str:

@@ -91,19 +91,20 @@ def versions() -> dict[str, str]:
 
 
 class Cache:
-    """Rows on disk, one file per case. A row counts only while its fingerprint is the current one: of what it asks
-    Triton for, of this package and the module of the cases, and of the compilers."""
+    """Rows on disk, one file per case. A row counts only while its fingerprint is the current one.
+
+    A fingerprint covers the code that the case asks for, this package, the module of the cases, and the compilers.
+    """
 
     def __init__(self, check: Check) -> None:
-        self.folder, self._asked = check.cache, Asked(check.kernels)
+        self.folder, self.asked = check.cache, Asked(check.kernels)
         module = importlib.import_module(check.cases.partition(":")[0])
         own = {path.resolve() for path in (*Path(__file__).parent.glob("*.py"), Path(str(module.__file__)))}
         self._common = json.dumps(versions()), *(path.read_text() for path in sorted(own))
 
-    @functools.cache  # noqa: B019 - there is one
     def fingerprint(self, case: Case) -> str:
         """The hash of all of that."""
-        return digest([*self._common, self._asked.of(case)])
+        return digest([*self._common, self.asked.of(case)])
 
     def path(self, case: Case) -> Path:
         """The file of a case."""
@@ -165,16 +166,15 @@ def crashed(case: Case) -> Row:
     return {**empty_row(case), "violations": ["fails: the process died"]}
 
 
-def evaluate_all(check: Check, cases: dict[str, Case], jobs: int, console: Console) -> dict[str, Row]:
+def evaluate_all(source: str, cache: Cache, cases: dict[str, Case], jobs: int, console: Console) -> dict[str, Row]:
     """Rows by key, in the order of the cases."""
-    cache = Cache(check)
     rows: dict[str, Row] = {key: row for key, case in cases.items() if (row := cache.get(case)) is not None}
     missing = [key for key in cases if key not in rows]
     console.print(f"{len(cases)} cases, {len(missing)} to compile", highlight=False)
     if missing:
         with Progress(console=console, disable=not console.is_terminal) as progress:
             task = progress.add_task("compiling", total=len(missing))
-            for key, row in compile_all(check.cases, missing, max(1, min(jobs, len(missing)))):
+            for key, row in compile_all(source, missing, max(1, min(jobs, len(missing)))):
                 if row is not None:
                     cache.put(cases[key], row)
                 rows[key] = row or crashed(cases[key])
@@ -243,7 +243,8 @@ def main(arguments: Sequence[str], check: Check = DEFAULT) -> int:
         print(f"no case matches {options.only!r}" if options.only else "there are no cases", file=sys.stderr)
         return 2
     commit, obstacle = clean_commit(check.results.parent)  # now: somebody may edit or commit while it compiles
-    rows = evaluate_all(check, cases, options.jobs, console)
+    cache = Cache(check)
+    rows = evaluate_all(check.cases, cache, cases, options.jobs, console)
     for row in rows.values():
         row["violations"] = [each for each in row["violations"] if each.partition(":")[0] not in options.without]
     console.print(table(list(rows.values())), highlight=False)
@@ -251,8 +252,8 @@ def main(arguments: Sequence[str], check: Check = DEFAULT) -> int:
     if not (options.only or options.without) and step == 1:
         wrong += uncovered(check, every)
         refusal = f"{check.results} is not written: {obstacle}"
-        asked = Asked(check.kernels).of_all(cases) if commit else ""
-        done = write_page(check.results, commit, list(rows.values()), asked, versions()) if commit else refusal
+        kept = list(rows.values()), cache.asked.of_all(cases), versions()
+        done = write_page(check.results, commit, *kept) if commit else refusal
         console.print(done, highlight=False, soft_wrap=True, markup=False)
     for violation in wrong:
         console.print(violation, highlight=False, soft_wrap=True, markup=False)

@@ -1,5 +1,5 @@
-"""Draws the pictures of README.md, docs/layouts.md, docs/moe.md and docs/placement.md: where the tensors of a block and
-of a layer of experts live and what they keep, where ranks are and how they share weights and data.
+"""Draws the pictures of README.md, docs/layouts.md, docs/moe.md and docs/placement.md. They show where
+the tensors of a block and of a layer of experts live, what these keep, and how ranks share weights and data.
 
 `python docs/pictures/draw.py` writes them; tests/test_docs.py compares the committed pictures with what it draws.
 """
@@ -93,19 +93,19 @@ class BlockDrawing(Drawing):
 
 
 # between three tensors, each with its layout: the kernels' widths and words
-HALF: dict[str, tuple[str, list[tuple[int, list[str]]]]] = {
-    "x": ("rows", [(84, ["norm", "all-gather", "+ GEMM"])]),
-    "q, k, v": ("columns", [(66, ["attention"]), (62, ["GEMM +", "reduce-", "scatter"])]),
-    "x again": ("rows", []),
-}
+HALF: tuple[tuple[str, str, list[tuple[int, list[str]]]], ...] = (
+    ("x", "rows", [(84, ["norm", "all-gather", "+ GEMM"])]),
+    ("q, k, v", "columns", [(66, ["attention"]), (62, ["GEMM +", "reduce-", "scatter"])]),
+    ("x", "rows", []),
+)
 
 
 def ways() -> str:
     """The attention half of a block, from left to right, wide and low."""
     drawing = BlockDrawing()
     top, pitch, box, gap, x = 34, 31, (40, 25), 9, float(MARGIN)
-    for name, (cut, kernels) in HALF.items():
-        drawing.text("name middle", x + box[0] / 2, top - 10, name.split()[0] if "again" in name else name)
+    for name, cut, kernels in HALF:
+        drawing.text("name middle", x + box[0] / 2, top - 10, name)
         for rank in range(RANKS):
             drawing.tensor(rank, cut, x, top + rank * pitch, *box)
         x += box[0]
@@ -123,9 +123,7 @@ def ways() -> str:
     drawing.y = top + 3 * pitch + box[1] + 4
     drawing.lines("soft", ["Lines are tokens. A colour is one of four ranks."])
     drawing.y -= 4
-    return drawing.svg(
-        "Attention on four ranks: tokens are gathered in a GEMM, and reduced and scattered in another", 880
-    )
+    return drawing.svg("Attention on four ranks: one GEMM gathers its tokens, another scatters its sums", 880)
 
 
 def block() -> str:

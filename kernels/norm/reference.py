@@ -21,7 +21,7 @@ Statistics = tuple[Tensor | None, Tensor]  # mean, which is None for rmsnorm, an
 
 def check_operands(
     x: Tensor | Packed, norm: Norm, dy: Tensor | None = None, statistics: Statistics = (None, None),
-    dresidual: Tensor | None = None,
+    dresidual: Tensor | None = None, y: Tensor | None = None,
 ) -> None:  # fmt: skip
     """ValueError unless the norm's kind is known, and all operands have the shapes that are given below."""
     require_known("norm", norm.kind, NORMS)
@@ -32,6 +32,8 @@ def check_operands(
         operands += ("weight", weight, shape[1:], FLOATS), ("bias", bias, shape[1:], FLOATS)
     if dy is not None:
         operands += ("dy", dy, shape, (dtype,)), ("dresidual", dresidual, shape, FLOATS)
+    if y is not None:
+        operands.append(("y", y, shape, (dtype,)))
     if rstd is not None:
         of_rows = (shape[0], 1), (wide_dtype(dtype),)
         operands += ("mean", mean, *of_rows), ("rstd", rstd, *of_rows)

@@ -84,9 +84,9 @@ class Local(torch.autograd.Function):
 
 
 class Whole(torch.autograd.Function):
-    """redistribute() of a result of which each rank has a term, whose gradient is whole.
+    """redistribute() of a result whose terms lie on different ranks. Its gradient is whole.
 
-    DTensor's own takes a gradient of which ranks have terms for one of another kind, and raises.
+    DTensor's own raises where the gradient's terms are of another kind, as a norm's and a sum's are.
     """
 
     @staticmethod
@@ -151,13 +151,13 @@ def on_shards(function: Any, args: tuple, kwargs: dict[str, Any], plain: list[Te
         if not plain:
             raise
         raise type(error)(
-            f"{getattr(function, '__name__', function)} of a plain tensor {tuple(plain[0].shape)} and a parameter "
+            f"{name} of a plain tensor {tuple(plain[0].shape)} and a parameter "
             f"{tuple(cut[0].shape)} that is cut over ranks: use its .full_tensor(), or do this before parallelize"
         ) from error
 
 
 def settled(value: Any, all_sums: bool = False) -> Any:
-    """Results of which each rank has a term, made whole on all of them: the largest, say, or a norm.
+    """Results whose terms lie on different ranks, such as a largest value or a norm, made whole on all of them.
 
     DTensor goes on from them as if they were sums: it adds ranks' norms, and counts what is true on two ranks twice.
     all_sums: sums, too, which it handles well.

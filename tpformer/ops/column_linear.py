@@ -161,7 +161,7 @@ def column_linear(
     biases = (bias if several and bias is not None else (bias,) * len(weights)) if several else (bias,)
     rows, autocast = flat_rows(x), autocast_dtype(x)
     check_sinks(deferred, len(weights))
-    check_normed("column_linear", rows, norm, normed)
+    check_normed(rows, norm, normed)
     if autocast is not None:
         deferred = cast_back(deferred, weights)
         rows, norm = cast(rows if norm is None else normalise(rows, norm), autocast), None

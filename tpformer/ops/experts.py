@@ -313,7 +313,7 @@ def _applied(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """ExpertsFunction, once the ranks have been told of the call."""
     rows, router = of_input[0], layout.router
-    check_normed("experts", rows, layout.norm, normed)
+    check_normed(rows, layout.norm, normed)
     agreed = layout.n_experts, layout.transport.name, None if router is None else router.policy
     called(layout.group, "experts", rows.shape, rows.dtype, True, of_input + of_router, matrices, *agreed)
     with without_autocast(rows):

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from tpformer.kernels.finish import Norm
-from tpformer.kernels.norm.reference import NORMS
-from tpformer.kernels.operands import FLOATS, require, require_known, wide_dtype
+from tpformer.kernels.norm.reference import check_operands
 
 from .autocast import autocast_dtype, cast
 from .first_derivative import first_derivative
@@ -42,20 +41,13 @@ def restored(norm: Norm | None, weight: Tensor | None, bias: Tensor | None) -> N
     return None if norm is None else Norm(norm.kind, weight, bias, norm.eps)
 
 
-def check_normed(operation: str, rows: Tensor, norm: Norm | None, normed: Normed | None) -> None:
+def check_normed(rows: Tensor, norm: Norm | None, normed: Normed | None) -> None:
     """ValueError unless `normed`, if there is one, can be norm(rows)."""
     if normed is None:
         return
     if norm is None:
         raise ValueError("normed without norm: give the norm as well, because its gradients are made here")
-    require_known("norm", norm.kind, NORMS)
-    shape, dtype = rows.shape, rows.dtype
-    of_rows = (shape[0], 1), (wide_dtype(dtype),)
-    require(
-        operation, rows, ("normed", normed.y, shape, (dtype,)), ("its mean", normed.mean, *of_rows),
-        ("its rstd", normed.rstd, *of_rows), ("the norm's weight", norm.weight, shape[-1:], FLOATS),
-        ("the norm's bias", norm.bias, shape[-1:], FLOATS),
-    )  # fmt: skip
+    check_operands(rows, norm, statistics=normed[1:], y=normed.y)
     if (normed.mean is None) != (norm.kind == "rmsnorm"):
         raise ValueError(f"normed is not that of {norm.kind}: give the norm that made it")
 

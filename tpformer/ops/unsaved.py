@@ -5,10 +5,12 @@ Autograd sees when a saved tensor was written in place after the forward. Belong
 
 from torch import Tensor
 
+from tpformer.torch_private import version_of
+
 
 def versions(*tensors: Tensor) -> list[int]:
     """How often each tensor has been written in place. For those of inference mode torch counts nothing."""
-    return [0 if x.is_inference() else x._version for x in tensors]
+    return [0 if x.is_inference() else version_of(x) for x in tensors]
 
 
 def check_unwritten(what: str, before: list[int], *tensors: Tensor) -> None:
