@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from tpformer.ops.transport import column_request, predicted_times
-from tpformer.ops.transports.interface import Grouped
+from tpformer.ops.choice import Grouped, column_request, predicted_times
 
 from . import grouped_matmul
 from .accuracy import poisoned

@@ -22,7 +22,8 @@ from torch import Tensor
 from tpformer.config.transport_table import TIMES, WAYS
 from tpformer.distributed.symmetric import PRIVATE_MODULE
 from tpformer.ops import column_linear, row_linear
-from tpformer.ops.transports.interface import GATHER, OPERATIONS, SCATTER
+from tpformer.ops.choice import Request, open_transport
+from tpformer.ops.transports.interface import GATHER, OPERATIONS, SCATTER, Transport
 
 from .accuracy import require_accurate
 from .predict import FUSED as PREDICTED
@@ -89,23 +90,24 @@ def providers(shape: Shape) -> dict[str, Callable[[], Tensor]]:
     group = world()
     x, w = inputs(shape, group.rank())
 
-    def linear(transport: str) -> Tensor:
-        with torch.no_grad():
-            if shape.op == GATHER:
-                return column_linear(x, w, group=group, transport=transport)
-            return row_linear(x, w, group=group, sequence_parallel=shape.op == SCATTER, transport=transport)
+    @torch.no_grad()
+    def linear(transport: Transport) -> Tensor:
+        return (column_linear if shape.op == GATHER else row_linear)(x, w, transport=transport)
+
+    def opened(transport: str) -> Transport:
+        return open_transport(Request(shape.op, shape.m, shape.n, shape.k, x.dtype, x.device, group, transport))
 
     result: dict[str, Callable[[], Tensor]] = {}
     for transport in TIMES:
         try:
-            linear(transport)
+            carrier = opened(transport)
         except ValueError as error:  # raised by all ranks or by none
             if transport == SEQUENTIAL:
                 raise
             if group.rank() == 0:
                 print(f"{shape}: {error}")
             continue
-        result[transport] = lambda transport=transport: linear(transport)
+        result[transport] = partial(linear, carrier)
     for way, name in FORCED.items() if shape.op == GATHER and FUSED in result else ():
         result[name] = partial(gathered_by, way, result[FUSED])
     other = torch_operation(shape, x, w, group)

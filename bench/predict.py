@@ -1,4 +1,4 @@
-"""What several GPUs should take by the model (ops/transports/prediction.py), from shapes alone or from measured GEMMs.
+"""What several GPUs should take by the model (ops/choice/prediction.py), from shapes alone or from measured GEMMs.
 
 Belongs here: the rows. Nobody has run the fused kernels on several GPUs.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from tpformer.kernels.cost import Machine, machine_for
-from tpformer.ops.transports.prediction import Times, fused_times, sequential_times
+from tpformer.ops.choice.prediction import Times, fused_times, sequential_times
 from tpformer.planner import devices
 
 from .ratios import Row, compared
@@ -22,7 +22,7 @@ DEVICES = {"H200": "h200", "H100": "h100", "A100": "a100-80", "B200": "b200"}  #
 FUSED, SEQUENTIAL, PEAK = "predicted fused", "predicted sequential", "data-sheet peak"
 
 MODEL = (
-    "Prediction, run by nobody (ops/transports/prediction.py; constants and their sources: kernels/cost.py). "
+    "Prediction, run by nobody (ops/choice/prediction.py; constants and their sources: kernels/cost.py). "
     "sequential = GEMM + collective, by figures that others measured of NCCL. The fused kernel's GEMM: the waves of "
     "its tiles, by times measured on one H100, or as it is measured here. A gather: each program's waits and tiles, "
     "chunk by chunk as they arrive. A reduction: the longer of GEMM and links, and of the shorter what its first or "

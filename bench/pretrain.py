@@ -27,7 +27,6 @@ from tpformer.config import DataSection, ModelSection, OptimizerSection, RunConf
 from tpformer.distributed import build_mesh, close
 from tpformer.kernels.cost import machine_for
 from tpformer.models import GPTConfig, preset_config
-from tpformer.ops.transport import dtype_name
 from tpformer.planner.storages import Saved
 from tpformer.training.data import build_stdlib, read_sidecar
 from tpformer.training.graph import build_steps
@@ -37,6 +36,7 @@ from tpformer.training.schedules import learning_rate
 from tpformer.training.setup import build_model, default_dtype, join_ranks, open_data
 from tpformer.training.step import batch
 from tpformer.training.transfers import Fetched, to_device
+from tpformer.words import dtype_name
 
 from .plot import draw_curves
 from .profile import in_words, profiled

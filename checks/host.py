@@ -115,7 +115,8 @@ def operations(fused: Fused) -> dict[str, Callable[[], object]]:
     x, row_weight, other = zeros(128, 64), zeros(128, 64), zeros(512, 64)
 
     def reduce(scatter: bool) -> Callable[[], object]:
-        return lambda: fused.matmul_reduce([x], [row_weight], transposed=True, scatter=scatter)
+        carrier = type(fused)(fused.group, scatter)
+        return lambda: carrier.matmul_reduce([x], [row_weight], transposed=True)
 
     return {
         "GEMM": lambda: matmul(shard, weights[:1]),

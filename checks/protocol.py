@@ -1,6 +1,6 @@
 """How often do the programs of a fused GEMM wait and publish, what do they send, and how long should that take?
 
-Belongs here: the table, and the gate, which compares the closed forms (ops/transports/exchange.py) with what compiled
+Belongs here: the table, and the gate, which compares the closed forms (ops/choice/traffic.py) with what compiled
 kernels do when the executor runs a small group.
 """
 
@@ -21,16 +21,16 @@ from bench.shapes import RANKS, Shape, every_shape
 from checks.compile.compiler import unavailable
 from tpformer.kernels import cost
 from tpformer.kernels.cost import Machine, communication_bytes, gemm_seconds, is_one_shot, machine_for
-from tpformer.ops.transports.exchange import Exchange, Launch, tiled_exchange
+from tpformer.ops.choice.prediction import chosen_launch
+from tpformer.ops.choice.traffic import Launch, Traffic, tiled_traffic
 from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
-from tpformer.ops.transports.prediction import chosen_launch
 
 if TYPE_CHECKING:
     from tpformer.kernels.launch import Tile
 
 FUSED, IDEAL = "fused", "max(GEMM, links)"
 GATED_N, GATED_K, GATED_PROGRAMS, GATED_PIECE = 35, 40, 4, 256  # bytes of what a pusher sends at a time
-COUNTED = 4  # members of an Exchange that executions show, the first ones
+COUNTED = 4  # members of an Traffic that executions show, the first ones
 NUMBERS = (
     "tile", "tiles", "waits", "releases", "chain", "units", "programs", "in flight, KiB", "sent, MiB", "sent / needed",
     "GEMM, us", "links, us", "fused, us", "exposed, us", "of ideal", "sequential, us", "auto",
@@ -39,7 +39,7 @@ NOTE = (
     f"Predictions for {DEFAULT_MACHINE}s: no GPU has run them. tiles, waits, releases: what the program with the "
     "most to do multiplies, acquires and releases, one after another; chain: flags of both kinds. units: pieces in "
     "which the rank's programs add sums. in flight: what a program asks for at a time to push or to add. needed: "
-    "what one rank must send. links: all that travels, by the model (ops/transports/prediction.py); fused: the "
+    "what one rank must send. links: all that travels, by the model (ops/choice/prediction.py); fused: the "
     "device's time. exposed: fused, less the GEMM alone. of ideal: max(GEMM, needed / link bandwidth) / fused. "
     "auto: the transport that is predicted to be the faster one, with the host's time. The counts are exact: before "
     "the table is made, the compiled kernels are executed on small shapes, and must count the same (of a "
@@ -76,7 +76,7 @@ GATED = (
 )
 
 
-def executed(shape: Shape, push: bool) -> tuple[Exchange, Counter[str]]:
+def executed(shape: Shape, push: bool) -> tuple[Traffic, Counter[str]]:
     """What one rank's compiled kernel does when its peers are there already: as in the closed form, and all counts of
     the first program that multiplies.
 
@@ -117,7 +117,7 @@ def executed(shape: Shape, push: bool) -> tuple[Exchange, Counter[str]]:
     tile = gemm.tile
     per_tile = 2 * tile.m * tile.n * tile.k * -(-shape.k // tile.k)
     waits = max(counts["acquire"] for counts in programs.values())
-    return Exchange(first["flops"] // per_tile, waits, releases, sent), first
+    return Traffic(first["flops"] // per_tile, waits, releases, sent), first
 
 
 def small_tile() -> Tile:
@@ -141,7 +141,7 @@ def gate() -> list[Counter[str]]:
                 stack.enter_context(mock.patch.multiple(cost, ONE_SHOT_BYTES=0, ONE_SHOT_ROWS=0))
             found, counts = executed(small.shape, push.pushers > 0)
             sizes = (small.m, GATED_N, GATED_K)
-            form = tiled_exchange(small.op, sizes, small.t, ITEMSIZE, small_tile(), GATED_PROGRAMS, push)
+            form = tiled_traffic(small.op, sizes, small.t, ITEMSIZE, small_tile(), GATED_PROGRAMS, push)
         if small.op == GATHER and not push.pushers:
             form = form._replace(sent=0)  # a copy engine sends
         if found[:COUNTED] != form[:COUNTED]:
@@ -168,7 +168,7 @@ class Line(NamedTuple):
 
     def cells(self) -> list[str]:
         """As in NUMBERS."""
-        found = self.launch.exchange
+        found = self.launch.traffic
         times = (self.gemm, self.links, self.fused, self.fused - self.gemm)
         return [
             f"{self.launch.tile.m}x{self.launch.tile.n}", *map(str, (found.tiles, found.waits, found.releases)),

@@ -1,5 +1,5 @@
 """What work costs: the type that every `<op>_cost` returns, and the parts of a model of GEMMs that overlap with
-communication, with all its constants. tpformer/ops/transports/prediction.py puts them together.
+communication, with all its constants. tpformer/ops/choice/prediction.py puts them together.
 
 Letters: M rows of all ranks together, N and K of one rank's GEMM, t ranks, s bytes per element, F FLOP/s of a GPU,
 B bytes/s of its links.

@@ -3,6 +3,7 @@
 Belongs here: host code. Device code is in tile.py and protocol.py, the tiles that ship are in configurations.py.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,10 @@ DTYPES = {
     torch.float16: triton.language.float16,
     torch.float32: triton.language.float32,
 }
+ONLY_32 = (
+    "the kernels compute in float32: give bfloat16, float16 or float32, or call the reference of the same name, which "
+    "computes in float64, too"
+)
 
 
 class Tile(NamedTuple):
@@ -87,19 +92,36 @@ def padded_copy(x: Tensor) -> Tensor:
     return copy
 
 
-def require_elements(*matrices: Tensor) -> None:
-    """ValueError for a matrix without elements."""
+def require_matrices(*matrices: Tensor) -> None:
+    """ValueError for a matrix without elements, or in float64."""
     for x in matrices:
         if not x.numel():
             raise ValueError(f"the kernels take matrices of at least one row and one column, not {tuple(x.shape)}")
+    require_no_float64(matrices)
+
+
+def triton_dtype(dtype: torch.dtype) -> triton.language.dtype:
+    """Triton's name of a dtype. Errors: ValueError for one that the kernels do not take."""
+    if dtype not in DTYPES:
+        raise ValueError(f"an operand is {dtype}, and {ONLY_32}")
+    return DTYPES[dtype]
+
+
+def require_no_float64(values: Iterable[Any]) -> None:
+    """ValueError for a tensor in float64 among these, or in tuples of them. A single number may be in float64."""
+    for x in values:
+        if isinstance(x, tuple):
+            require_no_float64(x)
+        elif isinstance(x, Tensor) and x.dtype == torch.float64 and x.dim():
+            raise ValueError(f"an operand is {tuple(x.shape)} {x.dtype}, and {ONLY_32}")
 
 
 def operand(x: Tensor, block: tuple[int, int], tile: Tile) -> Any:
     """What a kernel takes for a matrix (rows, columns): a TMA descriptor of this block, or the tensor itself.
 
-    ValueError for a matrix without elements.
+    ValueError for a matrix without elements, or in float64.
     """
-    require_elements(x)
+    require_matrices(x)
     return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], list(block)) if tile.tma else x
 
 

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction
 
 from .finish import Dropout, signed
-from .launch import ALIGNMENT, Tile, is_interpreted
+from .launch import ALIGNMENT, Tile, is_interpreted, require_no_float64
 
 PLANS = 256  # of a launcher, or of a Lasting; for one more the oldest is forgotten
 STREAM, HEAD = 3, 9  # of the arguments of Triton's launcher: the stream's index, and how many are not the kernel's
@@ -199,7 +199,8 @@ def replayed(launcher: Callable) -> Callable:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """kernel[grid](*arguments, **options), for launchers that are `replayed`."""
+    """kernel[grid](*arguments, **options), for launchers that are `replayed`. Errors: ValueError for float64."""
+    require_no_float64(arguments)
     compiled = kernel[grid](*arguments, **options)
     recording = RECORDING.get()
     if recording is not None:

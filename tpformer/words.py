@@ -1,6 +1,7 @@
 """Values, names and texts of users and of strangers' files, as messages and terminals may show them.
 
-Every message that has such a value takes it from here: `shown` for values, `listed` for names, `printable` for texts.
+Every message that has such a value takes it from here: `shown` for values, `listed` for names, `printable` for texts,
+`dtype_name` for dtypes.
 """
 
 import re
@@ -32,6 +33,11 @@ class _Brief(reprlib.Repr):
 def shown(value: Any) -> str:
     """A value as Python writes it, cut to its beginning, without control characters."""
     return printable(_Brief().repr(value), _LONGEST)
+
+
+def dtype_name(dtype: object) -> str:
+    """A torch.dtype without "torch.", as in tables and reasons."""
+    return str(dtype).removeprefix("torch.")
 
 
 def printable(text: object, longest: int | None = None, *, lines: bool = False) -> str:

@@ -13,7 +13,7 @@ from ..arguments import ReductionForm
 from ..configurations import select_narrow_tile, select_tile
 from ..cost import POLL_SECONDS, RELEASE_SECONDS, Machine, is_one_shot, tile_seconds
 from ..finish import NOTHING, Finish
-from ..launch import DTYPES, Tile, is_interpreted, launch_options, padded, persistent_programs, step_rows
+from ..launch import Tile, is_interpreted, launch_options, padded, persistent_programs, step_rows, triton_dtype
 from ..matmul.reference import check_products
 from ..matmul_reduce_scatter.kernel import reduction_arguments, unit_rows
 from ..protocol import Channel, announce, flags_of, publish, reach, serve, slot_of, slots_of, wait
@@ -313,7 +313,7 @@ def matmul_all_reduce(
         sharing = share_in_bands(tiles * triton.cdiv(min(rows, tile.m), band), producers, chunks)
         programs += sharing.adders + sharing.copiers
     added, copied = min(band, added_rows(tile, dtype.itemsize, world)), min(band, unit_rows(tile, dtype.itemsize, 1))
-    kind, aligned = DTYPES[partial], n % 4 == 0
+    kind, aligned = triton_dtype(partial), n % 4 == 0
     form = ReductionForm(tile, b_transposed, world, kind, added, aligned, producers, one_shot, band, copied)
     lefts, rights = [padded(a) for a in inputs], [padded(b) for b in weights]
     launch(

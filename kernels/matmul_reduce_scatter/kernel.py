@@ -11,7 +11,7 @@ from torch import Tensor
 from ..arguments import Pair, Reduction, ReductionForm, three
 from ..configurations import select_tile
 from ..finish import NOTHING, Finish
-from ..launch import DTYPES, Tile, is_interpreted, launch_options, operand, padded, persistent_programs, step_rows
+from ..launch import Tile, is_interpreted, launch_options, operand, padded, persistent_programs, step_rows, triton_dtype
 from ..matmul.reference import check_products
 from ..protocol import Channel, barrier, flags_of, publish, reach, serve, slot_of, wait
 from ..replay import launch, replayed
@@ -265,7 +265,8 @@ def matmul_reduce_scatter(
     launch(
         matmul_reduce_scatter_kernel, (programs + producers, served),
         channel.links, channel.rank, *reduction_arguments(lefts, rights, finish, out, tile, b_transposed), rows,
-        *finishing, finish.key, ReductionForm(tile, b_transposed, world, DTYPES[partial], step, n % 4 == 0, producers),
+        *finishing, finish.key,
+        ReductionForm(tile, b_transposed, world, triton_dtype(partial), step, n % 4 == 0, producers),
         **launch_options(tile.warps, tile.stages, cooperative=True),
     )  # fmt: skip
     return out

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from opened import opened
 from testing import on_every_rank
 from torch import Tensor
 
@@ -124,8 +125,8 @@ COLLECTIVES = {
 }
 
 
-def linear(operation: Callable, x: Tensor, group: dist.ProcessGroup, **given) -> Tensor:
-    return operation(x, ones(3, 4, dtype=x.dtype), group=group, **given)
+def linear(operation: Callable, x: Tensor, group: dist.ProcessGroup, weight: Tensor | None = None, **given) -> Tensor:
+    return operation(x, ones(3, 4, dtype=x.dtype) if weight is None else weight, transport=opened(group, x, **given))
 
 
 def loss(group: dist.ProcessGroup, first: int = 0, width: int = 4, entries: int = 8, **options) -> Tensor:
@@ -144,8 +145,8 @@ def embed(group: dist.ProcessGroup, width: int, entries: int) -> Tensor:
 
 OPERATIONS = {
     "rows": (lambda g, odd: linear(ops.column_linear, ones(2 + odd, 4), g), "column_linear of (3, 4)"),
-    "features": (lambda g, odd: ops.column_linear(ones(2, 4 + odd), ones(3, 4 + odd), group=g), "linear of (2, 5)"),
-    "outputs": (lambda g, odd: ops.row_linear(ones(2, 4), ones(3 + odd, 4), group=g), "row_linear of (2, 4)"),
+    "features": (lambda g, odd: linear(ops.column_linear, ones(2, 4 + odd), g, ones(3, 4 + odd)), "linear of (2, 5)"),
+    "outputs": (lambda g, odd: linear(ops.row_linear, ones(2, 4), g, ones(3 + odd, 4)), "row_linear of (2, 4)"),
     "type": (lambda g, odd: linear(ops.row_linear, ones(2, 4, dtype=TYPES[odd]), g), "bfloat16"),
     "operation": (lambda g, odd: linear((ops.row_linear, ops.column_linear)[odd], ones(2, 4), g), "column_linear of"),
     "gradients": (lambda g, odd: linear(ops.column_linear, ones(2, 4, grad=odd), g), "float32, gradients of inputs"),
@@ -208,8 +209,8 @@ def test_ranks_may_differ_in_what_is_theirs() -> None:
     """Shards of different sizes agree, and nobody records a forward that communicates nothing and needs no gradient."""
     group = world()
     rank = group.rank()
-    ops.column_linear(ones(2, 4), ones(3 + rank, 4), group=group)
-    ops.row_linear(ones(2, 3 + rank), ones(4, 3 + rank), group=group)
+    linear(ops.column_linear, ones(2, 4), group, ones(3 + rank, 4))
+    linear(ops.row_linear, ones(2, 3 + rank), group, ones(4, 3 + rank))
     ops.gather_columns(ones(2, 2 - rank), 3, group)
     if rank:
         linear(ops.column_linear, ones(5, 4), group, sequence_parallel=False)

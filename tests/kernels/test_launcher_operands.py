@@ -207,6 +207,16 @@ def test_other_operands_are_refused_or_right(operation: str) -> None:
                 compare(found, call(reference, make()), what)
 
 
+@gemms.in_interpreter(1)
+def test_float64_is_refused_by_all() -> None:
+    """Kernels compute in float32: their results in float64 would be those of float32, or of bits taken for others."""
+    for operation, name in ROWS:
+        leaves, spec = tree_flatten(ROWS[operation, name]())
+        wide = [x.double() if isinstance(x, Tensor) and x.is_floating_point() and x.dim() else x for x in leaves]
+        of_floats = any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in wide)
+        assert not of_floats or call(parts_of(operation, name)[0], tree_unflatten(wide, spec)) is None, name
+
+
 def compare(found: list[Tensor] | None, expected: list[Tensor] | None, what: str) -> None:
     """Both have refused the call, or both give the same."""
     assert (found is None) == (expected is None), f"{what} {found} {expected}"

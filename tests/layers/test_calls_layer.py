@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tpformer import ops
-from tpformer.config import RECOMPUTE
+from tpformer.config import RECOMPUTE, TRANSPORTS
 from tpformer.distributed import record_collectives
 from tpformer.layers import DropoutKey, PositionEmbedding, Positions, TensorParallel, TransformerBlock
 from tpformer.models import GPT, GPTConfig
-from tpformer.ops import TRANSPORTS
 
 SMALL = {"vocab_size": 30, "seq_length": 4, "n_layers": 1, "hidden_size": 8, "n_heads": 2}
 K, N = 8, 6
@@ -85,8 +84,7 @@ def test_no_gradient_that_nobody_wants(transport: str, sequence_parallel: bool, 
     for needed in (True, False):
         deferred = ops.Deferred(queue, [lambda g: results.append(g)]) if queued else None
         y = ops.row_linear(
-            x.requires_grad_(needed), weight, activation="silu", group=tp.group, sequence_parallel=sequence_parallel,
-            transport=tp.row_transport(x, K, N), deferred=deferred,
+            x.requires_grad_(needed), weight, activation="silu", transport=tp.row_transport(x, K, N), deferred=deferred
         )  # fmt: skip
         with FlopCounterMode(display=False) as flops, record_collectives() as calls:
             y.square().sum().backward()

@@ -19,7 +19,7 @@ from tpformer import ops
 from tpformer.kernels import cost
 from tpformer.layers import MLP, ColumnParallelLinear, RowParallelLinear, TensorParallel, explain, linear_plans
 from tpformer.models import GPT, GPTConfig
-from tpformer.ops.transports.interface import Request
+from tpformer.ops.choice import Request
 
 ALL_LOGITS = "vocab_parallel_cross_entropy"
 CONFIG = {

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import strategies as st
+from opened import opened
 from shards import Here
 from testing import assert_identical
 from torch import Tensor
@@ -66,7 +67,7 @@ class Column:
     def ours(self, group, x, norm_weight=None, norm_bias=None, **given):
         weights, biases = ([given.get(f"{name}{i}") for i in range(len(self.widths))] for name in ("weight", "bias"))
         arguments = (weights, biases) if len(weights) > 1 else (weights[0], biases[0])
-        how = {"group": group, "sequence_parallel": self.sequence_parallel, "transport": Here.transport}
+        how = {"transport": opened(group, x, self.sequence_parallel, Here.transport)}
         norm = norm_of(self.norm[0], norm_weight, norm_bias)
         ys = ops.column_linear(x, *arguments, norm=norm, carry=self.carry, **how)
         ys = [ys] if isinstance(ys, Tensor) else list(ys)
@@ -131,7 +132,7 @@ class Row:
 
     def ours(self, group, x, weight, **given):
         rank, rows = (dist.get_rank(), self.tokens) if self.sequence_parallel else (0, self.t * self.tokens)
-        how = {"group": group, "sequence_parallel": self.sequence_parallel, "transport": Here.transport}
+        how = {"transport": opened(group, x, self.sequence_parallel, Here.transport)}
         how |= {"activation": self.activation[0], "dropout": self.site(rank, rows)}
         given |= {"x": x, "weight": weight}
         before = {name: x.detach().clone() for name, x in given.items()}

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+from opened import opened
 
 pytest.importorskip("triton")
 
@@ -30,6 +31,7 @@ from torch import Tensor
 from tpformer import ops
 from tpformer.distributed import HangError, build_mesh, check_all, close, set_timeout
 from tpformer.layers import MLP, TensorParallel, linear_plans
+from tpformer.ops.choice import choose
 
 TIMEOUT = 150  # seconds of one run: the first one compiles
 
@@ -161,9 +163,10 @@ def stall(chance: random.Random) -> None:
 
 
 def both_linears(values: dict[str, Tensor], group: Any, transport: str, between: Callable = lambda: None) -> Tensor:
-    gate, up = ops.column_linear(values["x"], [values["gate"], values["up"]], group=group, transport=transport)
+    carrier = opened(group, values["x"], transport=transport)
+    gate, up = ops.column_linear(values["x"], [values["gate"], values["up"]], transport=carrier)
     between()
-    return ops.row_linear(gate + up, values["down"], group=group, transport=transport)
+    return ops.row_linear(gate + up, values["down"], transport=carrier)
 
 
 def late_ranks(transport: str, dtype: torch.dtype, steps: int, backend: str | None = None) -> None:
@@ -238,7 +241,7 @@ def absent_peer(timeout: float) -> None:
     for present in (True, rank < group.size() - 1):
         try:
             if present:
-                ops.column_linear(x, weight, group=group, transport="fused")
+                ops.column_linear(x, weight, transport=opened(group, x, transport="fused"))
             if Here.device.type == "cuda":
                 torch.cuda.synchronize()
             check_all()
@@ -264,7 +267,8 @@ def left(way: str) -> None:
     group, weight = dist.new_group(list(range(dist.get_world_size()))), torch.ones(3, 4)
 
     def gather(rows: int) -> Tensor:
-        return ops.column_linear(torch.ones(rows, 4), weight, group=group, transport="fused")
+        x = torch.ones(rows, 4)
+        return ops.column_linear(x, weight, transport=opened(group, x, transport="fused"))
 
     if way == "no rows":  # is seen before anything is begun
         with pytest.raises(ValueError, match="at least one row"):
@@ -295,7 +299,7 @@ def automatic() -> None:
     mesh = build_mesh(Here.device.type, tensor_parallel=dist.get_world_size())["tp"]
     options = {"tp": TensorParallel(mesh), "device": Here.device, "dtype": torch.bfloat16}
     mlp, x = MLP(256, ffn_hidden_size=4608, **options), torch.ones(512, 256, device=Here.device).bfloat16()
-    with mock.patch.object(ops.transport, "device_name", lambda _: "a GPU"):  # of which there is no model
+    with mock.patch.object(choose, "device_name", lambda _: "a GPU"):  # of which there is no model
         for plan in linear_plans(mlp, 512 * mesh.size()):
             assert plan.decision.transport == "fused", plan
         with ops.record_transports() as ran:

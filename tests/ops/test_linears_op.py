@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linears import EPS, Column, Row, columns, rows
+from opened import opened
 from shards import check, leaves, make, mine, on_transport
 from testing import assert_identical, on_every_rank
 
@@ -55,7 +56,7 @@ def test_one_rank_has_the_bits_of_linear() -> None:
         inputs, dy = list(leaves(given).values()), make(1, dtype, y=(m, n))["y"]
         expected = F.linear(*inputs)
         for operation in BOTH:
-            y = operation(*inputs, group=group)
+            y = operation(*inputs, transport=opened(group, inputs[0]))
             gradients = [torch.autograd.grad(each, inputs, dy, retain_graph=True) for each in (y, expected)]
             assert_identical([y, gradients[0]], [expected, gradients[1]], f"{operation} {dtype}, {m} x {n} x {k}")
 
@@ -68,7 +69,7 @@ def test_a_frozen_input_moves_no_gradient() -> None:
         inputs = make(dist.get_rank(), torch.float32, x=(2, 3), weight=(5, 3))
         x, weight = (value.requires_grad_(key != name) for key, value in inputs.items())
         with record_collectives() as forward:
-            y = ops.column_linear(x, weight, group=dist.group.WORLD)
+            y = ops.column_linear(x, weight, transport=opened(dist.group.WORLD, x))
         with record_collectives() as backward:
             y.sum().backward()
         assert (x.grad is None) == (name == "x") and (weight.grad is None) == (name == "weight")
@@ -108,7 +109,7 @@ def test_norm_of_the_result() -> None:
         dy = mine(values.pop("dy"), 0 if sequence_parallel else "equal")
         x, weight, bias, norm_weight = leaves(values).values()
         norm = ops.Norm(kind, norm_weight, None, EPS)
-        how: dict = {"group": dist.group.WORLD, "transport": transport, "sequence_parallel": sequence_parallel}
+        how: dict = {"transport": opened(dist.group.WORLD, x, sequence_parallel, transport)}
         how |= {"residual": dy, "dropout": case.site(dist.get_rank() if sequence_parallel else 0, len(dy))}
         plainly = ops.row_linear(x, weight, bias, **how)
         y, normed = ops.row_linear(x, weight, bias, next_norm=norm, **how)
@@ -119,7 +120,6 @@ def test_norm_of_the_result() -> None:
 
 
 @pytest.mark.parametrize("operation, options, words", [
-    *((linear, {"transport": "telepathy"}, "'telepathy'.*choose one of auto, sequential") for linear in BOTH),
     (ops.column_linear, {"normed": ops.Normed(None, None, None)}, "normed without norm: give the norm"),
     (ops.column_linear, {"weight": [torch.ones(4, 3)] * 2, "bias": [None]}, "2 weights but 1 biases: pass one bias"),
     (ops.row_linear, {"activation": "swiglu"}, "activation='swiglu': choose one of gelu, gelu_tanh, silu, relu2"),
@@ -134,6 +134,7 @@ def test_wrong_arguments_are_refused(operation, options, words):
 
 @on_every_rank(2)
 def test_indivisible_tokens_are_refused() -> None:
+    x = torch.ones(5, 2)
     for transport in ("sequential", "pipelined"):
         with pytest.raises(ValueError, match="2 ranks.*5 rows.*pad"):
-            ops.row_linear(torch.ones(5, 2), torch.ones(3, 2), group=dist.group.WORLD, transport=transport)
+            ops.row_linear(x, torch.ones(3, 2), transport=opened(dist.group.WORLD, x, transport=transport))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from opened import opened
 from testing import assert_kernel_close, on_every_rank
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
@@ -15,6 +16,7 @@ from wrong_operands import call, changed, variants
 
 from tpformer import ops
 from tpformer.kernels.rope.reference import rope_table
+from tpformer.layers import TensorParallel
 from tpformer.ops.expert_operands import within
 
 TOKENS, K, N, F, T = 4, 8, 6, 4, 2  # of all ranks; a rank has half of the rows, features and experts
@@ -25,8 +27,8 @@ def floats(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def where(transport: str) -> dict[str, Any]:
-    return {"group": dist.group.WORLD, "transport": transport}
+def where(transport: str, sequence_parallel: bool = True) -> dict[str, Any]:
+    return {"transport": opened(dist.group.WORLD, floats(2, K), sequence_parallel, transport)}
 
 
 def column(transport: str) -> Row:
@@ -48,15 +50,12 @@ def row(transport: str) -> Row:
 
 
 def experts(transport: str) -> Row:
-    from tpformer.ops.transport import column_request, open_transport
-
-    x, group = floats(2, K), dist.group.WORLD
-    opened = open_transport(column_request(2, K, F, x.dtype, x.device, group, True, transport))
+    x = floats(2, K)
     shared = floats(3, K), floats(3, K), floats(K, 3)
     routing = ops.Routing(torch.tensor([[0, 1], [1, 3], [0, 2], [2, 3]], dtype=torch.int32), floats(TOKENS, 2))
     options = {"routing": routing, "n_experts": 4, "activation": "silu", "residual": floats(2, K)}
     return (x, ops.ExpertWeights(floats(2, 2 * F, K), floats(2, K, F), *shared)), {
-        **options, "group": group, "transport": opened,
+        **options, **where(transport),
     }  # fmt: skip
 
 
@@ -268,7 +267,6 @@ def test_a_mesh_a_group_of_others_and_a_dtensor_are_refused_with_what_to_give() 
         (-100, "do not call the operation there"),
     ):
         for call_it in (
-            partial(ops.column_linear, x, floats(3, K), group=group),
             partial(ops.gather_rows, x, group),
             partial(ops.vocab_parallel_embedding, torch.tensor([0]), floats(4, K), own, group=group),
         ):
@@ -276,20 +274,29 @@ def test_a_mesh_a_group_of_others_and_a_dtensor_are_refused_with_what_to_give() 
                 call_it()
     whole = DTensor.from_local(x, mesh, [Replicate()])
     with pytest.raises(TypeError, match="column_linear: x is a DTensor, and operations take a rank's own tensors"):
-        ops.column_linear(whole, floats(3, K), group=mesh.get_group())
+        ops.column_linear(whole, floats(3, K), transport=opened(mesh.get_group(), x))
+    for other in ("fused", mesh, mesh.get_group(), TensorParallel(mesh)):  # each was taken, by some version or library
+        for operation, given in (
+            (ops.column_linear, (x, floats(3, K))),
+            (ops.row_linear, (x, floats(3, K))),
+            (ops.experts, experts("sequential")[0]),
+        ):
+            options = {"n_experts": 4, "activation": "silu"} if operation is ops.experts else {}
+            with pytest.raises(TypeError, match=r"take an opened one, which .*TensorParallel\(mesh, sequence_paral"):
+                operation(*given, **options, transport=other)
 
 
 @pytest.mark.parametrize("name", ["auto", "pipelined"])
 @on_every_rank(2)
-def test_experts_open_a_transport_by_its_name(name: str) -> None:
-    """Without one the group's ranks had not been reduced."""
+def test_experts_have_the_same_result_by_every_transport(name: str) -> None:
     for sequence_parallel in (True, False):
         arguments, options = experts("sequential")
         x = arguments[0] if sequence_parallel else floats(TOKENS, K)
-        options.update(sequence_parallel=sequence_parallel, residual=None)
-        expected, _ = ops.experts(x, arguments[1], **options)
-        found, _ = ops.experts(x, arguments[1], **{**options, "transport": name})
-        assert_kernel_close(found, expected.double(), expected, name)
+        found = [
+            ops.experts(x, arguments[1], **{**options, "residual": None, **where(each, sequence_parallel)})[0]
+            for each in ("sequential", name)
+        ]
+        assert_kernel_close(found[1], found[0].double(), found[0], name)
 
 
 @on_every_rank(2)

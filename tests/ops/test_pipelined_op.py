@@ -14,6 +14,8 @@ from tpformer import ops
 from tpformer.distributed import record_collectives
 from tpformer.distributed.chunked import all_reduce_chunks, gather_chunks, reduce_scatter_chunks, start_all_gather
 from tpformer.distributed.collectives import combine
+from tpformer.ops.transports.pipelined import Pipelined
+from tpformer.ops.transports.sequential import Sequential
 
 
 @on_every_rank(3)
@@ -23,7 +25,7 @@ def test_all_reduce_of_any_number_of_rows() -> None:
         by_rank = [make(rank, torch.float64, x=(tokens, 3), weight=(5, 3)).values() for rank in range(3)]
         products = [x @ weight.t() for x, weight in by_rank]
         with torch.no_grad():
-            y = ops.row_linear(*by_rank[dist.get_rank()], group=group, sequence_parallel=False, transport="pipelined")
+            y = ops.row_linear(*by_rank[dist.get_rank()], transport=Pipelined(group, sequence_parallel=False))
         assert_same(y, sum(products), f"{tokens} rows")
 
 
@@ -63,11 +65,11 @@ def test_sub_groups() -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = groups[dist.get_rank() % 2]
     found = []
-    for transport in ("pipelined", "sequential"):
+    for transport in (Pipelined(group), Sequential(group)):
         x, wide, narrow = leaves(make(dist.get_rank(), torch.float64, x=(2, 6), wide=(4, 6), narrow=(6, 4))).values()
         with record_collectives() as calls:
-            hidden = ops.column_linear(x, wide, group=group, transport=transport)
-            y = ops.row_linear(hidden, narrow, activation="silu", group=group, transport=transport)
+            hidden = ops.column_linear(x, wide, transport=transport)
+            y = ops.row_linear(hidden, narrow, activation="silu", transport=transport)
             y.square().sum().backward()
         found.append([sorted(calls), y, x.grad, wide.grad, narrow.grad])
     assert_same(*found)

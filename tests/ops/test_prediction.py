@@ -21,10 +21,10 @@ from tpformer.kernels.all_gather_matmul.plan import NO_PUSH, Push, select_gather
 from tpformer.kernels.configurations import TILES  # noqa: E402
 from tpformer.kernels.cost import HOST_SECONDS, gemm_seconds, machine_for  # noqa: E402
 from tpformer.kernels.matmul_reduce_scatter.kernel import plan_finishing, unit_rows  # noqa: E402
-from tpformer.ops import transport  # noqa: E402
-from tpformer.ops.transports.exchange import Exchange, Launch, tile_count, tiled_exchange  # noqa: E402
-from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER, Request  # noqa: E402
-from tpformer.ops.transports.prediction import multiplied_seconds  # noqa: E402
+from tpformer.ops.choice import Request, choose  # noqa: E402
+from tpformer.ops.choice.prediction import multiplied_seconds  # noqa: E402
+from tpformer.ops.choice.traffic import Launch, Traffic, tile_count, tiled_traffic  # noqa: E402
+from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER  # noqa: E402
 
 H100, H200 = machine_for("H100"), machine_for("H200")
 assert H100 is not None and H200 is not None
@@ -115,7 +115,7 @@ def test_a_gather_by_hand() -> None:
 
 def test_the_last_chunk_s_tiles_begin_when_their_programs_are_free() -> None:
     """Four programs and chunks of three tiles, each longer than a chunk takes to come."""
-    launch = Launch(TILES["medium"], 4, NO_PUSH, Exchange(3, 2, 0, 0))
+    launch = Launch(TILES["medium"], 4, NO_PUSH, Traffic(3, 2, 0, 0))
     # the second and the third chunk's tiles: programs 3, 0, 1 and 2, 3, 0, of which 0 has three tiles
     sizes, gemm = (3 * 3 * 128, 128, 64), 3 * 10.0
     found = multiplied_seconds(launch, [0.0, 5.0, 6.0], sizes, gemm)
@@ -167,14 +167,14 @@ def test_predicted_share_of_the_ideal(op: str, least: float, below: set[str]) ->
 
 def test_auto_takes_the_fastest_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """On every listed shape, and the reason has both times. An all-reduce's links are hidden only behind the GEMM."""
-    monkeypatch.setattr(transport, "why_not_fused", lambda request: None)
-    monkeypatch.setattr(transport, "why_copied_flags", lambda group, device: None)
+    monkeypatch.setattr(choose, "why_not_fused", lambda request: None)
+    monkeypatch.setattr(choose, "why_copied_flags", lambda group, device: None)
     chosen = set()
     for shape, (fused, sequential) in listed().items():
         group = SimpleNamespace(size=lambda shape=shape: shape.t)
         with as_if_on(H200) as device:
             request = Request(shape.op, shape.m, shape.n, shape.k, torch.bfloat16, device, group)  # type: ignore[arg-type]
-            name, reason = transport.choose_transport(request)
+            name, reason = choose.choose_transport(request)
         best = "fused" if fused.seconds <= sequential.seconds else "sequential"
         assert name == best, shape
         assert f"fused {fused}, sequential {sequential}" in reason
@@ -205,7 +205,7 @@ def test_a_gather_s_tile_is_the_fastest_for_the_last_chunk(m: int, n: int, k: in
 ])  # fmt: skip
 def test_counts_by_hand(op: str, sizes: tuple[int, int, int], t: int, expected: dict) -> None:
     """`make execute` counts tiles, waits, releases and bytes of compiled kernels."""
-    found = tiled_exchange(op, sizes, t, 2, LARGE, 132, NO_PUSH)
+    found = tiled_traffic(op, sizes, t, 2, LARGE, 132, NO_PUSH)
     everything = found._asdict() | (found.sums._asdict() if found.sums else {})
     assert {name: everything[name] for name in expected} == expected
 
@@ -216,7 +216,7 @@ def test_a_reduce_scatter_is_finished_by_all_programs() -> None:
         plan = plan_finishing(rows, n, LARGE, unit_rows(LARGE, 2, t), t, programs)
         blocks = -(-rows // 128)
         assert 0 <= plan.early_blocks < blocks and min(plan.early_runs, plan.late_runs) > 0
-        found = tiled_exchange(SCATTER, (t * rows, n, 512), t, 2, LARGE, programs, NO_PUSH)
+        found = tiled_traffic(SCATTER, (t * rows, n, 512), t, 2, LARGE, programs, NO_PUSH)
         whole = found.units * (t + 1) / t * found.in_flight
         assert found.meanwhile + found.behind >= whole / programs
         if found.units >= 16 * programs:

@@ -9,10 +9,11 @@ import torch
 from torch import device
 
 from tpformer import ops
+from tpformer.config import TRANSPORTS
 from tpformer.kernels import cost
-from tpformer.ops import transport
-from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER, Grouped, Request, record_transport
-from tpformer.ops.transports.prediction import send_by_copies
+from tpformer.ops.choice import Grouped, Request, choose
+from tpformer.ops.choice.prediction import send_by_copies
+from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER, record_transport
 from tpformer.planner.devices import as_if_on, load_device
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -39,7 +40,7 @@ def node(monkeypatch):
     def describe(fused=None, backend="nccl", name=H100, copied_flags=None) -> None:
         answers = {"why_not_fused": fused, "why_copied_flags": copied_flags}
         for function, answer in (answers | {"torch_backend": backend, "device_name": name}).items():
-            monkeypatch.setattr(transport, function, lambda *_, answer=answer: answer)
+            monkeypatch.setattr(choose, function, lambda *_, answer=answer: answer)
 
     describe()
     with as_if_on(load_device("h100")):
@@ -48,11 +49,11 @@ def node(monkeypatch):
 
 
 def choice(*args, **options) -> tuple[str, str]:
-    return transport.choose_transport(request(*args, **options))
+    return choose.choose_transport(request(*args, **options))
 
 
 @pytest.mark.parametrize("described, options, name, reason", [
-    *(({}, {"ranks": 1, "choice": each}, "local", "one rank") for each in ops.TRANSPORTS),
+    *(({}, {"ranks": 1, "choice": each}, "local", "one rank") for each in TRANSPORTS),
     # auto never takes the interpreter, whatever the shape
     *(({}, {"where": CPU, "m": m}, "sequential", "on cpu the collective, then the GEMM") for m in (8, 10**6)),
     ({}, {"dtype": torch.float32}, "sequential", "float32 is for verification, not for speed"),
@@ -116,8 +117,8 @@ def test_an_explicit_choice_that_cannot_run_raises(node, monkeypatch):
     refused("pipelined needs a backend that sends .*: the group's backend for cuda is gloo", "pipelined")
     refused("transport='magic': choose one of auto, sequential, pipelined", "magic")
     monkeypatch.undo()
-    monkeypatch.setattr(transport, "why_copied_flags", lambda group, device: None)
-    monkeypatch.setattr(transport, "why_no_kernels", lambda group, device: None if device == CUDA else "none there")
+    monkeypatch.setattr(choose, "why_copied_flags", lambda group, device: None)
+    monkeypatch.setattr(choose, "why_no_kernels", lambda group, device: None if device == CUDA else "none there")
     assert choice(choice="fused") == ("fused", "as asked for")
     refused(r"TRITON_INTERPRET=1 for tests on CPU\): none there; use transport", "fused", where=CPU)
     kept = "operands are torch.float64, and the kernels take bfloat16, float16 and float32"

@@ -19,7 +19,6 @@ from tpformer.config import RunConfig
 from tpformer.distributed import indexed
 from tpformer.distributed.agreement import Decides
 from tpformer.models import GPT
-from tpformer.ops.transport import dtype_name
 from tpformer.processes.files import replace_file
 from tpformer.training.data import Tokenizer
 from tpformer.training.deciding import decides
@@ -27,6 +26,7 @@ from tpformer.training.model import ModelParts
 from tpformer.training.setup import build_model, default_dtype, device_type, group_timeout, join_ranks, run_mesh
 from tpformer.training.source import Source, open_source
 from tpformer.training.step import evaluate
+from tpformer.words import dtype_name
 
 from .generate import Token, generate, load_model
 from .likelihood import log_likelihoods

@@ -13,9 +13,9 @@ from tpformer.config import RECOMPUTE, check_choice, check_packing, check_range
 from tpformer.kernels.rope.reference import RopeScaling
 from tpformer.ops.packing import may_pack, packed_activations
 from tpformer.ops.sequence import flat_rows
-from tpformer.ops.transport import dtype_name
 from tpformer.ops.uncompiled import uncompiled
 from tpformer.torch_private import base_of, forward_hooks, forward_pre_hooks
+from tpformer.words import dtype_name
 
 from .attention import SelfAttention
 from .cache import LayerCache, require_cache

@@ -214,17 +214,18 @@ class LMHead(_VocabParallel):
                 f"x.reshape(-1, {x.shape[-1]}) where it is such a slice, or build the layers without sequence_parallel"
             )
         weight, rows = self._table(tied), flat_rows(x)
-        where: dict = {"norm": norm, "group": self.tp.group, "sequence_parallel": self.tp.sequence_parallel}
         if targets is None:
             # the table's padding rows take part, because they keep the GEMM aligned
-            (logits,) = ops.column_linear(rows, [weight], transport=self.tp.column_transport(rows, self.width), **where)
+            transport = self.tp.column_transport(rows, self.width)
+            (logits,) = ops.column_linear(rows, [weight], norm=norm, transport=transport)
             logits = logits[:, : self.vocab_slice().valid]
             return logits if x.ndim == 2 else logits.view(*x.shape[:-1], logits.shape[1])
         terms: dict = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk_tokens": self.chunk_tokens}
         terms |= {"ignore_index": ignore_index, "reduction": reduction}
+        terms |= {"norm": norm, "group": self.tp.group, "sequence_parallel": self.tp.sequence_parallel}
         if x.ndim != 2 and targets.shape == x.shape[:-1]:
             targets = targets.reshape(-1)
-        return ops.linear_cross_entropy(rows, weight, targets, self.vocab_slice(), **terms, **where)
+        return ops.linear_cross_entropy(rows, weight, targets, self.vocab_slice(), **terms)
 
     def _table(self, tied: Tensor | None) -> Tensor:
         weight = self.local("weight") if tied is None else tied

@@ -11,18 +11,21 @@ from torch import nn
 from tpformer import ops
 from tpformer.kernels.cost import Machine, communication_bytes, gemm_seconds, machine_for
 from tpformer.kernels.pack.format import GROUP, RECORD
-from tpformer.ops.route import wide
-from tpformer.ops.transport import (
+from tpformer.ops.choice import (
+    FEWER_CTAS,
+    Request,
     break_even,
     column_request,
     device_name,
     predicted_times,
     row_request,
+    spare_processors,
     why_not_fused,
 )
+from tpformer.ops.route import wide
 from tpformer.ops.transports.experts import reducing
-from tpformer.ops.transports.interface import ALL_REDUCE, Request
-from tpformer.ops.transports.spare import FEWER_CTAS, spare_processors
+from tpformer.ops.transports.interface import ALL_REDUCE
+from tpformer.words import dtype_name
 
 from .block import OWN, TransformerBlock
 from .children import fusable, why_called
@@ -128,9 +131,7 @@ def _column(
     """The plan of column-parallel GEMMs that have n output features in all, `width` of them on one rank."""
     tp = layer.tp
     rows = where.tokens // tp.size if tp.sequence_parallel else where.tokens
-    request = column_request(
-        rows, k, width, where.dtype, where.device, tp.group, tp.sequence_parallel, tp.transport, grouped
-    )
+    request = tp.request(column_request, rows, k, width, where.dtype, where.device, grouped)
     operation = "matmul" if request.op == ALL_REDUCE or tp.size == 1 else request.op
     shape, local = (where.tokens, n, k), (where.tokens, width, k)
     return LinearPlan(path, operation, request, shape, local, ops.choose_transport(request))
@@ -143,16 +144,7 @@ def _columns(path: str, layers: list[ColumnParallelLinear], where: _Place) -> Li
 
 def _row(path: str, layer: RowParallelLinear, where: _Place) -> LinearPlan:
     n, width = layer.out_features, layer.width
-    request = row_request(
-        where.tokens,
-        width,
-        n,
-        where.dtype,
-        where.device,
-        layer.tp.group,
-        layer.tp.sequence_parallel,
-        layer.tp.transport,
-    )
+    request = layer.tp.request(row_request, where.tokens, width, n, where.dtype, where.device)
     operation = "matmul" if layer.tp.size == 1 else request.op
     shape, local = (where.tokens, n, layer.in_features), (where.tokens, n, width)
     return LinearPlan(path, operation, request, shape, local, ops.choose_transport(request))
@@ -166,7 +158,7 @@ def _moe(prefix: str, layer: MoE, where: _Place) -> list[LinearPlan]:
     dtype = wide(where.dtype)
     alone = column_request(rows, gate.hidden_size, n, dtype, where.device, None, tp.sequence_parallel, "auto")
     sent = f"; {2 * k * dtype.itemsize} bytes a token are gathered, half as many scattered back" * tp.sharded
-    reason = f"each token is decided once, by the rank that has its row, in {str(dtype).removeprefix('torch.')}{sent}"
+    reason = f"each token is decided once, by the rank that has its row, in {dtype_name(dtype)}{sent}"
     routed = LinearPlan(
         f"{prefix}gate", "matmul", alone, (where.tokens, n, gate.hidden_size), (rows, n, gate.hidden_size),
         ops.Decision("local", reason),
@@ -176,9 +168,8 @@ def _moe(prefix: str, layer: MoE, where: _Place) -> list[LinearPlan]:
     if layer.fuses() and layer.shared_experts is not None:
         gather = _noted(gather, "; shared_experts are part of it")
     width, name = -(-k * f // tp.size), reducing(gather.decision.transport)
-    request = row_request(
-        where.tokens, width, experts.hidden_size, where.dtype, where.device, tp.group, tp.sequence_parallel, name
-    )  # fmt: skip
+    request = tp.request(row_request, where.tokens, width, experts.hidden_size, where.dtype, where.device)
+    request = request._replace(transport=name)
     reduce = LinearPlan(
         f"{prefix}experts (reduce)",
         "matmul" if tp.size == 1 else request.op,

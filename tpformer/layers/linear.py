@@ -183,8 +183,6 @@ def project(
         norm=norm,
         normed=normed,
         carry=carry,
-        group=tp.group,
-        sequence_parallel=tp.sequence_parallel,
         transport=tp.column_transport(rows, sum(layer.width for layer in layers)),
         deferred=None if queue is None else ops.Deferred(queue, [layer.take_weight_gradient for layer in layers]),
     )
@@ -289,8 +287,6 @@ class RowParallelLinear(_Linear):
             dropout=dropout,
             next_norm=next_norm,
             ends_region=ends_region,
-            group=self.tp.group,
-            sequence_parallel=self.tp.sequence_parallel,
             transport=self.tp.row_transport(rows, self.width, self.out_features),
             deferred=None if queue is None else ops.Deferred(queue, [self.take_weight_gradient]),
         )

@@ -273,8 +273,6 @@ class Experts(ParallelModule):
             n_experts=self.n_experts,
             activation=self.activation,
             transport=self.tp.column_transport(rows, grouped.width(self.tp.size), grouped),
-            group=self.tp.group,
-            sequence_parallel=self.tp.sequence_parallel,
             deferred=self.deferred(shared),
             **options,
         )

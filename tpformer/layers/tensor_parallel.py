@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.config import TRANSPORTS, check_choice
 from tpformer.ops.autocast import autocast_dtype
-from tpformer.ops.transport import LOCAL, column_request, open_transport, row_request
-from tpformer.ops.transports.interface import Grouped, Request, Transport
+from tpformer.ops.choice import Grouped, Request, column_request, open_transport, row_request
+from tpformer.ops.transports.interface import Transport
+from tpformer.ops.transports.sequential import LOCAL
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,9 +101,14 @@ class TensorParallel:
         rows, dtype = x.shape[:-1].numel(), autocast_dtype(x) or x.dtype
         key = (request, rows, k, n, dtype, x.device, *more)
         if key not in self._opened:
-            asked = request(rows, k, n, dtype, x.device, self.group, self.sequence_parallel, self.transport, *more)
-            self._opened[key] = open_transport(asked)
+            self._opened[key] = open_transport(self.request(*key))
         return self._opened[key]
+
+    def request(
+        self, kind: Callable[..., Request], rows: int, k: int, n: int, dtype: torch.dtype, device: torch.device, *more
+    ) -> Request:
+        """What a linear on these ranks asks; kind: column_request or row_request, which say what rows, k and n are."""
+        return kind(rows, k, n, dtype, device, self.group, self.sequence_parallel, self.transport, *more)
 
     def __str__(self) -> str:
         return f"{self.size} tensor-parallel rank{'s' * (self.size > 1)}{' with sequence shards' * self.sharded}"

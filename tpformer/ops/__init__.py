@@ -3,6 +3,7 @@
 from .activation import activation
 from .attention import attention, cached_attention
 from .autocast import autocast_dtype
+from .choice import Decision, Grouped, choose_transport, use_measured_table
 from .column_linear import column_linear
 from .cross_entropy import VocabSlice, default_chunk_tokens, linear_cross_entropy, vocab_parallel_cross_entropy
 from .dropout import Dropout, dropout, dropout_starts
@@ -16,8 +17,7 @@ from .rope import rope
 from .route import Balance, Policy, Router, Routing, route
 from .row_linear import row_linear
 from .sequence import gather_columns, gather_rows, reduce_rows, scatter_rows, sum_gradient, take_columns
-from .transport import TRANSPORTS, Decision, choose_transport, use_measured_table
-from .transports.interface import Grouped, record_transports
+from .transports.interface import Transport, record_transports
 from .weight_gradients import Deferred, WeightGradientQueue, active_queue
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
     "Policy",
     "Router",
     "Routing",
-    "TRANSPORTS",
+    "Transport",
     "VocabSlice",
     "WeightGradientQueue",
     "activation",

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from tpformer.kernels.matmul.reference import check_linears
 
@@ -19,25 +18,19 @@ from .norm import Norm, Normed, check_normed, normalised, parameters, restored
 from .norm import norm as normalise
 from .packing import keep, kept
 from .sequence import flat_rows, with_leading_dims
-from .transport import LOCAL, column_request, open_transport
-from .transports.interface import Transport, untold
+from .transports.interface import Transport
+from .transports.sequential import opened
 from .uncompiled import uncompiled
 from .weight_gradients import Deferred, check_sinks
 
 
-class _Layout(NamedTuple):
+class _Call(NamedTuple):
     """What the Function takes that is no tensor."""
 
     transport: Transport
-    sequence_parallel: bool
     norm: Norm | None
     carry: bool
     deferred: Deferred | None
-
-    @property
-    def gathering(self) -> Transport:
-        """The transport of the gathers; LOCAL without sequence parallelism, where rows are not gathered."""
-        return self.transport if self.sequence_parallel else LOCAL
 
 
 class ColumnLinearFunction(torch.autograd.Function):
@@ -58,23 +51,23 @@ class ColumnLinearFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, layout: _Layout, normed: Normed | None, *weights_and_biases):
+    def forward(ctx, x, norm_weight, norm_bias, call: _Call, normed: Normed | None, *weights_and_biases):
         n = len(weights_and_biases) // 2
         weights, biases = weights_and_biases[:n], weights_and_biases[n:]
-        rows, mean, rstd = normalised(x, layout.norm, normed)
-        ctx.layout, ctx.deferred = layout, layout.deferred
+        rows, mean, rstd = normalised(x, call.norm, normed)
+        ctx.call, ctx.deferred = call, call.deferred
         ctx.set_materialize_grads(False)  # the weight of an output that nobody uses gets no gradient, not zeros
-        keep(ctx, x, norm_weight, norm_bias, mean, rstd, *weights, readable=layout.norm is not None)
-        outputs = tuple(layout.gathering.gather_matmul(rows, weights, biases))
-        return (*outputs, x) if layout.carry else outputs
+        keep(ctx, x, norm_weight, norm_bias, mean, rstd, *weights, readable=call.norm is not None)
+        outputs = tuple(call.transport.gathering.gather_matmul(rows, weights, biases))
+        return (*outputs, x) if call.carry else outputs
 
     @staticmethod
     @first_derivative
     def backward(ctx, *dys):
         x, norm_weight, norm_bias, mean, rstd, *weights = kept(ctx)
-        layout: _Layout = ctx.layout
-        norm = restored(layout.norm, norm_weight, norm_bias)
-        dys, dcarried = (dys[:-1], dys[-1]) if layout.carry else (dys, None)
+        call: _Call = ctx.call
+        norm = restored(call.norm, norm_weight, norm_bias)
+        dys, dcarried = (dys[:-1], dys[-1]) if call.carry else (dys, None)
         rows = x
         if norm is not None:
             # one cheap pass over x; otherwise the forward would have kept norm(x)
@@ -82,11 +75,11 @@ class ColumnLinearFunction(torch.autograd.Function):
         n, needed = 5 + len(weights), ctx.needs_input_grad
         used = [dy is not None for dy in dys]
         wanted, wanted_biases = ([*map(and_, used, wants)] for wants in (needed[5:n], needed[n:]))
-        gathered = layout.gathering.start_gather(rows) if layout.deferred is None and any(wanted) else None
+        gathered = call.transport.gathering.start_gather(rows) if call.deferred is None and any(wanted) else None
         dx, dnorm_weight, dnorm_bias = (None if any(used) else dcarried), None, None
         if any(needed[:3]) and any(used):
             some = [list(compress(each, used)) for each in (dys, weights)]
-            dx, _ = layout.transport.matmul_reduce(*some, transposed=False, scatter=layout.sequence_parallel)
+            dx, _ = call.transport.matmul_reduce(*some, transposed=False)
             if norm is not None:
                 backward = implementation("norm", x).norm_backward
                 dx, dnorm_weight, dnorm_bias = backward(dx, x, (mean, rstd), norm, dcarried)
@@ -97,16 +90,16 @@ class ColumnLinearFunction(torch.autograd.Function):
         if gathered is not None:
             whole = gathered()
             dweights = [dy.t() @ whole if wants else None for dy, wants in zip(dys, wanted, strict=True)]
-        elif layout.deferred is not None:
-            _defer(layout, rows, dys, wanted)
+        elif call.deferred is not None:
+            _defer(call, rows, dys, wanted)
         return dx, dnorm_weight, dnorm_bias, None, None, *dweights, *dbiases
 
 
-def _defer(layout: _Layout, normed: Tensor, dys: Sequence[Tensor], wanted: Sequence[bool]) -> None:
+def _defer(call: _Call, normed: Tensor, dys: Sequence[Tensor], wanted: Sequence[bool]) -> None:
     """Queue the weight gradients, together with the gather that they need."""
-    assert layout.deferred is not None
-    queue, sinks = layout.deferred
-    gather = layout.gathering.start_gather
+    assert call.deferred is not None
+    queue, sinks = call.deferred
+    gather = call.transport.gathering.start_gather
     pairs = [pair for pair, wants in zip(zip(sinks, dys, strict=True), wanted, strict=True) if wants]
 
     def make() -> None:
@@ -127,17 +120,18 @@ def column_linear(
     norm: Norm | None = None,
     normed: Normed | None = None,
     carry: bool = False,
-    group: ProcessGroup | None = None,
-    sequence_parallel: bool = True,
-    transport: str | Transport = "auto",
+    transport: Transport | None = None,
     deferred: Deferred | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Y = gather(norm(x)) W^T + b for weights sharded by output feature: one gather, one GEMM per weight.
 
     Shapes:  x (tokens / t, K) with sequence_parallel, else (tokens, K) and equal on all ranks; weight (N / t, K), or a
              sequence of such weights, which share the gather; bias (N / t,) or None, one per weight; result
-             (tokens, N / t), or a tuple. t = group.size(); group None means one rank. Leading dims of x are flattened
-             to rows; the result has them again if it has as many rows.
+             (tokens, N / t), or a tuple. Leading dims of x are flattened to rows; the result has them again if it has
+             as many rows.
+             transport: how the t ranks talk, and whether with sequence_parallel; None is one rank.
+             TensorParallel.column_transport opens one: for the largest N / t if ranks differ in it, so that "auto"
+             chooses alike on all ranks.
              normed: norm(x), if row_linear has made it together with x.
              carry: x is also returned, as the last output, for the residual path. The norm's backward then adds that
              output's gradient in its own pass.
@@ -145,20 +139,19 @@ def column_linear(
     Communication, per rank, B = tokens * K * itemsize:
              sequence parallel: forward all-gather B; backward reduce-scatter B (dx), all-gather B (x again, for dW)
              otherwise:         forward none; backward all-reduce B (dx)
-             transport: a name (choose_transport), or a Transport that was opened for this shape; `group` is then not
-             used. If ranks differ in N / t, open it for the largest, so that "auto" chooses alike on all ranks.
              deferred: its queue takes the weight gradients and the second all-gather; it has one sink per weight.
     With sequence_parallel the gradients of the norm's parameters are partial sums, over this rank's rows.
     At t = 1 every output and gradient is bit-identical to F.linear's.
     Under torch.autocast the norm runs in float32 and its output is saved; gather and GEMMs have autocast's dtype.
-    Errors:  ValueError for a transport that cannot run, for a bias sequence of another length than weight's, for
-             `normed` without `norm`, and for operands of other shapes or dtypes, or on another device: nothing is
-             broadcast, and x, weights and biases have one dtype.
+    Errors:  TypeError for a transport that is not an opened one; ValueError for a bias sequence of another length than
+             weight's, for `normed` without `norm`, and for operands of other shapes or dtypes, or on another device:
+             nothing is broadcast, and x, weights and biases have one dtype.
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198), sequence parallelism
     """
     several = not isinstance(weight, Tensor)
     weights: Sequence[Tensor] = weight if several else (weight,)
     biases = (bias if several and bias is not None else (bias,) * len(weights)) if several else (bias,)
+    transport = opened(transport)
     rows, autocast = flat_rows(x), autocast_dtype(x)
     check_sinks(deferred, len(weights))
     check_normed(rows, norm, normed)
@@ -167,14 +160,11 @@ def column_linear(
         rows, norm = cast(rows if norm is None else normalise(rows, norm), autocast), None
         weights, biases = ([cast(each, autocast) for each in some] for some in (weights, biases))
     check_linears("column_linear", rows, rows, rows.shape[-1], weights, biases, None, False)
-    if isinstance(transport, str):
-        n = sum(map(len, weights))
-        request = column_request(len(rows), rows.shape[1], n, rows.dtype, x.device, group, sequence_parallel, transport)
-        transport = open_transport(request)
-    layout = _Layout(transport, sequence_parallel, norm, carry and autocast is None, deferred)
-    needing = (inputs := (rows, *parameters(norm))), weights, transport.name
-    called(untold(transport), "column_linear", rows.shape, rows.dtype, sequence_parallel, *needing)
-    outputs = ColumnLinearFunction.apply(*inputs, layout, normed, *weights, *biases)
+    call = _Call(transport, norm, carry and autocast is None, deferred)
+    inputs, shape = (rows, *parameters(norm)), rows.shape
+    communicates, name = transport.sequence_parallel, transport.name
+    called(transport.untold, "column_linear", shape, rows.dtype, communicates, inputs, weights, name)
+    outputs = ColumnLinearFunction.apply(*inputs, call, normed, *weights, *biases)
     if autocast is not None and carry:
         outputs = (*outputs, x)
     outputs = outputs if x.dim() == 2 else tuple(with_leading_dims(y, x) for y in outputs)

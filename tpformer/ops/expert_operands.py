@@ -35,10 +35,9 @@ def check_routing(
     router_weight: Tensor | None,
     router: Router | None,
     routing: Routing | None,
-    sharing: ProcessGroup | None,
+    parts: int,
 ) -> None:
-    """ValueError unless either a router is given, or a routing of the rows on all ranks that are `sharing` them."""
-    parts = 1 if sharing is None else sharing.size()
+    """ValueError unless either a router is given, or a routing of the rows on all ranks, which have so many parts."""
     if (router is None) == (routing is None) or (router is None) != (router_weight is None):
         raise ValueError("experts takes router_weight and router, or a routing that was decided before: give one")
     if routing is not None and len(routing.experts) != rows * parts:

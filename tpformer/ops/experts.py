@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import all_reduce, reduce_scatter
 from tpformer.kernels.cast import cast
@@ -30,19 +29,17 @@ from .norm import norm as normalise
 from .packing import keep, kept, unpacked
 from .recompute import ends, once, running_again
 from .route import Decided, Router, Routing, decide, decide_backward, wide
-from .transport import LOCAL, column_request, open_transport
 from .transports.experts import experts_reduce, gather_experts, weight_gradient
-from .transports.interface import Grouped, Transport
+from .transports.interface import Transport
+from .transports.sequential import opened
 from .uncompiled import uncompiled
 from .weight_gradients import Deferred, check_sinks
 
 
-class _Layout(NamedTuple):
+class _Call(NamedTuple):
     """What the Function takes that is no tensor to differentiate."""
 
     transport: Transport
-    group: ProcessGroup | None
-    sequence_parallel: bool
     norm: Norm | None
     router: Router | None
     experts: Tensor | None
@@ -52,11 +49,6 @@ class _Layout(NamedTuple):
     carry: bool  # whether x is the residual, too
     skip: bool  # whether this is the end of a region's second run, whose result nobody reads
     deferred: Deferred | None
-
-    @property
-    def gathering(self) -> Transport:
-        """The transport of the gathers; LOCAL without sequence parallelism, where rows are not gathered."""
-        return self.transport if self.sequence_parallel else LOCAL
 
 
 class ExpertsFunction(torch.autograd.Function):
@@ -81,37 +73,36 @@ class ExpertsFunction(torch.autograd.Function):
         residual,
         router_weight,
         weights,
-        layout: _Layout,
+        call: _Call,
         *matrices,
     ):
         own = ExpertWeights(*matrices)
-        rows, mean, rstd = normalised(x, layout.norm, normed)
-        decided, routed = once(lambda: _sent(rows, router_weight, weights, layout, len(own.gate_up)))
+        rows, mean, rstd = normalised(x, call.norm, normed)
+        decided, routed = once(lambda: _sent(rows, router_weight, weights, call, len(own.gate_up)))
         sent = Dispatch(routed)
         given = None if weights is None else trace(weights)
-        hidden, gathered = gather_experts(layout.gathering, rows, sent, own.gate_up)
+        hidden, gathered = gather_experts(call.transport, rows, sent, own.gate_up)
         shared = [None if each is None else F.linear(gathered, each) for each in (own.shared_gate, own.shared_up)]
-        ctx.layout, ctx.deferred, ctx.sizes = layout, layout.deferred, routed[3:]
-        ctx.versions = starts_versions(layout.dropout)
+        ctx.call, ctx.deferred, ctx.sizes = call, call.deferred, routed[3:]
+        ctx.versions = starts_versions(call.dropout)
         ctx.set_materialize_grads(False)
         keep(
             ctx, x, *shared, norm_weight, norm_bias, mean, rstd, router_weight, given, hidden, sent.slots, sent.weights,
             sent.counts, *((None,) * 4 if decided is None else decided.saved), *matrices, readable=3,
         )  # fmt: skip
         loss = None if decided is None or decided.balance_loss is None else decided.balance_loss.clone()
-        if layout.skip:
+        if call.skip:
             return torch.empty_like(x), loss
         a = implementation("weighted_activation", hidden).weighted_activation_forward(
-            hidden, layout.activation, sent.weights
+            hidden, call.activation, sent.weights
         )
         dense = []
         if own.shared_down is not None:
-            activated = implementation("activation", x).activation_forward(shared[1], layout.activation, shared[0])
+            activated = implementation("activation", x).activation_forward(shared[1], call.activation, shared[0])
             dense = [(activated, own.shared_down.t())]
-        finish = Finish(None, layout.dropout, x if layout.carry else residual)
+        finish = Finish(None, call.dropout, x if call.carry else residual)
         y = experts_reduce(
-            layout.transport, a, sent, own.down, dense,
-            transposed=False, scatter=layout.sequence_parallel, finish=finish,
+            call.transport, a, sent, own.down, dense, transposed=False, finish=finish
         )  # fmt: skip
         return y, loss
 
@@ -119,28 +110,28 @@ class ExpertsFunction(torch.autograd.Function):
     @first_derivative
     def backward(ctx, dy, dbalance):
         saved = _Saved(ctx)
-        check_starts(ctx.layout.dropout, ctx.versions)
+        check_starts(ctx.call.dropout, ctx.versions)
         with without_autocast(saved.x):
             return _backward(saved, dy, dbalance)
 
 
 def _sent(
-    rows: Tensor, router_weight: Tensor | None, weights: Tensor | None, layout: _Layout, experts: int
+    rows: Tensor, router_weight: Tensor | None, weights: Tensor | None, call: _Call, experts: int
 ) -> tuple[Decided | None, Sent]:
     """What the router decides, unless the routing is given, and the rows for this rank's experts."""
-    group = layout.group
-    rank, parts = (0, 1) if group is None else (group.rank(), group.size() if layout.sequence_parallel else 1)
+    group, sharded = call.transport.group, call.transport.sequence_parallel
+    rank = 0 if group is None else group.rank()
     decided = None
     if router_weight is not None:
-        assert layout.router is not None
-        decided = decide(rows, router_weight, layout.router, group, layout.sequence_parallel)
+        assert call.router is not None
+        decided = decide(rows, router_weight, call.router, group, sharded)
         routing = decided.routing
         decided = decided._replace(routing=None)  # what is kept is this rank's own
     else:
-        assert layout.experts is not None and weights is not None
-        routing = within(Routing(layout.experts, weights.detach()), layout.n_experts)
+        assert call.experts is not None and weights is not None
+        routing = within(Routing(call.experts, weights.detach()), call.n_experts)
     assert routing is not None
-    return decided, dispatch(routing, rank * experts, experts, layout.n_experts, parts)
+    return decided, dispatch(routing, rank * experts, experts, call.n_experts, call.transport.sharing)
 
 
 class _Saved:
@@ -148,12 +139,12 @@ class _Saved:
 
     def __init__(self, ctx) -> None:
         tensors = kept(ctx)
-        self.layout: _Layout = ctx.layout
+        self.call: _Call = ctx.call
         self.x, self.shared_gate, self.shared_up, norm_weight, norm_bias, self.mean, self.rstd = tensors[:7]
         self.router_weight, _, self.hidden, slots, weights, counts = tensors[7:13]
         own_experts, scores, slopes, own_sample = tensors[13:17]
         self.own = ExpertWeights(*tensors[17:])
-        self.norm = restored(self.layout.norm, norm_weight, norm_bias)
+        self.norm = restored(self.call.norm, norm_weight, norm_bias)
         self.sent = Dispatch(Sent(slots, weights, counts, *ctx.sizes))
         self.decided = None if scores is None else Decided(None, own_experts, scores, slopes, own_sample)
         (
@@ -176,34 +167,33 @@ class _Saved:
 
 def _backward(saved: _Saved, dy: Tensor | None, dbalance: Tensor | None) -> tuple:
     """The gradients of ExpertsFunction's inputs."""
-    layout, sent, own = saved.layout, saved.sent, saved.own
-    dresidual, dcarried = dy if saved.wants_residual else None, dy if layout.carry else None
+    call, sent, own = saved.call, saved.sent, saved.own
+    dresidual, dcarried = dy if saved.wants_residual else None, dy if call.carry else None
     if dy is None:
         dy = saved.x.new_empty(*saved.x.shape).zero_()
-    dy, _ = implementation("dropout", dy).finish_backward(dy, layout.dropout, False)
-    keep = layout.deferred is not None
-    da, whole = gather_experts(layout.gathering, dy, sent, own.down, transposed=True, keep=keep)
+    dy, _ = implementation("dropout", dy).finish_backward(dy, call.dropout, False)
+    keep = call.deferred is not None
+    da, whole = gather_experts(call.transport, dy, sent, own.down, transposed=True, keep=keep)
     dhidden, a, dw = implementation("weighted_activation", da).weighted_activation_backward(
-        da, saved.hidden, layout.activation, sent.weights
+        da, saved.hidden, call.activation, sent.weights
     )
     dshared: list[Tensor] = []  # of the shared expert's gate and up
     activated = None
     if own.shared_down is not None:
         dactivated = whole @ own.shared_down
         backward = implementation("activation", da).activation_backward
-        dup, dgate, activated = backward(dactivated, saved.shared_up, layout.activation, saved.shared_gate)
+        dup, dgate, activated = backward(dactivated, saved.shared_up, call.activation, saved.shared_gate)
         dshared = [dgate, dup]
     rows = saved.rows()
     downs = _down_gradients(saved, whole, a, activated)
     start = None
-    if layout.deferred is None and any((saved.wants.gate_up, saved.wants.shared_gate, saved.wants.shared_up)):
-        start = layout.gathering.start_gather(rows)
+    if call.deferred is None and any((saved.wants.gate_up, saved.wants.shared_gate, saved.wants.shared_up)):
+        start = call.transport.gathering.start_gather(rows)
     drows = None
     if saved.wants_rows:
         factors = [] if own.shared_gate is None else [own.shared_gate, own.shared_up]
         drows = experts_reduce(
-            layout.transport, dhidden, sent, own.gate_up, list(zip(dshared, factors, strict=True)),
-            transposed=True, scatter=layout.sequence_parallel,
+            call.transport, dhidden, sent, own.gate_up, list(zip(dshared, factors, strict=True)), transposed=True
         )  # fmt: skip
     drows, drouter, dweights = _routing_gradients(saved, rows, drows, dw, dbalance)
     dx, dnorm_weight, dnorm_bias = drows, None, None
@@ -221,14 +211,14 @@ def _routing_gradients(
     saved: _Saved, rows: Tensor, drows: Tensor | None, dw: Tensor, dbalance: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(drows with the router's part, gradient of the router's weight, gradient of given weights (T, K))."""
-    layout, sent = saved.layout, saved.sent
+    call, sent, transport = saved.call, saved.sent, saved.call.transport
     if saved.decided is None or saved.router_weight is None:
-        return drows, None, all_reduce(sent.spread(dw), layout.group) if saved.wants_weights else None
+        return drows, None, all_reduce(sent.spread(dw), transport.group) if saved.wants_weights else None
     if not (saved.wants_router or saved.wants_rows):
         return drows, None, None
-    assert layout.router is not None
-    own = (reduce_scatter if layout.sequence_parallel else all_reduce)(sent.spread(dw), layout.group)
-    drouted, drouter = decide_backward(own, dbalance, saved.decided, rows, saved.router_weight, layout.router.policy)
+    assert call.router is not None
+    own = (reduce_scatter if transport.sequence_parallel else all_reduce)(sent.spread(dw), transport.group)
+    drouted, drouter = decide_backward(own, dbalance, saved.decided, rows, saved.router_weight, call.router.policy)
     if drows is not None:
         drows = cast(drouted.add_(drows), drows.dtype)
     return drows, cast(drouter, saved.router_weight.dtype), None
@@ -236,7 +226,7 @@ def _routing_gradients(
 
 def _down_gradients(saved: _Saved, whole: Tensor, a: Tensor, activated: Tensor | None) -> tuple:
     """Gradients of (down, shared_down) from the gathered rows of dy; (None, None) if a queue makes them later."""
-    sent, wants, deferred = saved.sent, saved.wants, saved.layout.deferred
+    sent, wants, deferred = saved.sent, saved.wants, saved.call.deferred
 
     def down() -> Tensor:
         return weight_gradient(whole, a, sent, dy_of_tokens=True)
@@ -261,7 +251,7 @@ def _down_gradients(saved: _Saved, whole: Tensor, a: Tensor, activated: Tensor |
 
 def _up_gradients(saved: _Saved, rows: Tensor, dhidden: Tensor, dshared: list[Tensor], whole: Tensor | None) -> tuple:
     """Gradients of (gate_up, shared_gate, shared_up) from the gathered rows `whole`; a queue gathers them later."""
-    layout, sent, wants = saved.layout, saved.sent, saved.wants
+    call, sent, wants = saved.call, saved.sent, saved.wants
     wanted = (wants.gate_up, wants.shared_gate, wants.shared_up)
 
     def make(index: int, gathered: Tensor) -> Tensor:
@@ -271,16 +261,16 @@ def _up_gradients(saved: _Saved, rows: Tensor, dhidden: Tensor, dshared: list[Te
 
     if whole is not None:
         return tuple(make(index, whole) if wants else None for index, wants in enumerate(wanted))
-    if layout.deferred is not None and any(wanted):
-        sinks, transport = [layout.deferred.sinks[0], *layout.deferred.sinks[2:4]], layout.gathering
+    if call.deferred is not None and any(wanted):
+        sinks, transport = [call.deferred.sinks[0], *call.deferred.sinks[2:4]], call.transport.gathering
 
-        def run() -> None:  # without the layout, whose router has each token's sample
+        def run() -> None:  # without the call, whose router has each token's sample
             gathered = transport.start_gather(rows)()
             for index, wants in enumerate(wanted):
                 if wants:
                     sinks[index](make(index, gathered))
 
-        layout.deferred.queue.add(run, rows, dhidden, *dshared)
+        call.deferred.queue.add(run, rows, dhidden, *dshared)
     return None, None, None
 
 
@@ -293,31 +283,17 @@ def _in_autocast(
     return rows, ExpertWeights(*(autocast_to(each, dtype) for each in matrices)), deferred
 
 
-def _opened(
-    transport: str | Transport, rows: Tensor, gate_up: Tensor, routing: Routing | None, router: Router | None,
-    group: ProcessGroup | None, sequence_parallel: bool,
-) -> Transport:  # fmt: skip
-    """The transport, opened for these rows and matrices as the layer of experts opens it, if it is a name."""
-    if not isinstance(transport, str):
-        return transport
-    k = routing.experts.shape[1] if routing is not None else router.policy.k if router is not None else 0
-    (count, features, h), ranks = gate_up.shape, 1 if group is None else group.size()
-    grouped = Grouped(k, count, features)
-    sizes = len(rows), h, grouped.width(ranks), rows.dtype, rows.device
-    return open_transport(column_request(*sizes, group, sequence_parallel, transport, grouped))
-
-
 def _applied(
-    of_input: tuple, normed: Normed | None, inside: Tensor | None, of_router: tuple, layout: _Layout,
+    of_input: tuple, normed: Normed | None, inside: Tensor | None, of_router: tuple, call: _Call,
     matrices: ExpertWeights,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """ExpertsFunction, once the ranks have been told of the call."""
-    rows, router = of_input[0], layout.router
-    check_normed(rows, layout.norm, normed)
-    agreed = layout.n_experts, layout.transport.name, None if router is None else router.policy
-    called(layout.group, "experts", rows.shape, rows.dtype, True, of_input + of_router, matrices, *agreed)
+    rows, router = of_input[0], call.router
+    check_normed(rows, call.norm, normed)
+    agreed = call.n_experts, call.transport.name, None if router is None else router.policy
+    called(call.transport.group, "experts", rows.shape, rows.dtype, True, of_input + of_router, matrices, *agreed)
     with without_autocast(rows):
-        return ExpertsFunction.apply(*of_input, normed, inside, *of_router, layout, *matrices)
+        return ExpertsFunction.apply(*of_input, normed, inside, *of_router, call, *matrices)
 
 
 @uncompiled
@@ -335,16 +311,15 @@ def experts(
     residual: Tensor | None = None,
     dropout: Dropout | None = None,
     ends_region: bool = False,
-    transport: str | Transport = "auto",
-    group: ProcessGroup | None = None,
-    sequence_parallel: bool = True,
+    transport: Transport | None = None,
     deferred: Deferred | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(Y, balance loss or None): Y = residual + dropout(sum over a token's experts of weight * expert(norm(x))).
 
     Shapes:  x, residual and Y (tokens / t, H) with sequence_parallel, else (tokens, H), equal on all ranks. matrices:
              of this rank's n_experts / t experts, those of rank r being the r-th part, and its columns of the shared
-             expert. t = group.size(); group None is one rank, and any expert may have no token.
+             expert. Any expert may have no token. transport: as in column_linear, from TensorParallel.column_transport
+             with `grouped`; t is the number of its ranks.
              Either router_weight (n_experts, H) and router, or `routing`, in which op `route` decided before.
              activation: "silu" (SwiGLU) or "gelu_tanh" (GeGLU). normed, dropout, ends_region: as in row_linear.
     Saves:   x before the norm, gate and up of the dispatched rows (and of the shared expert), and the routing: 8 bytes
@@ -354,7 +329,7 @@ def experts(
              8 K bytes a token gathered in the forward, 4 K scattered in the backward. Otherwise: an all-reduce of B in
              the forward and in the backward, and one of 4 K bytes a token in the backward.
              With `routing` its weights' gradient is all-reduced instead, and so is equal on all ranks.
-    transport: as in column_linear. deferred: its queue takes the gradients of matrices; it has a sink for each.
+    deferred: its queue takes the gradients of matrices; it has a sink for each.
     With sequence_parallel the gradients of the norm's parameters and of router_weight are partial sums, over this
     rank's rows. Under torch.autocast as column_linear and row_linear; the router computes in float32 always.
     Errors:  ValueError unless exactly one of router and routing is given, for a routing of other tokens than x, an
@@ -362,8 +337,9 @@ def experts(
              expert outside of [0, n_experts). On a GPU that check would wait: there the token's row is NaN.
     Source:  Lepikhin et al. 2020 (arXiv:2006.16668); dropless: MegaBlocks (arXiv:2211.15841)
     """
-    check_options(activation, dropout, routing, n_experts, len(matrices.gate_up), group)
-    check_routing(len(x), router_weight, router, routing, group if sequence_parallel else None)
+    transport = opened(transport)
+    check_options(activation, dropout, routing, n_experts, len(matrices.gate_up), transport.group)
+    check_routing(len(x), router_weight, router, routing, transport.sharing)
     autocast = autocast_dtype(x)
     rows, inside = x, None if (carry := residual is x and autocast is None) else residual
     check_sinks(deferred, sum(each is not None for each in matrices))
@@ -371,13 +347,12 @@ def experts(
         rows, matrices, deferred = _in_autocast(autocast, rows, matrices, norm, deferred)
         norm = normed = inside = None
     check_operands(rows, matrices, routing, router_weight, Finish(None, dropout, residual), n_experts)
-    transport = _opened(transport, rows, matrices.gate_up, routing, router, group, sequence_parallel)
-    layout = _Layout(
-        transport, group, sequence_parallel, norm, router, None if routing is None else routing.experts, activation,
+    call = _Call(
+        transport, norm, router, None if routing is None else routing.experts, activation,
         n_experts, dropout, carry, ends_region and running_again(), deferred,
     )  # fmt: skip
     of_input = rows, *parameters(norm)
     of_router = router_weight, None if routing is None else routing.weights.to(wide(rows.dtype))
-    y, loss = _applied(of_input, normed, inside, of_router, layout, matrices)
+    y, loss = _applied(of_input, normed, inside, of_router, call, matrices)
     y = y if autocast is None or residual is None else residual + y
     return (ends(y) if ends_region else y), loss

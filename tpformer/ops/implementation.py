@@ -1,4 +1,4 @@
-"""Kernel or reference: the choice for operations that do not communicate. transport.py chooses for the others."""
+"""Kernel or reference: the choice for operations that do not communicate. choice/choose.py chooses for the others."""
 
 from functools import cache
 from importlib import import_module

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from tpformer.config import check_choice, check_range
 from tpformer.kernels.activation.reference import ACTIVATIONS
@@ -21,17 +20,16 @@ from .norm import Norm, Normed, parameters
 from .packing import keep, kept, unpacked
 from .recompute import ends, running_again
 from .sequence import flat_rows, with_leading_dims
-from .transport import LOCAL, open_transport, row_request
-from .transports.interface import Transport, untold
+from .transports.interface import Transport
+from .transports.sequential import opened
 from .uncompiled import uncompiled
 from .weight_gradients import Deferred, check_sinks
 
 
-class _Layout(NamedTuple):
+class _Call(NamedTuple):
     """What the Function takes that is no tensor."""
 
     transport: Transport
-    sequence_parallel: bool
     activation: str | None
     dropout: Dropout | None
     skip: bool  # whether this is the end of a region's second run, whose result nobody reads
@@ -53,16 +51,14 @@ class RowLinearFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, gate, weight, bias, residual, next_norm: Norm | None, layout: _Layout):
-        ctx.layout, ctx.deferred, ctx.versions = layout, layout.deferred, starts_versions(layout.dropout)
-        keep(ctx, x, gate, weight, readable=0 if layout.activation is None else 2)
-        if layout.skip:
-            return x.new_empty(_result_rows(x, layout), len(weight))
-        a = implementation("activation", x).activation_forward(x, layout.activation, gate)
-        finish = Finish(bias, layout.dropout, residual, next_norm)
-        y, normed = layout.transport.matmul_reduce(
-            [a], [weight], transposed=True, scatter=layout.sequence_parallel, finish=finish
-        )
+    def forward(ctx, x, gate, weight, bias, residual, next_norm: Norm | None, call: _Call):
+        ctx.call, ctx.deferred, ctx.versions = call, call.deferred, starts_versions(call.dropout)
+        keep(ctx, x, gate, weight, readable=0 if call.activation is None else 2)
+        if call.skip:
+            return x.new_empty(len(x) // call.transport.sharing, len(weight))
+        a = implementation("activation", x).activation_forward(x, call.activation, gate)
+        finish = Finish(bias, call.dropout, residual, next_norm)
+        y, normed = call.transport.matmul_reduce([a], [weight], transposed=True, finish=finish)
         if normed is None:
             return y
         ctx.set_materialize_grads(False)  # no zeros for outputs that have no gradient
@@ -73,19 +69,19 @@ class RowLinearFunction(torch.autograd.Function):
     @first_derivative
     def backward(ctx, dy, *_):
         x, gate, weight = kept(ctx)
-        layout: _Layout = ctx.layout
+        call: _Call = ctx.call
         wants_x, wants_gate, wants_weight, wants_bias, wants_residual, *_ = ctx.needs_input_grad
         dresidual = dy if wants_residual else None
-        check_starts(layout.dropout, ctx.versions)
-        dy, dbias = implementation("dropout", dy).finish_backward(dy, layout.dropout, wants_bias)
-        gathering = layout.transport if layout.sequence_parallel else LOCAL
+        check_starts(call.dropout, ctx.versions)
+        dy, dbias = implementation("dropout", dy).finish_backward(dy, call.dropout, wants_bias)
+        gathering = call.transport.gathering
         dx = dgate = dweight = gathered = None
         if wants_x or wants_gate:
             dx, dgate, a, gathered = gathering.gather_matmul_derivative(
-                dy, weight, x, gate, layout.activation, keep=layout.deferred is not None
+                dy, weight, x, gate, call.activation, keep=call.deferred is not None
             )
         elif wants_weight:
-            a = implementation("activation", x).activation_forward(unpacked(x), layout.activation, unpacked(gate))
+            a = implementation("activation", x).activation_forward(unpacked(x), call.activation, unpacked(gate))
 
         held = dy if gathered is None else gathered  # so that a queue keeps one of the two alive, not both
 
@@ -93,33 +89,22 @@ class RowLinearFunction(torch.autograd.Function):
             whole = gathering.start_gather(held)() if gathered is None else held
             return whole.t() @ a
 
-        if layout.deferred is not None and wants_weight:
-            queue, (sink,) = layout.deferred
+        if call.deferred is not None and wants_weight:
+            queue, (sink,) = call.deferred
             queue.add(lambda: sink(weight_gradient()), held, a)
         elif wants_weight:
             dweight = weight_gradient()
         return dx, dgate, dweight, dbias, dresidual, None, None
 
 
-def _result_rows(x: Tensor, layout: _Layout) -> int:
-    group = layout.transport.group
-    return len(x) // group.size() if layout.sequence_parallel and group is not None else len(x)
-
-
-def _check_operands(
-    rows: Tensor,
-    weight: Tensor,
-    gate: Tensor | None,
-    finish: Finish,
-    group: ProcessGroup | None,
-    sequence_parallel: bool,
-) -> None:
-    """ValueError unless all operands are as row_linear says, of rows (tokens, K / t)."""
+def _check_operands(rows: Tensor, weight: Tensor, gate: Tensor | None, finish: Finish, sharing: int) -> None:
+    """ValueError unless all operands are as row_linear says, of rows (tokens, K / t). sharing: ranks that divide the
+    result's rows."""
     (bias, dropout, residual, norm), shape, own, n = finish, rows.shape, (rows.dtype,), weight.shape[0]
     operands: list[Operand] = [("x", rows, (shape[0], shape[-1]), FLOATS), ("weight", weight, (n, shape[-1]), own)]
     operands += ("gate", gate, shape, own), ("bias", bias, (n,), own)
     if residual is not None or dropout is not None:
-        result = shape[0] if group is None or not sequence_parallel else shape[0] // group.size()
+        result = shape[0] // sharing
         start = None if dropout is None else dropout.start
         operands += ("residual", residual, (result, n), FLOATS), ("dropout's start", start, (result,), (torch.int64,))
     if norm is not None:
@@ -152,18 +137,6 @@ def _check_options(
         raise ValueError("next_norm would be made in autocast's dtype: call ops.norm, which makes it in float32")
 
 
-def _opened(
-    transport: str | Transport, rows: Tensor, weight: Tensor, group: ProcessGroup | None, sequence_parallel: bool
-) -> Transport:
-    """The transport, opened for this shape if it is a name."""
-    if not isinstance(transport, str):
-        return transport
-    m, k = rows.shape
-    return open_transport(
-        row_request(m, k, weight.shape[0], rows.dtype, rows.device, group, sequence_parallel, transport)
-    )
-
-
 @uncompiled
 def row_linear(
     x: Tensor,
@@ -176,16 +149,15 @@ def row_linear(
     dropout: Dropout | None = None,
     next_norm: Norm | None = None,
     ends_region: bool = False,
-    group: ProcessGroup | None = None,
-    sequence_parallel: bool = True,
-    transport: str | Transport = "auto",
+    transport: Transport | None = None,
     deferred: Deferred | None = None,
 ) -> Tensor | tuple[Tensor, Normed]:
     """Y = residual + dropout(reduce(act(x) W^T) + b) for a weight sharded by input feature.
 
     Shapes:  x (tokens, K / t), before the activation; gate like x (SwiGLU: act(gate) * x); weight (N, K / t);
              bias (N,), added once, after the reduction; residual and result (tokens / t, N) with sequence_parallel,
-             else (tokens, N), equal on all ranks. t = group.size(); group None is one rank. The result has x's dtype.
+             else (tokens, N), equal on all ranks. The result has x's dtype.
+             transport: as in column_linear; TensorParallel.row_transport opens one.
              activation: None, "gelu" (erf), "gelu_tanh", "silu" or "relu2".
              next_norm: the norm before the next linear. The pass that adds bias, dropout and residual applies it, too,
              and the result is (Y, Normed). Give both to the next column_linear, Y as x and Normed as normed.
@@ -196,17 +168,17 @@ def row_linear(
     Communication, per rank, B = tokens * N * itemsize:
              sequence parallel: forward reduce-scatter B; backward all-gather B (dy, used for dx and dW)
              otherwise:         forward all-reduce B; backward none
-             transport: as in column_linear. deferred: its queue takes the weight gradient and the gathered dy; it has
-             one sink.
+             deferred: its queue takes the weight gradient and the gathered dy; it has one sink.
     With sequence_parallel the bias gradient is a partial sum, over this rank's rows.
     At t = 1 every output and gradient is bit-identical to F.linear's.
     Under torch.autocast all but the residual have autocast's dtype; the residual keeps its own, and is added last.
     Errors:  ValueError for an unknown activation, a gate without one, dropout outside [0, 1), tokens not divisible by t
-             (with sequence_parallel), a transport that cannot run, next_norm with ends_region or under autocast, and
-             operands of other shapes, dtypes or devices: nothing is broadcast; x, gate, weight and bias have one dtype.
+             (with sequence_parallel), next_norm with ends_region or under autocast, and operands of other shapes,
+             dtypes or devices: nothing is broadcast; x, gate, weight and bias have one dtype. TypeError for a transport
+             that is not an opened one.
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198)
     """
-    autocast = autocast_dtype(x)
+    transport, autocast = opened(transport), autocast_dtype(x)
     _check_options(activation, gate, dropout, next_norm, ends_region, autocast, deferred)
     rows, added = x, residual
     if x.dim() != 2:
@@ -214,12 +186,11 @@ def row_linear(
     if autocast is not None:
         deferred = cast_back(deferred, [weight])
         rows, gate, weight, bias = (cast(each, autocast) for each in (rows, gate, weight, bias))
-    _check_operands(rows, weight, gate, Finish(bias, dropout, added, next_norm), group, sequence_parallel)
-    transport = _opened(transport, rows, weight, group, sequence_parallel)
-    layout = _Layout(transport, sequence_parallel, activation, dropout, ends_region and running_again(), deferred)
-    needing = *(((rows, gate), (weight,), SCATTERED) if sequence_parallel else ((), ())), transport.name
-    called(untold(transport), "row_linear", (rows.shape[0], weight.shape[0]), rows.dtype, True, *needing)
-    result = RowLinearFunction.apply(rows, gate, weight, bias, added if autocast is None else None, next_norm, layout)
+    _check_operands(rows, weight, gate, Finish(bias, dropout, added, next_norm), transport.sharing)
+    call = _Call(transport, activation, dropout, ends_region and running_again(), deferred)
+    needing = *(((rows, gate), (weight,), SCATTERED) if transport.sequence_parallel else ((), ())), transport.name
+    called(transport.untold, "row_linear", (rows.shape[0], weight.shape[0]), rows.dtype, True, *needing)
+    result = RowLinearFunction.apply(rows, gate, weight, bias, added if autocast is None else None, next_norm, call)
     y, *normed = (result,) if next_norm is None else result
     if autocast is not None and added is not None:
         y = added + y

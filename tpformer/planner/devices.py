@@ -21,7 +21,7 @@ import torch
 
 from tpformer.config import check_choice, check_known
 from tpformer.kernels.cost import MACHINES, MOVED, RELEASE_SECONDS, Machine
-from tpformer.ops.transports.prediction import chosen_launch
+from tpformer.ops.choice.prediction import chosen_launch
 from tpformer.words import shown
 
 DIRECTORY = Path(__file__).parent / "device_files"

@@ -26,7 +26,6 @@ from tpformer.layers import SelfAttention
 from tpformer.layers.moe import routers
 from tpformer.models import GPT
 from tpformer.ops import WeightGradientQueue, default_chunk_tokens
-from tpformer.ops.transport import dtype_name
 from tpformer.parallel import prepare_backward, reduce_partial_gradients
 from tpformer.parallel.zero import reduce_accumulated, take_weight_gradients
 from tpformer.torch_private import forget_meshes
@@ -35,6 +34,7 @@ from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.resolve import resolve, with_vocab_size
 from tpformer.training.setup import build_parts, default_dtype, run_mesh
+from tpformer.words import dtype_name
 
 from .counting import Collective, CollectiveCounter, SavedBytes, StageCount, live_bytes
 from .memory import boundary_bytes, microbatch_rows

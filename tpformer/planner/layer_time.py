@@ -1,7 +1,7 @@
 """Seconds of one layer and of the loss on one rank, by kind of work: what a stage's forward and backward consist of.
 
 Belongs here: which kernels and collectives a layer runs, on a configuration alone. Single kernels are in roofline.py,
-tensor-parallel communication by transport in ops/transports/prediction.py, stages and steps in step_time.py.
+tensor-parallel communication by transport in ops/choice/prediction.py, stages and steps in step_time.py.
 
 All is a prediction. Terms: gemm, attention, scores (their traffic), elementwise, cast, tp (exposed), recompute, logits,
 packing, launch (on a CPU), wait (for the host).
@@ -18,8 +18,9 @@ import torch
 from tpformer.config import RunConfig
 from tpformer.kernels.cost import overlapped_seconds
 from tpformer.layers.embedding import padded_vocab
-from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER, Grouped
-from tpformer.ops.transports.prediction import fused_times, grouped_seconds, sequential_times
+from tpformer.ops.choice import Grouped
+from tpformer.ops.choice.prediction import fused_times, grouped_seconds, sequential_times
+from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 
 from .devices import Device, as_if_on
 from .kept import kept_by_kind

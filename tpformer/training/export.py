@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from tpformer.ops.transport import dtype_name
 from tpformer.processes.files import make_folder, naming
 from tpformer.weights.families import family_for
 from tpformer.weights.files import MAX_FILE_BYTES, Spec, create_file, plan_files, write_index
 from tpformer.weights.tensors import Place, TensorMap, their_specs
+from tpformer.words import dtype_name
 
 from .checkpoint import choose_step
 from .checkpoint_files import MODEL, fsync, read_parts, saved_tensors, step_path

@@ -16,10 +16,10 @@ from tpformer.distributed.mesh import DEFAULT_TIMEOUT, PROGRAM
 from tpformer.layers import TensorParallel
 from tpformer.models import GPT
 from tpformer.ops import use_measured_table
-from tpformer.ops.transport import dtype_name
 from tpformer.parallel import apply_zero, split_stages
 from tpformer.parallel.zero import uses_fsdp
 from tpformer.processes.cpu import keep_freed_memory, share_cores
+from tpformer.words import dtype_name
 
 from .data import BlendedSamples, Samples, TokenSamples, dataset_paths
 from .model import ModelParts

@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpformer.config import RunConfig, check_config
 from tpformer.distributed import all_reduce, check_all, close, indexed
 from tpformer.distributed.mesh import AXES
-from tpformer.ops.transport import dtype_name
 from tpformer.parallel import local_part
 from tpformer.processes.standard_files import when_unread
 from tpformer.processes.stops import stop_requests
 from tpformer.processes.watchdog import Watchdog
+from tpformer.words import dtype_name
 
 from . import saves
 from .batches import Batch, Batches

@@ -33,10 +33,11 @@ def gather_experts(
 ) -> tuple[Tensor, Tensor]:
     """(y (R, N), gathered rows (T, K)): each dispatched row of gather(x) times the transpose of its expert's matrix.
 
-    Shapes: x (T / t, K), or all rows with the local transport; weights (E, N, K), or (E, K, N) if transposed. The
+    Shapes: x (T / t, K), or all rows without sequence parallelism; weights (E, N, K), or (E, K, N) if transposed. The
     group's next operation may overwrite the gathered rows, unless `keep`.
-    Communication: one all-gather of T * K * itemsize bytes.
+    Communication: one all-gather of T * K * itemsize bytes with sequence parallelism.
     """
+    transport = transport.gathering
     if transport.name == "fused":
         return cast("Fused", transport).gather_grouped(x, dispatch, weights, transposed=transposed, keep=keep)
     if transport.group is not None:
@@ -70,18 +71,17 @@ def experts_reduce(
     dense: Sequence[tuple[Tensor, Tensor]] = (),
     *,
     transposed: bool,
-    scatter: bool,
     finish: Finish = NOTHING,
 ) -> Tensor:
     """The sum over ranks, for each token, of its rows times their experts' matrices and of the dense products.
 
     Shapes: rows (R, K), weights (E, N, K), or (E, K, N) if transposed; dense: pairs of (T, K_i) and (K_i, N); result
-    with scatter this rank's (T / t, N), else (T, N), equal on all ranks. Then `finish`, which has no norm.
+    with sequence parallelism this rank's (T / t, N), else (T, N), equal on all ranks. Then `finish`, which has no norm.
     Numerics: a rank adds a token's rows in the order of its experts, in at least float32, then the dense products. A
     reduction over ranks adds what the ranks have rounded, in the order that its transport has for dense layers.
     Communication: one reduce-scatter or all-reduce of T * N * itemsize bytes.
     """
-    n = weights.shape[2 if transposed else 1]
+    n, scatter = weights.shape[2 if transposed else 1], transport.sequence_parallel
     if transport.group is not None:
         record_transport(SCATTER if scatter else ALL_REDUCE, reducing(transport.name))
 

@@ -22,19 +22,20 @@ from tpformer.kernels.all_gather_matmul.kernel import (
 from tpformer.kernels.arguments import MAXIMUM_WEIGHTS
 from tpformer.kernels.configurations import select_tile
 from tpformer.kernels.finish import NOTHING, Finish
-from tpformer.kernels.launch import Tile, packed, require_elements
+from tpformer.kernels.launch import Tile, packed, require_matrices
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce, matmul_all_reduce_space, select_all_reduce_tile
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter, matmul_reduce_scatter_space
 from tpformer.kernels.protocol import Channel
 
+from ..choice.prediction import send_by_copies
+from ..choice.spare import spare_processors
 from ..dispatch import Dispatch
 from ..norm import Normed
-from .interface import ALL_REDUCE, GATHER, SCATTER, Kept, finish_rows, record_transport
-from .prediction import send_by_copies
-from .spare import spare_processors
+from .interface import ALL_REDUCE, GATHER, SCATTER, Kept, Transport, finish_rows, record_transport
+from .sequential import LOCAL
 
 
-class Fused:
+class Fused(Transport):
     """One kernel for each method, over the group's `gather` or `reduce` workspace.
 
     Numerics: partial sums travel in the inputs' dtype and are added in rank order in float32. Bias, dropout and
@@ -42,9 +43,12 @@ class Fused:
     """
 
     name = "fused"
+    group: ProcessGroup
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: ProcessGroup, sequence_parallel: bool = True) -> None:
+        super().__init__(group, sequence_parallel)
+        self.untold = None
+        self.gathering = self if sequence_parallel else LOCAL
         self.spare = spare_processors(group)
 
     def _begin_gather(
@@ -83,7 +87,7 @@ class Fused:
             biases = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
         first, rest = slice(MAXIMUM_WEIGHTS), slice(MAXIMUM_WEIGHTS, None)
         more = len(weights) > MAXIMUM_WEIGHTS
-        require_elements(x, *weights)
+        require_matrices(x, *weights)
         columns = sum([w.shape[0] for w in weights[first]])
         record_transport(GATHER, self.name)
         channel, workspace, sent = self._begin_gather("all_gather_matmul", x, columns, keep=more)
@@ -102,7 +106,7 @@ class Fused:
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Transport.gather_matmul_derivative, with the activation's derivative in the GEMM's epilogue."""
         dy = dy.contiguous()
-        require_elements(dy, weight)
+        require_matrices(dy, weight)
         record_transport(GATHER, self.name)
         channel, workspace, sent = self._begin_gather("all_gather_matmul", dy, weight.shape[1], keep=True)
         push = sent is None
@@ -138,12 +142,12 @@ class Fused:
         weights: Sequence[Tensor],
         *,
         transposed: bool,
-        scatter: bool,
         finish: Finish = NOTHING,
     ) -> tuple[Tensor, Normed | None]:
         """Transport.matmul_reduce: each tile goes to its owner as it is computed; the norm has its own pass."""
+        scatter = self.sequence_parallel
         record_transport(SCATTER if scatter else ALL_REDUCE, self.name)
-        require_elements(*inputs, *weights)
+        require_matrices(*inputs, *weights)
         inputs, weights = _at_most_three(inputs, weights, transposed)
         x, world = inputs[0], self.group.size()
         m, n = len(x), weights[0].shape[0 if transposed else 1]

@@ -5,12 +5,12 @@ Letters: M rows (tokens) in total, t ranks; K and N are those of this rank's GEM
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -23,54 +23,6 @@ from ..implementation import implementation
 from ..norm import Normed
 
 GATHER, SCATTER, ALL_REDUCE = OPERATIONS
-
-
-class Grouped(NamedTuple):
-    """The grouped GEMM that a layer of experts has in place of a column-parallel linear."""
-
-    chosen: int
-    """Experts of a token."""
-    groups: int
-    """Experts of a rank."""
-    n: int
-    """Output features of each."""
-
-    def width(self, ranks: int) -> int:
-        """Output features of one rank's column-parallel linear with as much work."""
-        return -(-self.chosen * self.n // ranks)
-
-
-class Request(NamedTuple):
-    """A linear that needs a transport: its operation (one of OPERATIONS) and one rank's GEMM, (m, k) @ (k, n).
-
-    m counts the rows of all ranks; n and k are this rank's. transport: the user's choice, or "auto". grouped: of
-    experts, for which n is the width of a linear with as much work.
-    """
-
-    op: str
-    m: int
-    n: int
-    k: int
-    dtype: torch.dtype
-    device: torch.device
-    group: ProcessGroup | None
-    transport: str = "auto"
-    grouped: Grouped | None = None
-
-    @property
-    def ranks(self) -> int:
-        """The group's ranks; 1 without a group."""
-        return 1 if self.group is None else self.group.size()
-
-    @property
-    def width(self) -> int:
-        """The sharded size of the GEMM: the wider it is, the more communication the GEMM hides."""
-        return self.n if self.op == GATHER else self.k
-
-
-def untold(transport: Transport) -> ProcessGroup | None:
-    """The group whose ranks a linear has to tell. Fused operations tell them as they begin: each call is told once."""
-    return None if transport.name == "fused" else transport.group
 
 
 def finish_rows(y: Tensor, finish: Finish) -> tuple[Tensor, Normed | None]:
@@ -86,16 +38,29 @@ def finish_rows(y: Tensor, finish: Finish) -> tuple[Tensor, Normed | None]:
 Kept: TypeAlias = Tensor | Packed  # what a forward has kept
 
 
-class Transport(Protocol):
-    """Linears over one group. Grad mode is off; tensors have any strides, one dtype, and equal shapes on all ranks.
+class Transport(ABC):
+    """Linears over one group, opened once by whoever builds a layer (TensorParallel.column_transport, row_transport).
+
+    Grad mode is off; tensors have any strides, one dtype, and equal shapes on all ranks.
+    group: None is one rank. sequence_parallel: between linears each rank has rows of its own (a sequence shard), so
+    there are gathers, and reductions scatter; otherwise every rank has all rows, and reductions give all rows to all.
 
     Each method that communicates records its operation (`record_transport`), and its collective with the bytes of the
     full tensor (`distributed.collectives.record`).
     """
 
     name: str
-    group: ProcessGroup | None
+    gathering: Transport
+    """The transport of the gathers: this one with sequence parallelism, else LOCAL, because no row is elsewhere."""
 
+    def __init__(self, group: ProcessGroup | None, sequence_parallel: bool) -> None:
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.sharing = group.size() if group is not None and sequence_parallel else 1
+        """The ranks that divide the rows."""
+        self.untold = group
+        """The group whose ranks a linear has to tell of its call. Fused operations tell them as they begin."""
+
+    @abstractmethod
     def gather_matmul(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """gather(x) @ W_i^T + b_i for every weight, from one gather.
 
@@ -103,6 +68,7 @@ class Transport(Protocol):
         Communication: one all-gather of M * K * itemsize bytes.
         """
 
+    @abstractmethod
     def gather_matmul_derivative(
         self, dy: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -114,23 +80,24 @@ class Transport(Protocol):
         Communication: one all-gather of M * N * itemsize bytes.
         """
 
+    @abstractmethod
     def matmul_reduce(
         self,
         inputs: Sequence[Tensor],
         weights: Sequence[Tensor],
         *,
         transposed: bool,
-        scatter: bool,
         finish: Finish = NOTHING,
     ) -> tuple[Tensor, Normed | None]:
         """(y, its norm or None): the sum over ranks and i of inputs_i @ W_i, or @ W_i^T if transposed, then `finish`.
 
-        Shapes: inputs (M, K_i); weights (K_i, N), or (N, K_i) if transposed; y, with scatter, this rank's rows
-        (M / t, N), else (M, N), equal on all ranks. y has memory of its own.
-        Communication: one reduce-scatter or all-reduce of M * N * itemsize bytes.
-        Errors: ValueError if scatter and t does not divide M.
+        Shapes: inputs (M, K_i); weights (K_i, N), or (N, K_i) if transposed; y, with sequence parallelism, this rank's
+        rows (M / t, N), else (M, N), equal on all ranks. y has memory of its own.
+        Communication: one reduce-scatter, or without sequence parallelism one all-reduce, of M * N * itemsize bytes.
+        Errors: ValueError with sequence parallelism if t does not divide M.
         """
 
+    @abstractmethod
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin to gather x (M / t, K); the function returned waits for the rows (M, K).
 

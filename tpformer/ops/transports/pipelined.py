@@ -11,10 +11,11 @@ from tpformer.kernels.finish import NOTHING, Finish
 
 from ..implementation import implementation
 from ..norm import Normed
-from .interface import ALL_REDUCE, GATHER, SCATTER, Kept, finish_rows, record_transport
+from .interface import ALL_REDUCE, GATHER, SCATTER, Kept, Transport, finish_rows, record_transport
+from .sequential import LOCAL
 
 
-class Pipelined:
+class Pipelined(Transport):
     """The GEMM after a gather takes this rank's rows first, then each peer's as they arrive. The GEMM before a
     reduction makes this rank's rows last.
 
@@ -22,9 +23,11 @@ class Pipelined:
     """
 
     name = "pipelined"
+    group: ProcessGroup
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: ProcessGroup, sequence_parallel: bool = True) -> None:
+        super().__init__(group, sequence_parallel)
+        self.gathering = self if sequence_parallel else LOCAL
 
     def _rows(self, x: Tensor) -> int:
         return len(x) * self.group.size()
@@ -59,11 +62,10 @@ class Pipelined:
         weights: Sequence[Tensor],
         *,
         transposed: bool,
-        scatter: bool,
         finish: Finish = NOTHING,
     ) -> tuple[Tensor, Normed | None]:
         """Transport.matmul_reduce: each chunk is on its way while the next one is multiplied."""
-        record_transport(SCATTER if scatter else ALL_REDUCE, self.name)
+        record_transport(SCATTER if self.sequence_parallel else ALL_REDUCE, self.name)
         factors = [weight.t() if transposed else weight for weight in weights]
         shape = (len(inputs[0]), factors[0].shape[1])
 
@@ -72,7 +74,8 @@ class Pipelined:
             for x, factor in zip(inputs[1:], factors[1:], strict=True):
                 torch.addmm(out, x[rows], factor, out=out)
 
-        y = (reduce_scatter_chunks if scatter else all_reduce_chunks)(fill, shape, inputs[0], self.group)
+        reduce = reduce_scatter_chunks if self.sequence_parallel else all_reduce_chunks
+        y = reduce(fill, shape, inputs[0], self.group)
         return finish_rows(y, finish)
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:

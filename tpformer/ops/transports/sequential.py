@@ -9,18 +9,20 @@ from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from tpformer.kernels.finish import NOTHING, Finish
+from tpformer.words import shown
 
 from ..implementation import implementation
 from ..norm import Normed
-from .interface import ALL_REDUCE, GATHER, SCATTER, Kept, finish_rows, record_transport
+from .interface import ALL_REDUCE, GATHER, SCATTER, Kept, Transport, finish_rows, record_transport
 
 
-class Sequential:
+class Sequential(Transport):
     """Serves any backend, dtype and device. Without a group ("local") it is F.linear and communicates nothing."""
 
-    def __init__(self, group: ProcessGroup | None) -> None:
-        self.group = group
+    def __init__(self, group: ProcessGroup | None, sequence_parallel: bool = True) -> None:
+        super().__init__(group, sequence_parallel)
         self.name = "local" if group is None else "sequential"
+        self.gathering = self if sequence_parallel else LOCAL
 
     def _record(self, op: str) -> None:
         if self.group is not None:
@@ -47,20 +49,35 @@ class Sequential:
         weights: Sequence[Tensor],
         *,
         transposed: bool,
-        scatter: bool,
         finish: Finish = NOTHING,
     ) -> tuple[Tensor, Normed | None]:
         """Transport.matmul_reduce: GEMMs, the collective, then a pass for what follows."""
         if self.group is None and transposed and len(inputs) == 1:
             # bias inside the GEMM: bit-identical to nn.Linear
             return finish_rows(F.linear(inputs[0], weights[0], finish.bias), Finish(None, *finish[1:]))
-        self._record(SCATTER if scatter else ALL_REDUCE)
+        self._record(SCATTER if self.sequence_parallel else ALL_REDUCE)
         first, *rest = (weight.t() if transposed else weight for weight in weights)
         y = inputs[0] @ first
         for x, weight in zip(inputs[1:], rest, strict=True):
             y.addmm_(x, weight)
-        return finish_rows((reduce_scatter if scatter else all_reduce)(y, self.group), finish)
+        return finish_rows((reduce_scatter if self.sequence_parallel else all_reduce)(y, self.group), finish)
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
         """Transport.start_gather: gathers when it is waited for, so that one collective is under way at a time."""
         return lambda: all_gather(x, self.group)
+
+
+LOCAL = Sequential(None)  # one rank
+
+
+def opened(transport: Transport | None) -> Transport:
+    """The transport that an operation was given; LOCAL for None. Errors: TypeError for anything else."""
+    if isinstance(transport, Transport):
+        return transport
+    if transport is None:
+        return LOCAL
+    raise TypeError(
+        f"transport={shown(transport)}: operations take an opened one, which "
+        f"tpformer.layers.TensorParallel(mesh, sequence_parallel=True).column_transport(x, width) gives (row_transport "
+        f"for a row_linear), or None for one rank"
+    )

@@ -1,4 +1,8 @@
-"""Which transport carries a tensor-parallel linear: the choice, its reason, and the error if it cannot run."""
+"""Which transport carries a tensor-parallel linear: the choice, its reason, and the error if it cannot run.
+
+Belongs here: what decides, from a request to an opened transport. The times that "auto" compares are those of
+prediction.py. `TensorParallel` asks once for each shape; a tensor on its way never does.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.distributed import ProcessGroup
 
 from tpformer.config import TRANSPORTS, check_choice
 from tpformer.config.transport_table import read_transport_table
 from tpformer.distributed.groups import why_copied_flags, why_no_kernels
 from tpformer.distributed.shared_memory import torch_backend
 from tpformer.kernels.cost import Machine, break_even_width, machine_for
+from tpformer.words import dtype_name
 
-from .implementation import KERNEL_DTYPES
-from .transports.interface import ALL_REDUCE, GATHER, REGISTRY, SCATTER, Grouped, Request, Transport
-from .transports.pipelined import Pipelined
-from .transports.prediction import Times, chosen_launch, fused_times, grouped_seconds, sequential_times
-from .transports.sequential import Sequential
-from .transports.spare import spare_processors
+from ..implementation import KERNEL_DTYPES
+from ..transports.interface import ALL_REDUCE, REGISTRY, Transport
+from ..transports.pipelined import Pipelined
+from ..transports.sequential import LOCAL, Sequential
+from .prediction import Times, chosen_launch, fused_times, grouped_seconds, sequential_times
+from .request import Request
+from .spare import spare_processors
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16)
 FUSED_ROWS = 1024  # on a GPU without a model: with fewer rows a collective and a library GEMM are probably faster
 PIPELINED_ROWS = 1024  # per rank; smaller GEMM chunks lose more time than their overlap gains
-LOCAL = Sequential(None)
 NEEDS = {
     "fused": "fused needs a CUDA device with NVLink (or TRITON_INTERPRET=1 for tests on CPU)",
     "pipelined": "pipelined needs a backend that sends tensors of the device (gloo for CPU, nccl for CUDA)",
@@ -38,42 +42,6 @@ class Decision(NamedTuple):
     reason: str
 
 
-def column_request(
-    rows: int,
-    k: int,
-    n: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    group: ProcessGroup | None,
-    sequence_parallel: bool,
-    transport: str,
-    grouped: Grouped | None = None,
-) -> Request:
-    """The request of a column_linear for x (rows, k). n: this rank's output features, of all weights together.
-    grouped: as in Request.
-
-    Without sequence parallelism only the backward communicates: dx = all_reduce(dy W).
-    """
-    if sequence_parallel:
-        ranks = 1 if group is None else group.size()
-        return Request(GATHER, rows * ranks, n, k, dtype, device, group, transport, grouped)
-    return Request(ALL_REDUCE, rows, k, n, dtype, device, group, transport)
-
-
-def row_request(
-    rows: int,
-    k: int,
-    n: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    group: ProcessGroup | None,
-    sequence_parallel: bool,
-    transport: str,
-) -> Request:
-    """The request of a row_linear for x (rows, k). k: this rank's input features; n: output features."""
-    return Request(SCATTER if sequence_parallel else ALL_REDUCE, rows, n, k, dtype, device, group, transport)
-
-
 def open_transport(request: Request) -> Transport:
     """The transport that choose_transport names, ready for use. Errors: ValueError, as there."""
     name = choose_transport(request).transport
@@ -81,12 +49,12 @@ def open_transport(request: Request) -> Transport:
         return LOCAL
     assert request.group is not None
     if name == "sequential":
-        return Sequential(request.group)
+        return Sequential(request.group, request.sequence_parallel)
     if name == "pipelined":
-        return Pipelined(request.group)
-    from .transports.fused import Fused  # imports triton
+        return Pipelined(request.group, request.sequence_parallel)
+    from ..transports.fused import Fused  # imports triton
 
-    return Fused(request.group)
+    return Fused(request.group, request.sequence_parallel)
 
 
 def choose_transport(request: Request) -> Decision:
@@ -160,11 +128,6 @@ def use_measured_table(path: str | Path | None) -> None:
     """
     REGISTRY.table = None if path is None else read_transport_table(path)
     chosen_launch.cache_clear()  # the table also says who sends a gather's shards
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype without "torch.", as in tables and reasons."""
-    return str(dtype).removeprefix("torch.")
 
 
 def device_name(device: torch.device) -> str:

@@ -1,7 +1,7 @@
 """How long a tensor-parallel linear takes by each transport, predicted: what "auto" compares and explain() prints.
 
 Belongs here: the model, which "auto", `python -m bench protocol` and the predictions of the benches share. Its
-constants stand in kernels/cost.py; what a launch does is counted by exchange.py. Nobody has run the fused kernels on
+constants stand in kernels/cost.py; what a launch does is counted by traffic.py. Nobody has run the fused kernels on
 several GPUs; tests/ops/test_prediction.py compares the model with what others have measured of theirs.
 """
 
@@ -25,8 +25,9 @@ from tpformer.kernels.cost import (
     tile_seconds,
 )
 
-from .exchange import Exchange, Launch, Sums, planned_launch, share, tile_count
-from .interface import GATHER, REGISTRY, Grouped
+from ..transports.interface import GATHER, REGISTRY
+from .request import Grouped
+from .traffic import Launch, Sums, Traffic, planned_launch, share, tile_count
 
 
 class Times(NamedTuple):
@@ -81,7 +82,7 @@ def fused_times(
     came before, and the rest behind them. Nothing hides the flags.
     """
     launch = chosen_launch(op, sizes, t, dtype, device, spare)
-    found = launch.exchange
+    found = launch.traffic
     gemm = gemm or kernel_gemm_seconds(launch, sizes, dtype.itemsize, device, machine, spare)
     if op == GATHER:
         arrivals = gather_arrivals(launch, t, machine)
@@ -100,7 +101,7 @@ def fused_times(
     return Times(gemm, links, total, HOST_SECONDS["fused"])
 
 
-def all_reduce_seconds(found: Exchange, sums: Sums, gemm: float, links: float, machine: Machine) -> float:
+def all_reduce_seconds(found: Traffic, sums: Sums, gemm: float, links: float, machine: Machine) -> float:
     """Of a fused all-reduce, by the programs that take longest.
 
     A program computes tiles, or a tile less and adds early units between them. Behind that the last tiles travel, then
@@ -172,7 +173,7 @@ def kernel_gemm_seconds(
     m, n, k = sizes
     processors = processors_of(device)
     programs = min(-(-launch.programs // processors), resident_programs(device, launch.tile) // processors)
-    waves = launch.exchange.tiles * tile_seconds(launch.tile[:2], k, programs, machine, processors)
+    waves = launch.traffic.tiles * tile_seconds(launch.tile[:2], k, programs, machine, processors)
     usable = machine._replace(flops=machine.flops * (processors - spare) / processors)
     return max(waves, gemm_seconds(m, n, k, itemsize, usable))
 
@@ -232,7 +233,7 @@ def gather_arrivals(launch: Launch, t: int, machine: Machine) -> list[float]:
 
     if t == 1:
         return [0.0]
-    nbytes, pushers = launch.exchange.sent // (t - 1), launch.push.pushers
+    nbytes, pushers = launch.traffic.sent // (t - 1), launch.push.pushers
     if pushers:
         return push_arrivals(nbytes, t, pushers, machine)
     return [copy_seconds(nbytes, step + 1, machine) for step in range(t)]
@@ -247,7 +248,7 @@ def multiplied_seconds(launch: Launch, arrivals: Sequence[float], sizes: tuple[i
     from tpformer.kernels.all_gather_matmul.kernel import walk
 
     programs, (pushers, joins) = launch.programs, launch.push
-    tiles, seconds = tile_count(sizes[0] // len(arrivals), sizes[1], launch.tile), gemm / launch.exchange.tiles
+    tiles, seconds = tile_count(sizes[0] // len(arrivals), sizes[1], launch.tile), gemm / launch.traffic.tiles
     ends = [arrivals[-1] if program < pushers else 0.0 for program in range(programs)]
     for step, arrival in enumerate(arrivals):
         for program in range(pushers if step < joins else 0, programs):

@@ -12,7 +12,7 @@ import torch
 
 from tpformer.kernels.cost import MACHINES, POLL_SECONDS, RELEASE_SECONDS, Machine, gemm_seconds, is_one_shot
 
-from .interface import ALL_REDUCE, GATHER, SCATTER
+from ..transports.interface import ALL_REDUCE, GATHER, SCATTER
 
 if TYPE_CHECKING:
     from tpformer.kernels.all_gather_matmul.plan import Push
@@ -52,7 +52,7 @@ class Sums(NamedTuple):
     """Bytes that a program has asked for before it uses any of them, while it copies."""
 
 
-class Exchange(NamedTuple):
+class Traffic(NamedTuple):
     """What the program with the most to do does one after another, and what its rank sends."""
 
     tiles: int
@@ -103,9 +103,9 @@ def tile_count(rows: int, n: int, tile: Tile) -> int:
     return share(rows, tile.m) * share(n, tile.n)
 
 
-def gather_exchange(
+def gather_traffic(
     rows: int, n: int, nbytes: int, t: int, tile: Tile, programs: int, pushers: int, joins: int
-) -> Exchange:
+) -> Traffic:
     """all_gather_matmul for shards of `rows` rows and `nbytes` bytes, of a program that only multiplies.
 
     programs: with the pushers, who take tiles from chunk number `joins` on; 0 pushers with a copy engine.
@@ -116,10 +116,10 @@ def gather_exchange(
     own, rest = divmod(joins * tiles, computing) if joins else (0, 0)
     # programs without one of the rest's tiles, pushers among them, come first in the rounds from chunk `joins` on
     most = own + share(rest + (t - joins) * tiles, programs)
-    return Exchange(most, t - 1, 0, (t - 1) * nbytes, in_flight=IN_FLIGHT if pushers else 0)
+    return Traffic(most, t - 1, 0, (t - 1) * nbytes, in_flight=IN_FLIGHT if pushers else 0)
 
 
-def scatter_exchange(rows: int, n: int, itemsize: int, t: int, tile: Tile, programs: int) -> Exchange:
+def scatter_traffic(rows: int, n: int, itemsize: int, t: int, tile: Tile, programs: int) -> Traffic:
     """matmul_reduce_scatter with `rows` rows of the result for each rank.
 
     The program that completes a row block sets its flag. Which one that is, the run decides: releases are the mean.
@@ -134,7 +134,7 @@ def scatter_exchange(rows: int, n: int, itemsize: int, t: int, tile: Tile, progr
         share(count, programs) * share(units, runs) * (loaded + loaded // t)
         for count, runs in ((early, plan.early_runs), (late, plan.late_runs))
     ]
-    return Exchange(
+    return Traffic(
         share(t * tiles, programs),
         share(early + late, programs),
         share(t * blocks, programs),
@@ -147,10 +147,10 @@ def scatter_exchange(rows: int, n: int, itemsize: int, t: int, tile: Tile, progr
     )
 
 
-def all_reduce_exchange(
+def all_reduce_traffic(
     sizes: tuple[int, int, int], itemsize: int, t: int, tile: Tile, band: int, programs: int, one_shot: bool,
     machine: Machine,
-) -> Exchange:  # fmt: skip
+) -> Traffic:  # fmt: skip
     """matmul_all_reduce, partial sums and result of one dtype. sizes: M, N, K. band: rows of a tile that it adds at
     once."""
     from tpformer.kernels.matmul_all_reduce.kernel import added_rows, plan_sums
@@ -194,16 +194,16 @@ def all_reduce_exchange(
     )
     # partial sums of the others' rows to their owners, then the own rows' sums to all others
     sent = ((t - 1) * m if one_shot else m - rows + (t - 1) * rows) * row_bytes
-    return Exchange(
+    return Traffic(
         own, waits, releases, sent, units, last_share(chunks * tiles, programs),
         in_flight=t * step * tile.n * itemsize, sums=sums,
     )  # fmt: skip
 
 
-def tiled_exchange(
+def tiled_traffic(
     op: str, sizes: tuple[int, int, int], t: int, itemsize: int, tile: Tile, programs: int, push: Push,
     band: int | None = None, machine: Machine = MACHINES[0],
-) -> Exchange:  # fmt: skip
+) -> Traffic:  # fmt: skip
     """The closed form of an operation; sizes: M of all ranks, N and K of this rank's GEMM. push: of a gather. band: of
     an all-reduce; None: what is best for these programs."""
     from tpformer.kernels.launch import packed_width
@@ -213,10 +213,10 @@ def tiled_exchange(
     if op == ALL_REDUCE:
         one_shot = is_one_shot(m, n, itemsize)
         band = band or band_rows(m if one_shot else share(m, t), n, t, tile, itemsize, programs)
-        return all_reduce_exchange(sizes, itemsize, t, tile, band, programs, one_shot, machine)
+        return all_reduce_traffic(sizes, itemsize, t, tile, band, programs, one_shot, machine)
     if op == SCATTER:
-        return scatter_exchange(m // t, n, itemsize, t, tile, programs)
-    return gather_exchange(m // t, n, m // t * packed_width(k, itemsize) * itemsize, t, tile, programs, *push)
+        return scatter_traffic(m // t, n, itemsize, t, tile, programs)
+    return gather_traffic(m // t, n, m // t * packed_width(k, itemsize) * itemsize, t, tile, programs, *push)
 
 
 class Launch(NamedTuple):
@@ -226,7 +226,7 @@ class Launch(NamedTuple):
     programs: int
     push: Push
     """Of a gather: who sends the shards."""
-    exchange: Exchange
+    traffic: Traffic
 
 
 def planned_launch(
@@ -260,5 +260,5 @@ def planned_launch(
     if op == ALL_REDUCE:
         every = persistent_programs(device, tiles, tile)
         band = band_rows(share(m, chunks), n, t, tile, dtype.itemsize, every)
-    found = tiled_exchange(op, sizes, t, dtype.itemsize, tile, programs, push, band, machine_of(device))
+    found = tiled_traffic(op, sizes, t, dtype.itemsize, tile, programs, push, band, machine_of(device))
     return Launch(tile, programs, push, found)
