@@ -16,7 +16,7 @@ from tpformer.kernels.cost import Machine, gemm_seconds
 from tpformer.kernels.dropout.reference import dropout_apply, finish_cost
 from tpformer.kernels.norm.reference import norm_cost
 from tpformer.kernels.rope.reference import rope_cost
-from tpformer.layers import DropoutKey, Positions, TransformerBlock
+from tpformer.layers import DropoutKey, Positions, TransformerBlock, keep
 from tpformer.models import GPTConfig
 from tpformer.models.blocks import transformer_block
 
@@ -67,7 +67,7 @@ def layers(quick: bool) -> list[Layer]:
 
 
 def our_block(config: GPTConfig, recompute: str = "none", packs: bool = False) -> TransformerBlock:
-    return transformer_block(config, recompute=recompute, pack_activations=packs, device=DEVICE, dtype=DTYPE)
+    return keep(transformer_block(config, device=DEVICE, dtype=DTYPE), recompute=recompute, pack_activations=packs)
 
 
 def inputs_of(model: nn.Module, config: GPTConfig, batch: int, length: int) -> tuple[Tensor, Tensor, dict]:
@@ -117,9 +117,9 @@ def check_layer(config: GPTConfig, tokens: int = CHECKED_TOKENS, compiles: bool 
                 require_accurate(f"{config.norm} layer, {name}: {result}", actual, oracle[result], baseline[result])
 
     for recompute in ("none", *RECOMPUTED):
-        block.recompute = recompute
+        keep(block, recompute=recompute)
         require(f"{OURS}, {recompute}", step(block, partial(block, **options), x, dy))
-    block.recompute, block.pack_activations = "none", True
+    keep(block, pack_activations=True)
     require(PACKED, step(block, partial(block, **options), x, dy))
     if compiles and not config.dropout:
         require(COMPILED, step(plain, compiled(plain), x, dy))

@@ -21,7 +21,7 @@ from tpformer.config import MLP_ACTIVATIONS
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.kernels.pack.format import packed_bytes
 from tpformer.kernels.route import reference as route
-from tpformer.layers import DropoutKey, Positions, TensorParallel
+from tpformer.layers import DropoutKey, Positions, TensorParallel, keep
 from tpformer.models import GPTConfig
 from tpformer.models.blocks import transformer_block
 from tpformer.ops import packing
@@ -253,10 +253,10 @@ class Step:
             shape: tuple = (layer.batch, layer.seq_length // layer.tp, config.hidden_size)
         else:
             tp = TensorParallel(mesh, sequence_parallel=True)
-            options: dict = {"recompute": layer.recompute, "pack_activations": layer.pack, "tp": tp, "dtype": DTYPE}
             # values matter to packing alone, and take long to make
             device = "cpu" if layer.pack else "meta"
-            self.block = transformer_block(config, config.n_layers - 1, device=device, **options)
+            block = transformer_block(config, config.n_layers - 1, device=device, tp=tp, dtype=DTYPE)
+            self.block = keep(block, recompute=layer.recompute, pack_activations=layer.pack)
             if not layer.pack:
                 self.block.to_empty(device="cpu")
             shape = (layer.tokens // layer.tp, config.hidden_size)

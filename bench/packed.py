@@ -22,6 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from tpformer.config import RunConfig, build_config
+from tpformer.layers import keep
 from tpformer.models import GPT, GPTConfig
 from tpformer.parallel import local_part
 from tpformer.planner.devices import load_device
@@ -166,7 +167,7 @@ class Large:
     """A model of 8 layers of 512, and its step on 2,048 tokens."""
 
     def __init__(self, packs: bool) -> None:
-        self.model = GPT(LARGE, dtype=torch.bfloat16, pack_activations=packs).train()
+        self.model = keep(GPT(LARGE, dtype=torch.bfloat16), pack_activations=packs).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         length = LARGE.seq_length + 1
         self.text = text_bytes(SAMPLES * length).view(SAMPLES, length)

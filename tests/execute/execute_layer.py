@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from execution import executing, small_tiles
+from kept import kept
 from steps import gradients
 from testing import assert_kernel_close, on_every_rank
 from torch import Tensor
@@ -76,7 +77,7 @@ def make_block(kind: str, dtype: torch.dtype, mesh: DeviceMesh, transport: str) 
     torch.manual_seed(0)
     options, sequence_parallel, _ = KINDS[kind]
     tp = TensorParallel(mesh, sequence_parallel, transport)
-    block = TransformerBlock(HIDDEN, HEADS, tp=tp, dtype=torch.float64, **options)
+    block = kept(TransformerBlock, HIDDEN, HEADS, tp=tp, dtype=torch.float64, **options)
     with torch.no_grad():
         for p in block.parameters():
             local = p.to_local() if isinstance(p, DTensor) else p

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import theirs
 import torch
 import torch.nn.functional as F
+from kept import kept
 from steps import Results, gradients
 from theirs import FFN, HEADS, HIDDEN
 from torch import Tensor, nn
@@ -113,7 +114,7 @@ def fill(module: nn.Module, values: dict[str, Tensor]) -> None:
 
 def block(heads: int, like: dict, tp: TensorParallel | None = None, **options) -> TransformerBlock:
     """Ours with the values of theirs.Block. like: the options of both."""
-    made = TransformerBlock(HIDDEN, heads, tp=tp, **{"dtype": torch.float64, **like, **options})
+    made = kept(TransformerBlock, HIDDEN, heads, tp=tp, **{"dtype": torch.float64, **like, **options})
     fill(made, theirs.Block(HIDDEN, heads, **like).state_dict())
     return made
 

@@ -10,6 +10,7 @@ import theirs
 import torch
 import torch.nn.functional as F
 from habits import BATCH, CONFIG, LLAMA, SEQ, VOCAB, fill
+from kept import kept
 from steps import Results, draw, each_case, gradients, with_keys_in_one
 from test_habits_of_children import ours
 from testing import assert_identical
@@ -64,7 +65,7 @@ def by_torch(llama: bool, hooked: bool, dtype: torch.dtype, half: torch.dtype | 
 
 def on_rank(mesh, *case) -> Results:
     llama, half, recompute, queued, sequence_parallel, hooked = case
-    model = GPT(LLAMA if llama else CONFIG, tp=TensorParallel(mesh, sequence_parallel), recompute=recompute)
+    model = kept(GPT, LLAMA if llama else CONFIG, tp=TensorParallel(mesh, sequence_parallel), recompute=recompute)
     fill(model, theirs.GPT(VOCAB, SEQ, CONFIG.n_layers, llama).float().state_dict())
     return run(with_hooks(model, hooked), half, ops.WeightGradientQueue() if queued else None)
 

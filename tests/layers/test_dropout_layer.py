@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from kept import kept
 from steps import Results, each_case, gradients
 from test_block_layer import BATCH, HIDDEN, SEQ, make_block
 from testing import assert_identical
@@ -116,7 +117,7 @@ def through(region=lambda function, x: function(x), own: str = "none") -> Result
     x, ids = torch.randn(BATCH, SEQ, HIDDEN, dtype=torch.float64, requires_grad=True), torch.randint(16, (BATCH, SEQ))
     layers = nn.ModuleList(make_block("gelu-layernorm", dropout=P, recompute=own) for _ in range(2))
     config = GPTConfig(vocab_size=16, seq_length=SEQ, n_layers=2, hidden_size=HIDDEN, n_heads=6, dropout=P)
-    model = GPT(config, recompute=own, dtype=torch.float64)
+    model = kept(GPT, config, recompute=own, dtype=torch.float64)
     y = region(layers[1], region(layers[0], x))
     loss = region(lambda ids: model(ids, targets=ids), ids)
     (y.square().sum() + loss).backward()

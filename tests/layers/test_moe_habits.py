@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from kept import kept
 from steps import Results, assert_ranks_have, each_case, gradients, own, step, tp_mesh
 from test_moe_layer import BATCH, EXPERTS, HIDDEN, SEQ, TOKENS, WIDTH, by_loop, inputs, make_moe
 from testing import assert_identical, assert_kernel_close, assert_same, on_every_rank
@@ -103,7 +104,7 @@ def make_block(mesh, recompute: str, sequence_parallel: bool = True) -> Transfor
     torch.manual_seed(0)
     moe = {"n_experts": EXPERTS, "ffn_hidden_size": WIDTH, "shared_ffn_size": 8, "router_bias": True, "balance": 0.3}
     options = {"norm": "rmsnorm", "bias": False, "activation": "swiglu", "dtype": torch.float64, "recompute": recompute}
-    return TransformerBlock(HIDDEN, 4, moe=moe, tp=TensorParallel(mesh, sequence_parallel), **options)
+    return kept(TransformerBlock, HIDDEN, 4, moe=moe, tp=TensorParallel(mesh, sequence_parallel), **options)
 
 
 def wrapped(mesh, sequence_parallel: bool, part: str, how: str) -> tuple[Results, list[int]]:

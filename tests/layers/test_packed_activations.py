@@ -5,12 +5,14 @@ import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from kept import kept
 from testing import all_exponents, assert_identical
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -36,7 +38,7 @@ VALUES = {"gpt": 10, "llama": 12.5, "experts": 9}  # that a layer keeps, in unit
 
 
 def model(name: str, **options: Any) -> GPT:
-    return GPT(GPTConfig(**{**PLAIN, **MODELS[name]}), dtype=torch.bfloat16, seed=1, **options)
+    return kept(GPT, GPTConfig(**{**PLAIN, **MODELS[name]}), dtype=torch.bfloat16, seed=1, **options)
 
 
 def step(net: GPT, device: str = "cpu", pool: ThreadPoolExecutor | None = None) -> list[Tensor]:
@@ -54,7 +56,7 @@ def unpacked(name: str) -> list[Tensor]:
 
 
 def packing_block(size: int = 128, **options: Any) -> TransformerBlock:
-    return TransformerBlock(size, 4, **{"dtype": torch.bfloat16, "pack_activations": True} | options)
+    return kept(TransformerBlock, size, 4, **{"dtype": torch.bfloat16, "pack_activations": True} | options)
 
 
 def report(device: str = "cpu") -> packing.Report:
@@ -188,7 +190,7 @@ def test_offload_moves_packed_bytes(monkeypatch) -> None:
         return made
 
     monkeypatch.setattr(ops.offload, "_Storage", counted)
-    monkeypatch.setattr(net, "offload", lambda: ops.Offload(smallest=smallest))
+    net.keep = replace(net.keep, offload=lambda: ops.Offload(smallest=smallest))
     assert_identical(step(net), unpacked("llama"))
     assert set(moved) == {packed_bytes(size) for size in (UNIT, UNIT // 2)} | {max(moved)}
     assert max(moved) < 2 * 3 * UNIT

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import test_moe_layer as moe
 import torch
+from kept import kept
 from steps import tp_mesh
 from test_block_layer import make_block
 from testing import on_every_rank
@@ -16,7 +17,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from tpformer import layers, ops
 from tpformer.config import check_heads
-from tpformer.layers import ColumnParallelLinear, Positions, SelfAttention, TensorParallel, TransformerBlock
+from tpformer.layers import ColumnParallelLinear, Positions, SelfAttention, TensorParallel, TransformerBlock, keep
 from tpformer.models import GPT, GPTConfig
 
 REAL, NORM = torch.zeros(1, 3, dtype=torch.bool), ops.Norm("rmsnorm", torch.ones(4), None, 1e-5)
@@ -75,12 +76,16 @@ REFUSED: list[Refusal] = [
     (lambda: TransformerBlock(8, 2, sliding_window=4, is_causal=False), "it has at least 1 token, the query itself"),
     (lambda: TransformerBlock(8, 2, norm="batchnorm"), "norm='batchnorm': choose one of layernorm, rmsnorm"),
     (lambda: layers.MLP(8, activation="relu"), "'relu': choose one of gelu, gelu_tanh, swiglu, geglu, relu2"),
-    (lambda: TransformerBlock(8, 2, recompute="some"), "recompute='some': choose one of none, mlp, full"),
+    (lambda: kept(TransformerBlock, 8, 2, recompute="some"), "recompute='some': choose one of none, mlp, full"),
     (lambda: TensorParallel(transport="magic"), "transport='magic': choose one of auto, sequential"),
-    *((lambda dtype=dtype: TransformerBlock(8, 2, pack_activations=True, dtype=dtype)(torch.ones(1, 4, 8, dtype=dtype)),
+    *((lambda dtype=dtype: kept(TransformerBlock, 8, 2, pack_activations=True)(torch.ones(1, 4, 8, dtype=dtype)),
        "only bfloat16 has an exponent of 8 bits") for dtype in (torch.float16, torch.float32, torch.float64)),
-    (lambda: GPT(CONFIG, pack_activations=True, pack_layers="7"), "'7' selects none of the 1 layers"),
-    (lambda: GPT(CONFIG, pack_layers="0"), "pack_activations is false"),
+    (lambda: kept(GPT, CONFIG, pack_activations=True, pack_layers="7"), "'7' selects none of the 1 layers"),
+    (lambda: kept(GPT, CONFIG, pack_layers="0"), "pack_activations is false"),
+    (lambda: keep(torch.nn.Linear(2, 2)), "Linear contains no TransformerBlock: give a model that does"),
+    (lambda: kept(TransformerBlock, 8, 2, recompute="full", recompute_interval=2), "only a GPT runs its layers itself"),
+    (lambda: kept(TransformerBlock, 8, 2, offload_activations=True), "ops.Offload around each"),
+    (lambda: kept(TransformerBlock, 8, 2, recompute="mlp", recompute_layers="1"), "'1' selects none of the 1 layers"),
     (torch.autocast("cpu")(lambda: ops.row_linear(*torch.ones(2, 4, 4), next_norm=NORM)),
      "next_norm would be made in autocast's dtype: call ops"),
     (lambda: ColumnParallelLinear(0, 4), "in_features=0 must be at least 1"),

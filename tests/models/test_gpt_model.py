@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from kept import kept
 from steps import Results, gradients
 from testing import assert_identical, assert_same
 from torch import Tensor
@@ -26,7 +27,7 @@ DOCUMENTS = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]])
 
 
 def build(config: dict, mesh=None, **options) -> GPT:
-    return GPT(GPTConfig(**config), tp=mesh, seed=3, dtype=torch.float64, **options)
+    return kept(GPT, GPTConfig(**config), tp=mesh, seed=3, dtype=torch.float64, **options)
 
 
 def tokens(batch: int, seq: int, vocab: int = TINY["vocab_size"]) -> tuple[Tensor, Tensor]:
@@ -151,7 +152,7 @@ def test_evaluation_pads_on_the_right_and_training_refuses(ranks, config):
 
 def of_meta(**options) -> GPT:
     fields = {name: options.pop(name) for name in ("n_heads", "head_dim", "position") if name in options}
-    return GPT(GPTConfig(**TINY | fields), device="meta", **options)
+    return kept(GPT, GPTConfig(**TINY | fields), device="meta", **options)
 
 
 ZEROS = torch.zeros(2, 8, dtype=torch.int64)
@@ -195,8 +196,9 @@ PATTERNS = {"": range(6), "0:2": [0, 1], "::2": [0, 2, 4], "5": [5], "-1, 0": [0
 def test_recomputed_layers_are_selected_as_python_selects():
     for pattern, layers in PATTERNS.items():
         assert selected_layers(pattern, 6) == set(layers)
-        model = GPT(GPTConfig(**{**TINY, "n_layers": 6}), recompute="mlp", recompute_layers=pattern, device="meta")
-        modes = [layer.recompute for layer in model.layers.values()]
+        config = GPTConfig(**{**TINY, "n_layers": 6})
+        model = kept(GPT, config, recompute="mlp", recompute_layers=pattern, device="meta")
+        modes = [layer.keep.recompute for layer in model.layers.values()]
         assert modes == ["mlp" if index in layers else "none" for index in range(6)]
 
 

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from kept import kept
 from steps import Results, each_case, gradients
 from testing import assert_identical
 from torch import nn
@@ -50,7 +51,7 @@ def run(edit=None, *, swiglu: bool = False, sequence_parallel: bool = True, **op
     """Return loss and gradients, and how many collectives the backward has."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
     config = GPTConfig(**CONFIG, **(SWIGLU if swiglu else {}))
-    model = GPT(config, tp=TensorParallel(mesh, sequence_parallel), dtype=torch.float64, **options)
+    model = kept(GPT, config, tp=TensorParallel(mesh, sequence_parallel), dtype=torch.float64, **options)
     if edit is not None:
         edit(model)
     torch.manual_seed(1)
@@ -108,7 +109,7 @@ SHARDED = 3
 def sharded(mesh, dtype: torch.dtype, options: dict) -> Results:
     """FSDP2 shards each layer and frees its parameters after a forward, so a region's second run gathers them again. By
     torch's own policy it also casts what a layer is called with."""
-    model = GPT(GPTConfig(**{**CONFIG, "n_layers": SHARDED}), dtype=dtype, **options)
+    model = kept(GPT, GPTConfig(**{**CONFIG, "n_layers": SHARDED}), dtype=dtype, **options)
     place = {"mesh": mesh} | ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16)} if dtype == torch.float32 else {})
     for layer in model.layers.values():
         fully_shard(layer, **place)
@@ -134,18 +135,18 @@ def test_sharded_layers_of_a_region_keep_the_bits(ranks):
 
 
 def test_one_input_is_kept_for_each_region():
-    def kept(**options) -> int:
+    def saved_bytes(**options) -> int:
         config = {**CONFIG, "position": "rope", "vocab_size": 1}
-        model = GPT(GPTConfig(**config), **FULL, **options)
+        model = kept(GPT, GPTConfig(**config), **FULL, **options)
         ids = torch.zeros(BATCH, SEQ, dtype=torch.int64)
         with Saved(*model.parameters()).recording() as saved:
             model(ids, targets=ids, sample_index=torch.arange(BATCH), step=1)
         return saved.total()
 
-    by_interval = {k: kept(recompute_interval=k) for k in (1, 2, 3, LAYERS)}
+    by_interval = {k: saved_bytes(recompute_interval=k) for k in (1, 2, 3, LAYERS)}
     row_bytes = 4 * BATCH * SEQ * HIDDEN
     differences = {k: (by_interval[1] - nbytes) / row_bytes for k, nbytes in by_interval.items()}
     assert differences == {1: 0, 2: 2, 3: 3, LAYERS: 4}
     # a region has consecutive layers alone: of "0,2,3" it is the last two
-    selected = [kept(recompute_layers="0,2,3", recompute_interval=k) for k in (1, 2)]
+    selected = [saved_bytes(recompute_layers="0,2,3", recompute_interval=k) for k in (1, 2)]
     assert selected[0] - selected[1] == row_bytes

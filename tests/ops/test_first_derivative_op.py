@@ -3,6 +3,7 @@ never takes one for zero, also where the incoming gradient needs none."""
 
 import pytest
 import torch
+from kept import kept
 from shards import leaves, make
 from torch import Tensor, nn
 
@@ -72,7 +73,7 @@ def test_operations_refuse_second_derivatives(name):
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_gradient_penalty_of_a_block(recompute):
     x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
-    block = TransformerBlock(8, 2, recompute=recompute, dtype=torch.float64)
+    block = kept(TransformerBlock, 8, 2, recompute=recompute, dtype=torch.float64)
     critic = nn.Sequential(block, LayerNorm(8, dtype=torch.float64), RowParallelLinear(8, 1, dtype=torch.float64))
     (dx,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
     (expected,) = torch.autograd.grad(critic(x).sum(), x)

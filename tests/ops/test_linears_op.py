@@ -124,8 +124,6 @@ def test_norm_of_the_result() -> None:
     (ops.column_linear, {"weight": [torch.ones(4, 3)] * 2, "bias": [None]}, "2 weights but 1 biases: pass one bias"),
     (ops.row_linear, {"activation": "swiglu"}, "activation='swiglu': choose one of gelu, gelu_tanh, silu, relu2"),
     (ops.row_linear, {"gate": torch.ones(2, 3)}, r"a gate needs an activation: give one, for act\(gate\) \* x"),
-    (ops.row_linear, {"next_norm": ops.Norm("rmsnorm", torch.ones(4), None, EPS), "ends_region": True},
-     "next_norm with ends_region: nothing follows"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused(operation, options, words):
     with pytest.raises(ValueError, match=words):

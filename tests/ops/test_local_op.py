@@ -1,11 +1,12 @@
 """Operations that know nothing of ranks: activations, dropout and rope have the right gradients; dropout's bits follow
 the global (sample, position, column). Attention and what rope makes of positions is in tests/layers."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from shards import leaves, make
+from shards import Seen, leaves, make
 from torch.autograd import gradcheck
 
 from tpformer import ops
@@ -96,21 +97,34 @@ def test_what_a_backward_reads_again_must_not_be_written_before_it():
         queue.run()
 
 
-def test_a_region_returns_what_its_end_has_made():
-    """Otherwise what follows the end would read what the second run leaves out."""
-    x = torch.randn(SEQ, SEQ, requires_grad=True)
-    for region in (
-        lambda x: ops.row_linear(x, x, ends_region=True).tanh(),
-        lambda x: [ops.row_linear(x, x, ends_region=True) * 2],
-    ):
-        with pytest.raises(RuntimeError, match="ends_region=True made no result of its region"):
-            ops.recompute(region, x)
-    for region in (
-        lambda x: ops.row_linear(x[None], x, ends_region=True),
-        lambda x: (x, ops.row_linear(x, x, ends_region=True)),
-    ):
-        y = ops.recompute(region, x)
-        (y[1] if isinstance(y, tuple) else y).sum().backward()
+REGIONS: dict[str, tuple[Callable, int]] = {
+    "the end": (lambda x: ops.row_linear(ops.row_linear(x, x).tanh(), x), 1),
+    "another shape": (lambda x: ops.row_linear(ops.row_linear(x, x).tanh()[None], x), 1),
+    "one of two": (lambda x: (x.sin(), ops.row_linear(ops.row_linear(x, x).tanh(), x)), 1),
+    "not the last one": (lambda x: (ops.row_linear(x, x), ops.row_linear(x.sin(), x).exp()), 2),
+    "something follows": (lambda x: ops.row_linear(ops.row_linear(x, x).tanh(), x).tanh(), 2),
+    "without gradients": (lambda x: (torch.no_grad()(ops.row_linear)(x, x), ops.row_linear(x, x))[1], 1),
+    "a region within": (lambda x: ops.recompute(lambda x: ops.row_linear(x, x), x).tanh(), 1),  # and its own run
+}
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_a_region_leaves_out_the_end_that_makes_its_result(name: str) -> None:
+    """The second run has all GEMMs but that one; gradients are those without a region."""
+    region, again = REGIONS[name]
+    x, found = torch.randn(SEQ, SEQ, dtype=torch.float64, requires_grad=True), []
+    for run in (region, partial(ops.recompute, region, skip_end=True), partial(ops.recompute, region)):
+        y = run(x)
+        loss = sum(each.square().sum() for each in (y if isinstance(y, tuple) else (y,)))
+        gradients = []
+        for _ in range(2):
+            with Seen() as seen:
+                gradients += torch.autograd.grad(loss, x, retain_graph=True)
+        assert torch.equal(*gradients)
+        found.append((seen.gemms, gradients[0]))
+    (own, expected), (left_out, first), (whole, second) = found
+    assert torch.equal(first, expected) and torch.equal(second, expected)
+    assert left_out - own == again and whole >= left_out
 
 
 def test_layers_share_one_table_and_one_list_of_positions():

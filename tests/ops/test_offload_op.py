@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kept import kept
 from testing import assert_identical
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ HIDDEN, BATCH, SEQ = 32, 2, 8
 
 def blocks(**options) -> nn.ModuleList:
     torch.manual_seed(0)
-    return nn.ModuleList(TransformerBlock(HIDDEN, 4, dropout=0.1, **options) for _ in range(3))
+    return nn.ModuleList(kept(TransformerBlock, HIDDEN, 4, dropout=0.1, **options) for _ in range(3))
 
 
 def forward(layers: nn.ModuleList, x: Tensor, offload: ops.Offload | None) -> Tensor:
@@ -110,7 +111,7 @@ def test_gpt_with_offload_and_recomputed_layers(log):
     ids = torch.randint(40, (64, 64), generator=torch.Generator().manual_seed(0))
     gradients = []
     for options, count in (({}, 0), ({"offload_activations": True, "recompute": "mlp", "recompute_layers": "1:"}, 19)):
-        model = GPT(config, **options)
+        model = kept(GPT, config, **options)
         model(ids, targets=ids, sample_index=torch.arange(64), step=1).backward()
         gradients.append([p.grad for p in model.parameters()])
         assert len(log.storages) == count
@@ -134,7 +135,7 @@ def test_memory_and_late_copies_on_gpu():
             with torch.cuda.stream(module._copy_stream(torch.device("cuda", torch.cuda.current_device()))):
                 torch.cuda._sleep(10**9)
         torch.manual_seed(0)
-        layers = nn.ModuleList(TransformerBlock(1024, 16, **options) for _ in range(8))
+        layers = nn.ModuleList(kept(TransformerBlock, 1024, 16, **options) for _ in range(8))
         y = forward(layers, torch.randn(128, 128, 1024, **options).requires_grad_(), offload)
         held = torch.cuda.memory_allocated() - before
         y.square().sum().backward()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from kept import kept
 from testing import assert_identical, assert_same, on_every_rank
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -83,7 +84,7 @@ def test_what_children_have_to_do_is_refused_by_name():
 def blocks(recompute: str) -> list[torch.Tensor]:
     """This rank's gradients of blocks with dropout, which draw from their stage's generator."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(TransformerBlock(24, 4, dropout=0.1, recompute=recompute) for _ in range(3)))
+    model = nn.Sequential(*(kept(TransformerBlock, 24, 4, dropout=0.1, recompute=recompute) for _ in range(3)))
     mesh = build_mesh("cpu", tensor_parallel=1, pipeline_parallel=2)
     x = torch.randn(4, 6, 24)
     options = {"example": x[:2], "n_microbatches": 2, "loss_fn": lambda y, target: (y - target).square().sum()}

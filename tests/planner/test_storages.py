@@ -3,6 +3,7 @@
 import gc
 
 import torch
+from kept import kept
 from torch import nn
 
 from tpformer.models import GPT, GPTConfig
@@ -64,10 +65,10 @@ def test_alive_are_views_and_gradients_of_leaves():
 
 def test_a_part_offloads_again_after_it_was_recorded():
     config = GPTConfig(vocab_size=250, seq_length=16, n_layers=4, hidden_size=32, n_heads=4)
-    part = GPT(config, offload_activations=True)
+    part = kept(GPT, config, offload_activations=True)
     ids, saved = torch.zeros(1, 16, dtype=torch.int64), SavedBytes()
-    offload = part.offload
-    assert offload is not None
+    said = part.keep
+    assert said.offload is not None
     with saved.of_part(part):
         part(ids, targets=ids, sample_index=torch.arange(1), step=1)
-    assert part.offload is offload and saved.units == 4 and saved.totals()[0] > 0
+    assert part.keep is said and saved.units == 4 and saved.totals()[0] > 0

@@ -10,6 +10,7 @@ from .block import TransformerBlock
 from .dropout import DropoutKey
 from .embedding import LMHead, PositionEmbedding, VocabParallelEmbedding
 from .explain import LinearPlan, explain, linear_plans
+from .keep import keep
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import MLP
 from .module import Constant, Normal, ParallelModule, init_weights
@@ -46,6 +47,7 @@ __all__ = [
     "balance_losses",
     "explain",
     "init_weights",
+    "keep",
     "linear_cross_entropy",
     "linear_plans",
     "vocab_parallel_cross_entropy",

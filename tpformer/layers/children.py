@@ -113,7 +113,6 @@ def leave(
     residual: Tensor | None = None,
     dropout: ops.Dropout | None = None,
     next_norm: nn.Module | None = None,
-    ends_region: bool = False,
 ) -> tuple[Tensor, ops.Normed | None]:
     """residual + dropout(row(act(x))), and its norm by next_norm; None if that is not made in the same pass.
 
@@ -125,7 +124,7 @@ def leave(
             next_norm = None  # under autocast the norm's rows are float32, and this linear's are not
         return row.reduced(
             x, activation, gate=gate, residual=residual, dropout=dropout,
-            next_norm=None if next_norm is None else next_norm.prologue(), ends_region=ends_region,
+            next_norm=None if next_norm is None else next_norm.prologue(),
         )  # fmt: skip
     a = x if activation is None else ops.activation(x, activation, gate)
     y = ops.dropout(call_row(row, a, tp, k), dropout)

@@ -294,7 +294,7 @@ def _packed_note(module: nn.Module) -> list[str]:
     """Which blocks keep packed activations."""
     blocks = {path: each for path, each in module.named_modules() if isinstance(each, TransformerBlock)}
     nothing: tuple[str, ...] = ()
-    packed = [(path or "this block", nothing) for path, block in blocks.items() if block.pack_activations]
+    packed = [(path or "this block", nothing) for path, block in blocks.items() if block.keep.pack]
     if not packed:
         return []
     names = ", ".join(name for name, _ in _fold(packed))

@@ -271,7 +271,6 @@ class RowParallelLinear(_Linear):
         residual: Tensor | None = None,
         dropout: ops.Dropout | None = None,
         next_norm: ops.Norm | None = None,
-        ends_region: bool = False,
     ) -> tuple[Tensor, ops.Normed | None]:
         """(result, its norm by next_norm or None) for rows (tokens, in_features / t), by ops.row_linear."""
         queue = ops.active_queue()
@@ -286,7 +285,6 @@ class RowParallelLinear(_Linear):
             residual=residual,
             dropout=dropout,
             next_norm=next_norm,
-            ends_region=ends_region,
             transport=self.tp.row_transport(rows, self.width, self.out_features),
             deferred=None if queue is None else ops.Deferred(queue, [self.take_weight_gradient]),
         )

@@ -71,7 +71,6 @@ class MLP(ParallelModule):
         normed: ops.Normed | None = None,
         residual: bool = False,
         dropout: ops.Dropout | None = None,
-        ends_region: bool = False,
     ) -> Tensor:
         """The MLP of norm(rows), or with `residual` rows + dropout(mlp(norm(rows))).
 
@@ -88,6 +87,5 @@ class MLP(ParallelModule):
             gate=outputs[0] if self.gated else None,
             residual=carried if residual else None,
             dropout=dropout,
-            ends_region=ends_region,
         )
         return y

@@ -343,7 +343,6 @@ class MoE(ParallelModule):
         normed: ops.Normed | None = None,
         residual: bool = False,
         dropout: ops.Dropout | None = None,
-        ends_region: bool = False,
         positions: Positions | None = None,
     ) -> Tensor:
         """The layer of norm(rows), or with `residual` rows + dropout(layer(norm(rows))). normed: as in MLP.branch."""
@@ -362,7 +361,6 @@ class MoE(ParallelModule):
             normed=normed,
             residual=rows if residual else None,
             dropout=dropout,
-            ends_region=ends_region,
         )
         take_balance_loss(loss)
         return y

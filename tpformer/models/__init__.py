@@ -3,6 +3,6 @@
 from tpformer.config import PRESETS, GPTConfig, preset, preset_config
 
 from .cache import KVCache
-from .gpt import GPT, regions
+from .gpt import GPT
 
-__all__ = ["GPT", "GPTConfig", "KVCache", "PRESETS", "preset", "preset_config", "regions"]
+__all__ = ["GPT", "GPTConfig", "KVCache", "PRESETS", "preset", "preset_config"]

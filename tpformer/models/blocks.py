@@ -1,7 +1,6 @@
 """The layers of a GPT, built from its architecture."""
 
 import math
-from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -11,16 +10,10 @@ from tpformer.config import GPTConfig
 from tpformer.layers import RopeScaling, TransformerBlock
 
 
-def transformer_blocks(
-    config: GPTConfig, part: range, recompute: Mapping[int, str], packs: Collection[int] = (), **options: Any
-) -> nn.ModuleDict:
-    """The layers of a part, by their global indices, so that names survive a pipeline split.
-
-    recompute: what the layers with these indices recompute; others nothing. packs: the layers that keep packed
-    activations. options: as of transformer_block.
-    """
-    modes: dict = {i: {"recompute": recompute.get(i, "none"), "pack_activations": i in packs} for i in part}
-    return nn.ModuleDict({str(i): transformer_block(config, i, **modes[i], **options) for i in part})
+def transformer_blocks(config: GPTConfig, part: range, **options: Any) -> nn.ModuleDict:
+    """The layers of a part, by their global indices, so that names survive a pipeline split. options: as of
+    transformer_block."""
+    return nn.ModuleDict({str(i): transformer_block(config, i, **options) for i in part})
 
 
 def transformer_block(config: GPTConfig, layer: int = 0, *, balance: float = 0.0, **options: Any) -> TransformerBlock:

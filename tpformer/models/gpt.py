@@ -1,17 +1,16 @@
 """GPT: token embedding, transformer blocks and output head. One module serves every preset and layout."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
-from tpformer.config import GPTConfig, packed_layers, recomputed_layers
+from tpformer.config import GPTConfig
 from tpformer.layers import (
     DropoutKey,
     LMHead,
@@ -24,10 +23,10 @@ from tpformer.layers import (
     explain,
     init_weights,
 )
-from tpformer.layers.block import run_region
 from tpformer.layers.cache import require_cache
 from tpformer.layers.children import Features, call_column, call_rows, fusable, fusable_norm, keeps_forward
 from tpformer.layers.embedding import makes_loss
+from tpformer.layers.keep import KeepLayers
 from tpformer.layers.norm import NORMS
 from tpformer.ops.cross_entropy import IGNORE_INDEX
 from tpformer.ops.sequence import flat_rows
@@ -47,16 +46,6 @@ def _check_batch(ids: Tensor, targets: Tensor | None) -> None:
         )
 
 
-def regions(part: range, recomputed: set[int], interval: int) -> dict[str, int]:
-    """{name of a recomputed layer: index of the first layer of its region}. A region has at most `interval` layers."""
-    found: dict[str, int] = {}
-    for index in part:
-        first = found.get(str(index - 1))
-        if index in recomputed:
-            found[str(index)] = index if first is None or index - first == interval else first
-    return found
-
-
 class GPT(ParallelModule):
     """A decoder-only transformer.
 
@@ -64,12 +53,6 @@ class GPT(ParallelModule):
     otherwise. With a mesh, parameters are DTensors on its axis; with None they are plain tensors. Their global shapes
     and initial values are the same in both cases.
     Between layers, activations are rows of tokens: (batch * seq / t, hidden_size) with sequence_parallel.
-    recompute: what the backward of a layer computes again, so that the forward need not keep it: "none", "mlp" or
-    "full". recompute_layers: which layers do so, in the notation of config.selected_layers.
-    recompute_interval: for "full", how many consecutive recomputed layers form a region. A region keeps only its input.
-    pack_activations, pack_layers: whether activations wait for the backward in packed form, and of which layers, in the
-    same notation (TransformerBlock). Only in bfloat16.
-    offload_activations: whether activations wait for the backward in pinned host memory (ops.Offload).
     label_smoothing, z_loss: terms of the loss in training mode (ops.vocab_parallel_cross_entropy). Evaluation leaves
     them out.
     balance_loss: the coefficient of the layers' balance losses (ops.Balance), which are terms of the loss, too. A part
@@ -81,21 +64,18 @@ class GPT(ParallelModule):
     device="meta" builds without memory: then shard, call `to_empty(device=...)` and `init_weights()`.
     lm_head may be replaced, wrapped or hooked. It is then called for all logits, from which the loss is computed. A
     replacement that is not tensor-parallel computes all vocab_size features on every tp rank.
-    Errors: ValueError for an unset vocabulary, for heads that the layout cannot split, and for recompute_layers or
-    pack_layers that do not exist. Nothing has been allocated by then.
+    What layers keep for the backward, `layers.keep` says: recomputation, packing, offload.
+    Errors: ValueError for an unset vocabulary, and for heads that the layout cannot split. Nothing has been allocated
+    by then.
     """
+
+    keep = KeepLayers()  # how the layers run: layers.keep sets it
 
     def __init__(
         self,
         config: GPTConfig,
         *,
         tp: TensorParallel | DeviceMesh | None = None,
-        recompute: str = "none",
-        recompute_layers: str = "",
-        recompute_interval: int = 1,
-        pack_activations: bool = False,
-        pack_layers: str = "",
-        offload_activations: bool = False,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         balance_loss: float = 0.0,
@@ -109,12 +89,9 @@ class GPT(ParallelModule):
             raise ValueError("GPTConfig.vocab_size is unset: give it, or let a run take it from its data")
         config.check_ranks(self.tp.size)
         self.config, self.seed = config, seed
-        self.offload: Callable[[], Any] | None = ops.Offload if offload_activations else None
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
         self.balance = BalanceLoss(balance_loss, self.tp)
-        recomputed = recomputed_layers(recompute, recompute_layers, recompute_interval, config.n_layers)
         part = range(config.n_layers) if part is None else part
-        self.regions = regions(part, recomputed, recompute_interval) if recompute_interval > 1 else {}
         self.is_first, self.is_last = part.start == 0, part.stop == config.n_layers
         tied, std = config.tie_embeddings, config.init_std
         # built on meta: init_weights makes the values, so that nothing is initialized twice
@@ -128,9 +105,7 @@ class GPT(ParallelModule):
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, **table)
         if self.is_first and config.position == "learned":
             self.embed_positions = PositionEmbedding(config.seq_length, config.hidden_size, init_std=std, **place)
-        modes = {index: recompute for index in recomputed if not self.regions}
-        packs = packed_layers(pack_activations, pack_layers, config.n_layers)
-        self.layers = transformer_blocks(config, part, modes, packs, balance=balance_loss, **place)
+        self.layers = transformer_blocks(config, part, balance=balance_loss, **place)
         if self.is_last:
             self.norm = NORMS[config.norm](config.hidden_size, eps=config.norm_eps, **place)
             self.lm_head = LMHead(config.vocab_size, config.hidden_size, weight=not tied, **table)
@@ -225,22 +200,11 @@ class GPT(ParallelModule):
             positions = Positions(len(sample_index), wanted, position_ids)
             x = inputs
         with self.balance.collected() as balance:
-            x = self._run_layers(x, positions, key)
+            x = self.keep.run(self.layers, x, positions, key)
         if self.lm_head is None:
             return self.balance.attached(x, balance)
         result = self._head(x, targets, positions, wanted, reduction)
         return result if targets is None else self.balance.added(result, balance, targets, reduction)
-
-    def _run_layers(self, x: Tensor, positions: Positions, key: DropoutKey | None) -> Tensor:
-        offload = self.offload() if self.offload is not None and torch.is_grad_enabled() else None
-        for layers, region in self._units():
-            with nullcontext() if offload is None else offload.layer(*layers):
-                if region and torch.is_grad_enabled():
-                    x = run_region(layers, x, positions, key)
-                else:
-                    for layer in layers:
-                        x = layer(x, positions=positions, dropout_key=key)
-        return x
 
     def _extend(self, ids: Tensor, cache: KVCache | None, lengths: Sequence[int] | None, *others: Any) -> Tensor:
         """Logits of further tokens of the cache's samples: of all, or with lengths of each row's last one."""
@@ -288,12 +252,6 @@ class GPT(ParallelModule):
             raise ValueError(
                 f"{tokens} tokens per sample, but the model has {self.config.seq_length} learned positions"
             )
-
-    def _units(self) -> Iterator[tuple[list[nn.Module], bool]]:
-        """The layers in order, as (layers, whether they are a region). A layer outside of regions comes alone."""
-        for region, named in groupby(self.layers.items(), key=lambda item: self.regions.get(item[0])):
-            layers = [layer for _, layer in named]
-            yield from [(layers, True)] if region is not None else [([layer], False) for layer in layers]
 
     def _dropout_key(self, inputs: Tensor, sample_index: Tensor | None, step: int | None) -> DropoutKey | None:
         if sample_index is not None and step is not None:

@@ -27,7 +27,7 @@ from .implementation import implementation
 from .norm import Norm, Normed, check_normed, normalised, parameters, restored
 from .norm import norm as normalise
 from .packing import keep, kept, unpacked
-from .recompute import ends, once, running_again
+from .recompute import leaves_out_end, made, once
 from .route import Decided, Router, Routing, decide, decide_backward, wide
 from .transports.experts import experts_reduce, gather_experts, weight_gradient
 from .transports.interface import Transport
@@ -310,7 +310,6 @@ def experts(
     normed: Normed | None = None,
     residual: Tensor | None = None,
     dropout: Dropout | None = None,
-    ends_region: bool = False,
     transport: Transport | None = None,
     deferred: Deferred | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -321,7 +320,7 @@ def experts(
              expert. Any expert may have no token. transport: as in column_linear, from TensorParallel.column_transport
              with `grouped`; t is the number of its ranks.
              Either router_weight (n_experts, H) and router, or `routing`, in which op `route` decided before.
-             activation: "silu" (SwiGLU) or "gelu_tanh" (GeGLU). normed, dropout, ends_region: as in row_linear.
+             activation: "silu" (SwiGLU) or "gelu_tanh" (GeGLU). normed, dropout: as in row_linear.
     Saves:   x before the norm, gate and up of the dispatched rows (and of the shared expert), and the routing: 8 bytes
              for each dispatched row, 4 K + 4 E for each own token. The backward rebuilds everything else.
     Communication, per rank, B = tokens * H * itemsize. Sequence parallel: forward all-gather B and reduce-scatter B,
@@ -349,10 +348,10 @@ def experts(
     check_operands(rows, matrices, routing, router_weight, Finish(None, dropout, residual), n_experts)
     call = _Call(
         transport, norm, router, None if routing is None else routing.experts, activation,
-        n_experts, dropout, carry, ends_region and running_again(), deferred,
+        n_experts, dropout, carry, leaves_out_end(), deferred,
     )  # fmt: skip
     of_input = rows, *parameters(norm)
     of_router = router_weight, None if routing is None else routing.weights.to(wide(rows.dtype))
     y, loss = _applied(of_input, normed, inside, of_router, call, matrices)
     y = y if autocast is None or residual is None else residual + y
-    return (ends(y) if ends_region else y), loss
+    return made(y), loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,29 +18,38 @@ from .transports.interface import REGISTRY
 from .uncompiled import uncompiled
 
 
+@dataclass
+class _Region:
+    """What the first run of a region leaves to the second."""
+
+    skip_end: bool
+    kept: list[Any] = field(default_factory=list)
+    """What `once` has made, in order."""
+    end: int = 0
+    """The number of the operation that made the result, of those that may leave out their end; 0: another made it."""
+
+
 @uncompiled
-def recompute(region: Callable[..., Any], *inputs: Any, keep_random_state: bool = True) -> Any:
+def recompute(region: Callable[..., Any], *inputs: Any, keep_random_state: bool = True, skip_end: bool = False) -> Any:
     """region(*inputs), of which only the inputs are saved. The backward runs the region again, on all ranks alike.
 
     It is torch.utils.checkpoint (Chen et al. 2016, arXiv:1604.06174).
     keep_random_state: the second run draws the same numbers from torch's generator as the first. Other people's modules
     need that, and blocks without a dropout_key; dropout with a key does not.
-    A row_linear that ends the region (`ends_region=True`) skips its GEMM and reduction in the second run, because
-    nothing reads their result. RuntimeError if the region returns something else.
+    skip_end: nothing within the region reads what it returns, no hook either. If a row_linear or experts makes that,
+    it leaves out its last GEMM and reduction in the second run, whose result nobody reads.
     The second run reads the parameters as they are then. Under torch.func.functional_call, run the backward within the
     call or do not recompute; otherwise gradients are taken at the module's own parameters (torch's checkpoint has that
     limit, too).
     """
-    kept: list[Any] = []
+    shared = _Region(skip_end)
 
     def run(*inputs: Any) -> Any:
         result = region(*inputs)
-        end = None if (within := _RUN.get()) is None else within.end
-        if end is not None and all(base_of(each) is not end for each in _tensors(result)):
-            raise RuntimeError(
-                "an operation with ends_region=True made no result of its region, so what follows would read what the "
-                "second run leaves out: give it to the region's last operation, or leave it out"
-            )
+        within = _RUN.get()
+        if within is not None and within.region is shared and not within.again and within.made is not None:
+            if any(base_of(each) is within.made for each in _tensors(result)):
+                shared.end = within.count
         return result
 
     return checkpoint(
@@ -47,42 +57,44 @@ def recompute(region: Callable[..., Any], *inputs: Any, keep_random_state: bool 
         *inputs,
         use_reentrant=False,
         preserve_rng_state=keep_random_state,
-        context_fn=lambda: (_Run(kept, again=False), _Run(kept, again=True)),
+        context_fn=lambda: (_Run(shared, again=False), _Run(shared, again=True)),
     )
 
 
 class _Run:
-    """A run of a region: the first, or one in a backward. Both share the list of what the first run keeps (`once`).
+    """A run of a region: the first, or one in a backward.
 
     It also surrounds a region's first run, which may be part of an outer region's second run. A graph that is kept is
     run several times, so one object can be entered again.
     """
 
-    def __init__(self, kept: list[Any], again: bool) -> None:
-        self.kept, self.again = kept, again
+    def __init__(self, region: _Region, again: bool) -> None:
+        self.region, self.again = region, again
         self.outer: _Run | None = None
-        self.end: Tensor | None = None
+        self.made: Tensor | None = None
+        """The result of the last operation that may leave out its end."""
         self.tokens: list[Token[_Run | None]] = []
 
     def __enter__(self) -> None:
-        self.outer, self.taken = _RUN.get(), 0
+        self.outer, self.taken, self.count, self.made = _RUN.get(), 0, 0, None
         self.tokens.append(_RUN.set(self))
 
     def __exit__(self, *_: object) -> None:
         _RUN.reset(self.tokens.pop())
-        self.outer = self.end = None
+        self.outer = self.made = None
 
     def once(self, make: Callable[[], Any]) -> Any:
         """What make() gave in the first run; it may have been the second one of an outer region."""
+        kept = self.region.kept
         if not self.again:
             if self.outer is None:
-                self.kept.append(make())
-                REGISTRY.kept.tell(self.kept[-1])
+                kept.append(make())
+                REGISTRY.kept.tell(kept[-1])
             else:
-                self.kept.append(self.outer.once(make))
-            return self.kept[-1]
+                kept.append(self.outer.once(make))
+            return kept[-1]
         self.taken += 1
-        return self.kept[self.taken - 1]
+        return kept[self.taken - 1]
 
 
 _RUN: ContextVar[_Run | None] = ContextVar("run", default=None)
@@ -92,11 +104,24 @@ def _tensors(result: Any) -> Sequence[Tensor]:
     return [each for each in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(each, Tensor)]
 
 
-def ends(y: Tensor) -> Tensor:
-    """y, which is what the innermost region around this call has to return, as the operation that made it ends it."""
+def leaves_out_end() -> bool:
+    """Whether the operation that asks makes what the second run of the innermost region around it leaves out.
+
+    Operations count themselves by asking, and say by `made` what they made. So the first run knows which of them made
+    the region's result: the one that made it last, if it is what the region returns.
+    """
     run = _RUN.get()
-    if run is not None and torch.is_grad_enabled():  # a region without gradients has no run of its own
-        run.end = base_of(y)
+    if run is None or not run.region.skip_end or not torch.is_grad_enabled():  # without gradients it has no second run
+        return False
+    run.count += 1
+    return run.again and run.count == run.region.end
+
+
+def made(y: Tensor) -> Tensor:
+    """y, which an operation has made that had asked leaves_out_end."""
+    run = _RUN.get()
+    if run is not None and run.region.skip_end and not run.again and torch.is_grad_enabled():
+        run.made = base_of(y)
     return y
 
 

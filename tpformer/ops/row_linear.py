@@ -18,7 +18,7 @@ from .first_derivative import first_derivative
 from .implementation import implementation
 from .norm import Norm, Normed, parameters
 from .packing import keep, kept, unpacked
-from .recompute import ends, running_again
+from .recompute import leaves_out_end, made
 from .sequence import flat_rows, with_leading_dims
 from .transports.interface import Transport
 from .transports.sequential import opened
@@ -118,7 +118,6 @@ def _check_options(
     gate: Tensor | None,
     dropout: Dropout | None,
     next_norm: Norm | None,
-    ends_region: bool,
     autocast: torch.dtype | None,
     deferred: Deferred | None,
 ) -> None:
@@ -131,8 +130,6 @@ def _check_options(
         check_range("model.dropout", dropout.p, "dropout")
     if next_norm is not None:
         require_known("norm", next_norm.kind, NORMS)
-    if next_norm is not None and ends_region:
-        raise ValueError("next_norm with ends_region: nothing follows the end of a region; leave one of them out")
     if next_norm is not None and autocast is not None:
         raise ValueError("next_norm would be made in autocast's dtype: call ops.norm, which makes it in float32")
 
@@ -148,7 +145,6 @@ def row_linear(
     residual: Tensor | None = None,
     dropout: Dropout | None = None,
     next_norm: Norm | None = None,
-    ends_region: bool = False,
     transport: Transport | None = None,
     deferred: Deferred | None = None,
 ) -> Tensor | tuple[Tensor, Normed]:
@@ -161,7 +157,6 @@ def row_linear(
              activation: None, "gelu" (erf), "gelu_tanh", "silu" or "relu2".
              next_norm: the norm before the next linear. The pass that adds bias, dropout and residual applies it, too,
              and the result is (Y, Normed). Give both to the next column_linear, Y as x and Normed as normed.
-             ends_region: this is the last operation of a recomputed region (ops.recompute).
              Leading dims of x, gate and residual are flattened to rows; Y has x's again if it has as many rows. Normed
              holds rows.
     Saves:   x and gate as given. The backward rebuilds act(x) and draws dropout's mask again.
@@ -173,13 +168,13 @@ def row_linear(
     At t = 1 every output and gradient is bit-identical to F.linear's.
     Under torch.autocast all but the residual have autocast's dtype; the residual keeps its own, and is added last.
     Errors:  ValueError for an unknown activation, a gate without one, dropout outside [0, 1), tokens not divisible by t
-             (with sequence_parallel), next_norm with ends_region or under autocast, and operands of other shapes,
-             dtypes or devices: nothing is broadcast; x, gate, weight and bias have one dtype. TypeError for a transport
+             (with sequence_parallel), next_norm under autocast, and operands of other shapes, dtypes or devices:
+             nothing is broadcast; x, gate, weight and bias have one dtype. TypeError for a transport
              that is not an opened one.
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198)
     """
     transport, autocast = opened(transport), autocast_dtype(x)
-    _check_options(activation, gate, dropout, next_norm, ends_region, autocast, deferred)
+    _check_options(activation, gate, dropout, next_norm, autocast, deferred)
     rows, added = x, residual
     if x.dim() != 2:
         rows, gate, added = (None if each is None else flat_rows(each) for each in (x, gate, residual))
@@ -187,7 +182,7 @@ def row_linear(
         deferred = cast_back(deferred, [weight])
         rows, gate, weight, bias = (cast(each, autocast) for each in (rows, gate, weight, bias))
     _check_operands(rows, weight, gate, Finish(bias, dropout, added, next_norm), transport.sharing)
-    call = _Call(transport, activation, dropout, ends_region and running_again(), deferred)
+    call = _Call(transport, activation, dropout, next_norm is None and leaves_out_end(), deferred)
     needing = *(((rows, gate), (weight,), SCATTERED) if transport.sequence_parallel else ((), ())), transport.name
     called(transport.untold, "row_linear", (rows.shape[0], weight.shape[0]), rows.dtype, True, *needing)
     result = RowLinearFunction.apply(rows, gate, weight, bias, added if autocast is None else None, next_norm, call)
@@ -195,4 +190,4 @@ def row_linear(
     if autocast is not None and added is not None:
         y = added + y
     y = y if x.dim() == 2 else with_leading_dims(y, x)
-    return (ends(y) if ends_region else y) if next_norm is None else (y, Normed(*normed))
+    return made(y) if next_norm is None else (y, Normed(*normed))

@@ -14,19 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tpformer.config import Layout
 from tpformer.distributed import indexed
+from tpformer.layers.keep import KEEP_OPTIONS
 
 from .pipeline import Pipeline
 from .split import split_stages
 from .zero import apply_zero
-
-DONE_BY_CHILDREN = (
-    "recompute",
-    "recompute_layers",
-    "recompute_interval",
-    "pack_activations",
-    "pack_layers",
-    "offload_activations",
-)
 
 
 def pipeline_sequential(
@@ -52,12 +44,12 @@ def pipeline_sequential(
     left to the children.
     """
     layout.check()
-    for name in DONE_BY_CHILDREN:
+    for name in KEEP_OPTIONS:
         if getattr(layout, name) != getattr(Layout, name):
             raise ValueError(
                 f"pipeline_sequential does not apply parallel.{name}={getattr(layout, name)!r}: leave it unset, and "
-                f"build children that do it themselves, with TransformerBlock(recompute=...), ops.recompute or "
-                f"ops.Offload"
+                f"say it of the model's blocks, by layers.keep(model, ...), or use ops.recompute or ops.Offload in the "
+                f"children"
             )
     layout.check_pipeline(len(model), n_microbatches)
     boundaries, costs = _trace(model, example, layout.pipeline_split)

@@ -9,6 +9,7 @@ import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -135,7 +136,7 @@ class SavedBytes(Saved):
     @contextmanager
     def of_part(self, part: GPT) -> Iterator[None]:
         """Record a forward of the part, with what its regions keep. Meanwhile the part does not offload."""
-        offload, part.offload = part.offload, lambda: self
+        kept, part.keep = part.keep, replace(part.keep, offload=lambda: self)
         try:
             with self.recording(part), record_kept() as decisions:
                 yield
@@ -144,7 +145,7 @@ class SavedBytes(Saved):
                     self.unit_of.setdefault(x.untyped_storage(), 0)
                     self.pack(x)
         finally:
-            part.offload = offload
+            part.keep = kept
 
     def totals(self) -> tuple[int, int]:
         """(all bytes, how many of them ops.Offload would move to the host)."""

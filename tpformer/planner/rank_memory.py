@@ -14,7 +14,8 @@ import numpy as np
 
 from tpformer.config import SCHEDULES, RunConfig, packed_layers, recomputed_layers
 from tpformer.layers.embedding import padded_vocab
-from tpformer.models import GPTConfig, regions
+from tpformer.layers.keep import regions
+from tpformer.models import GPTConfig
 from tpformer.ops import VocabSlice, default_chunk_tokens
 from tpformer.ops.offload import SMALLEST
 from tpformer.parallel import Layout, split_stages

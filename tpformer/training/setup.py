@@ -13,7 +13,8 @@ from tpformer.config import RunConfig, check_packing
 from tpformer.distributed import build_mesh, initialize
 from tpformer.distributed.agreement import Decides
 from tpformer.distributed.mesh import DEFAULT_TIMEOUT, PROGRAM
-from tpformer.layers import TensorParallel
+from tpformer.layers import TensorParallel, keep
+from tpformer.layers.keep import KEEP_OPTIONS
 from tpformer.models import GPT
 from tpformer.ops import use_measured_table
 from tpformer.parallel import apply_zero, split_stages
@@ -111,12 +112,6 @@ def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
         part = GPT(
             architecture,
             tp=tp,
-            recompute=layout.recompute,
-            recompute_layers=layout.recompute_layers,
-            recompute_interval=layout.recompute_interval,
-            pack_activations=layout.pack_activations,
-            pack_layers=layout.pack_layers,
-            offload_activations=layout.offload_activations,
             label_smoothing=config.train.label_smoothing,
             z_loss=config.train.z_loss,
             balance_loss=config.train.balance_loss,
@@ -125,6 +120,7 @@ def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
             device="meta",
             dtype=torch.float32 if compute.itemsize < 4 else compute,
         )
+        keep(part, **{name: getattr(layout, name) for name in KEEP_OPTIONS})
         if uses_fsdp(layout, compute):
             apply_zero(part, part.layers.values(), mesh, layout, compute)
         parts.append(part)

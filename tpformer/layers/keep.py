@@ -1,0 +1,152 @@
+"""What waits for the backward, and in which form: recomputation, packing and offload, said of layers from outside.
+
+Belongs here: `keep`, and what runs the layers of a model. A block holds a Keep (keep_block.py), which runs its forward;
+a model of many blocks holds a KeepLayers, which runs them. Each one's default keeps what operations save, as it is.
+Neither changes a bit of a result or of a gradient.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from tpformer import ops
+from tpformer.config import RECOMPUTE, check_choice, packed_layers, recomputed_layers
+from tpformer.torch_private import forward_hooks, forward_pre_hooks
+
+from .block import TransformerBlock
+from .children import keeps_forward, others_hook, unwrapped
+from .dropout import DropoutKey
+from .keep_block import Keep, packing
+from .positions import Positions
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class KeepLayers:
+    """How a model runs its layers one after another.
+
+    regions: {name of a layer: the first layer's index of the region that it is in}. A region of layers is recomputed
+    as one, and keeps only its first input. Its blocks recompute nothing themselves.
+    offload: makes what moves activations to pinned host memory in one forward (ops.Offload).
+    """
+
+    regions: Mapping[str, int] = field(default_factory=dict)
+    offload: Callable[[], Any] | None = None
+
+    def run(self, layers: nn.ModuleDict, x: Tensor, positions: Positions, dropout_key: DropoutKey | None) -> Tensor:
+        """The rows behind the last layer for the rows x before the first."""
+        grads = torch.is_grad_enabled()
+        offload = self.offload() if self.offload is not None and grads else None
+        for some, is_region in self._units(layers):
+            with nullcontext() if offload is None else offload.layer(*some):
+                if is_region and grads:
+                    x = _run_region(some, x, positions, dropout_key)
+                else:
+                    for layer in some:
+                        x = layer(x, positions=positions, dropout_key=dropout_key)
+        return x
+
+    def _units(self, layers: nn.ModuleDict) -> Iterator[tuple[list[nn.Module], bool]]:
+        """The layers in order, as (layers, whether they are a region). A layer outside of regions comes alone."""
+        for region, named in groupby(layers.items(), key=lambda item: self.regions.get(item[0])):
+            some = [layer for _, layer in named]
+            yield from [(some, True)] if region is not None else [([layer], False) for layer in some]
+
+
+def keep(
+    model: Model,
+    *,
+    recompute: str = "none",
+    recompute_layers: str = "",
+    recompute_interval: int = 1,
+    pack_activations: bool = False,
+    pack_layers: str = "",
+    offload_activations: bool = False,
+) -> Model:
+    """Say what a model's TransformerBlocks keep for the backward; the model itself is returned.
+
+    model: a GPT or a part of one, a block, or any module that contains blocks. Call it before blocks are wrapped, by
+    FSDP2 for example. What was said before is forgotten.
+    recompute: what the backward of a layer computes again: "none", "mlp" or "full" (Keep). recompute_layers: which
+    layers do so, in the notation of config.selected_layers; "" is all. Layers of a GPT have their numbers in the whole
+    model, others are counted in the order of modules().
+    recompute_interval: for "full", how many consecutive recomputed layers of a GPT form a region. A region keeps only
+    its input.
+    pack_activations, pack_layers: whether activations wait for the backward in packed form, and of which layers, in the
+    same notation. Only in bfloat16.
+    offload_activations: whether a GPT's activations wait for the backward in pinned host memory (ops.Offload).
+    Errors: ValueError, before anything is changed, for a model without a block, for layers that do not exist or are
+    chosen for nothing, and for regions or offload where no model runs the layers.
+    """
+    runs_layers = isinstance(getattr(model, "keep", None), KeepLayers)
+    kept = [each for each in model.modules() if isinstance(getattr(each, "keep", None), Keep)]
+    named: dict[int, nn.Module] = dict(enumerate(kept))
+    total: int = len(kept)
+    if runs_layers:
+        named = {int(name): layer for name, layer in model.layers.items()}
+        total = model.config.n_layers
+    elif not kept:
+        raise ValueError(f"{type(model).__name__} contains no TransformerBlock: give a model that does")
+    elif recompute_interval > 1 or offload_activations:
+        raise ValueError(
+            f"recompute_interval={recompute_interval}, offload_activations={offload_activations} of a "
+            f"{type(model).__name__}: only a GPT runs its layers itself; use ops.recompute around several layers, and "
+            f"ops.Offload around each"
+        )
+    check_choice("recompute", recompute, RECOMPUTE)
+    recomputed = recomputed_layers(recompute, recompute_layers, recompute_interval, total)
+    packed = packed_layers(pack_activations, pack_layers, total)
+    found = regions(named, recomputed, recompute_interval) if recompute_interval > 1 else {}
+    for index, layer in named.items():
+        mode = recompute if index in recomputed and not found else "none"
+        layer.keep = Keep(mode, index in packed)
+    if runs_layers:
+        model.keep = KeepLayers(found, ops.Offload if offload_activations else None)
+    return model
+
+
+KEEP_OPTIONS = tuple(
+    name for name, each in inspect.signature(keep).parameters.items() if each.kind is each.KEYWORD_ONLY
+)
+"""The options of `keep`, which are keys of `[parallel]`, too."""
+
+
+def regions(part: Iterable[int], recomputed: set[int], interval: int) -> dict[str, int]:
+    """{name of a recomputed layer: index of the first layer of its region}. A region has at most `interval` layers."""
+    found: dict[str, int] = {}
+    for index in part:
+        first = found.get(str(index - 1))
+        if index in recomputed:
+            found[str(index)] = index if first is None or index - first == interval else first
+    return found
+
+
+def _run_region(layers: list[nn.Module], x: Tensor, positions: Positions, dropout_key: DropoutKey | None) -> Tensor:
+    """Run layers one after another as one recomputed region, which keeps only x. Their blocks recompute nothing.
+
+    x is packed if the first of them packs. If the last layer is a block whose result no hook sees, the second run
+    leaves out the last GEMM and its reduction.
+    """
+
+    def region(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x, positions=positions, dropout_key=dropout_key)
+        return x
+
+    blocks = [layer for layer in layers if keeps_forward(layer, TransformerBlock)]
+    hooked = any(others_hook(hooks) for layer in layers for hooks in (forward_pre_hooks(layer), forward_hooks(layer)))
+    draws = hooked or len(blocks) < len(layers) or any(block.draws(dropout_key) for block in blocks)
+    skip_end = keeps_forward(layers[-1], TransformerBlock) and not others_hook(forward_hooks(layers[-1]))
+    first = unwrapped(layers[0])
+    packs = isinstance(first, TransformerBlock) and first.keep.packs(x)
+    with packing(x, layers) if packs else nullcontext():
+        return ops.recompute(region, x, keep_random_state=draws, skip_end=skip_end)
