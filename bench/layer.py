@@ -18,7 +18,7 @@ from tpformer.kernels.norm.reference import norm_cost
 from tpformer.kernels.rope.reference import rope_cost
 from tpformer.layers import DropoutKey, Positions, TransformerBlock, keep
 from tpformer.models import GPTConfig
-from tpformer.models.blocks import transformer_block
+from tpformer.models.blocks import gpt_block
 
 from .accuracy import require_accurate
 from .plain import Drop, plain_block
@@ -67,7 +67,7 @@ def layers(quick: bool) -> list[Layer]:
 
 
 def our_block(config: GPTConfig, recompute: str = "none", packs: bool = False) -> TransformerBlock:
-    return keep(transformer_block(config, device=DEVICE, dtype=DTYPE), recompute=recompute, pack_activations=packs)
+    return keep(gpt_block(config, device=DEVICE, dtype=DTYPE), recompute=recompute, pack_activations=packs)
 
 
 def inputs_of(model: nn.Module, config: GPTConfig, batch: int, length: int) -> tuple[Tensor, Tensor, dict]:

@@ -23,7 +23,7 @@ from tpformer.kernels.pack.format import packed_bytes
 from tpformer.kernels.route import reference as route
 from tpformer.layers import DropoutKey, Positions, TensorParallel, keep
 from tpformer.models import GPTConfig
-from tpformer.models.blocks import transformer_block
+from tpformer.models.blocks import gpt_block
 from tpformer.ops import packing
 from tpformer.ops.recompute import record_kept
 from tpformer.parallel import reduce_partial_gradients
@@ -255,7 +255,7 @@ class Step:
             tp = TensorParallel(mesh, sequence_parallel=True)
             # values matter to packing alone, and take long to make
             device = "cpu" if layer.pack else "meta"
-            block = transformer_block(config, config.n_layers - 1, device=device, tp=tp, dtype=DTYPE)
+            block = gpt_block(config, config.n_layers - 1, device=device, tp=tp, dtype=DTYPE)
             self.block = keep(block, recompute=layer.recompute, pack_activations=layer.pack)
             if not layer.pack:
                 self.block.to_empty(device="cpu")

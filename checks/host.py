@@ -148,13 +148,13 @@ def blocks(group: Any) -> dict[str, Callable[[], object]]:
     """Forward and backward of transformer blocks."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    from tpformer.layers import Positions, TransformerBlock
+    from tpformer.layers import Positions, transformer_block
     from tpformer.layers.tensor_parallel import TensorParallel
 
     tp = TensorParallel(DeviceMesh.from_group(group, "cpu"), True, "fused")
     found: dict[str, Callable[[], object]] = {}
     for name, options in BLOCKS.items():
-        block = TransformerBlock(**BLOCK, tp=tp, dtype=DTYPE, **options)
+        block = transformer_block(**BLOCK, tp=tp, dtype=DTYPE, **options)
         x, dy = zeros(8, BLOCK["hidden_size"]).requires_grad_(), zeros(8, BLOCK["hidden_size"])
         positions, inputs = Positions(1, 8 * WORLD), [x, *block.parameters()]
 

@@ -27,7 +27,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.embed = layers.VocabParallelEmbedding(MASK + 1, HIDDEN, tp=tp)
         options = {"is_causal": False, "norm": "rmsnorm", "activation": "swiglu", "rope_base": 1e4, "tp": tp}
-        self.blocks = nn.ModuleList(layers.TransformerBlock(HIDDEN, n_heads=4, **options) for _ in range(2))
+        self.blocks = nn.ModuleList(layers.transformer_block(HIDDEN, n_heads=4, **options) for _ in range(2))
         self.norm, self.head = layers.RMSNorm(HIDDEN, tp=tp), layers.LMHead(MASK + 1, HIDDEN, tp=tp)
 
     def forward(self, ids, targets):  # both (batch, seq), equal on all ranks; between them ranks have tokens / t rows

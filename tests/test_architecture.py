@@ -90,11 +90,11 @@ def check(title: str, order: Order) -> None:
 
 
 def _block() -> Order:
-    from tpformer.layers import TensorParallel, TransformerBlock
+    from tpformer.layers import TensorParallel, transformer_block
 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     tp = TensorParallel(mesh["tp"], sequence_parallel=True, transport="fused")
-    block = TransformerBlock(8, n_heads=2, tp=tp)
+    block = transformer_block(8, n_heads=2, tp=tp)
     x = torch.randn(1, 2, 8, requires_grad=True)
     with recorded_calls() as order:
         block(x).sum().backward()

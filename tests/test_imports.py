@@ -59,9 +59,9 @@ import tpformer.cli.run
 
 USE = """
 import torch
-from tpformer.layers import TransformerBlock
+from tpformer.layers import transformer_block
 x = torch.randn(2, 8, 32, requires_grad=True)
-torch.nn.Sequential(TransformerBlock(32, n_heads=4))(x).sum().backward()
+torch.nn.Sequential(transformer_block(32, n_heads=4))(x).sum().backward()
 assert x.grad.abs().sum() > 0 and not torch.distributed.is_initialized() and not torch.cuda.is_available()
 """
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from checks.execute import schedule
 from tpformer import ops
 from tpformer.distributed import build_mesh, groups, kernel_workspace
-from tpformer.layers import Positions, TensorParallel, TransformerBlock
+from tpformer.layers import Positions, TensorParallel, TransformerBlock, transformer_block
 from tpformer.ops import implementation
 
 BATCH, SEQ, HIDDEN, HEADS, FFN = 1, 16, 64, 2, 96
@@ -77,7 +77,7 @@ def make_block(kind: str, dtype: torch.dtype, mesh: DeviceMesh, transport: str) 
     torch.manual_seed(0)
     options, sequence_parallel, _ = KINDS[kind]
     tp = TensorParallel(mesh, sequence_parallel, transport)
-    block = kept(TransformerBlock, HIDDEN, HEADS, tp=tp, dtype=torch.float64, **options)
+    block = kept(transformer_block, HIDDEN, HEADS, tp=tp, dtype=torch.float64, **options)
     with torch.no_grad():
         for p in block.parameters():
             local = p.to_local() if isinstance(p, DTensor) else p

@@ -24,7 +24,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tpformer import layers
 from tpformer.distributed.dtensor import full_tensor
-from tpformer.layers import ColumnParallelLinear, LMHead, RowParallelLinear, TensorParallel, TransformerBlock
+from tpformer.layers import (
+    ColumnParallelLinear,
+    LMHead,
+    RowParallelLinear,
+    TensorParallel,
+    TransformerBlock,
+    transformer_block,
+)
 from tpformer.models import GPT, GPTConfig
 
 BATCH, SEQ, VOCAB = 2, 6, 30
@@ -71,7 +78,7 @@ LAYERS = {
     "SelfAttention": Layer(
         partial(layers.SelfAttention, HIDDEN, HEADS, qk_norm=True), partial(theirs.Attention, qk_norm=True)),
     "MLP": Layer(partial(layers.MLP, HIDDEN, **GATED), partial(theirs.MLP, HIDDEN, **GATED)),
-    "TransformerBlock": Layer(partial(TransformerBlock, HIDDEN, HEADS, **WIDE), partial(theirs.Block, **WIDE)),
+    "TransformerBlock": Layer(partial(transformer_block, HIDDEN, HEADS, **WIDE), partial(theirs.Block, **WIDE)),
     "LMHead": Layer(
         partial(LMHead, VOCAB, HIDDEN, **PADDED), partial(nn.Linear, HIDDEN, VOCAB, bias=False), y_sharded=True),
     "GPT": Layer(partial(GPT, replace(CONFIG, n_layers=1)), partial(theirs.GPT, VOCAB, SEQ, 1), None, y_sharded=True),
@@ -114,7 +121,7 @@ def fill(module: nn.Module, values: dict[str, Tensor]) -> None:
 
 def block(heads: int, like: dict, tp: TensorParallel | None = None, **options) -> TransformerBlock:
     """Ours with the values of theirs.Block. like: the options of both."""
-    made = kept(TransformerBlock, HIDDEN, heads, tp=tp, **{"dtype": torch.float64, **like, **options})
+    made = kept(transformer_block, HIDDEN, heads, tp=tp, **{"dtype": torch.float64, **like, **options})
     fill(made, theirs.Block(HIDDEN, heads, **like).state_dict())
     return made
 

@@ -328,3 +328,21 @@ def test_norms_of_torch_see_every_head_once(ranks, t):
     for case, found in each_case(ranks, t, foreign_children, FOREIGN[t]):
         wanted = step(normed(*case[:2]), *draw(*[(BATCH, SEQ, case[0] * D)] * 2))
         assert_ranks_have(found, wanted, 0 if case[2] else None, f"{case}")
+
+
+def test_a_block_is_composed_of_parts() -> None:
+    """Of the same parts it is what transformer_block makes; parts of another kind are called."""
+    made = make_block(DROPOUT_KINDS[0], dropout=P)
+    parts = made.self_attn, made.mlp, made.input_layernorm, made.post_attention_layernorm
+    composed, (x, dy) = TransformerBlock(*parts, dropout=P), inputs()
+    assert list(composed.state_dict()) == list(made.state_dict())
+    found = [each(x, dropout_key=key(each)) for each in (made, composed)]
+    assert torch.equal(*found)
+    assert_identical(*(torch.autograd.grad(y, list(made.parameters()), dy) for y in found))
+    plain = TransformerBlock(*parts[:3], nn.LayerNorm(HIDDEN, dtype=torch.float64))
+    assert "post_attention_layernorm is called as a module" in layers.explain(plain, 8)
+    for wrong in (lambda: TransformerBlock(HIDDEN, HEADS), lambda: TransformerBlock(hidden_size=8, n_heads=2)):
+        with pytest.raises(
+            TypeError, match=r"takes its parts, .*transformer_block\(hidden_size, n_heads"
+        ):
+            wrong()

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tpformer import ops
 from tpformer.config import RECOMPUTE, TRANSPORTS
 from tpformer.distributed import record_collectives
-from tpformer.layers import DropoutKey, PositionEmbedding, Positions, TensorParallel, TransformerBlock
+from tpformer.layers import DropoutKey, PositionEmbedding, Positions, TensorParallel, transformer_block
 from tpformer.models import GPT, GPTConfig
 
 SMALL = {"vocab_size": 30, "seq_length": 4, "n_layers": 1, "hidden_size": 8, "n_heads": 2}
@@ -122,7 +122,7 @@ def test_training_after_inference_has_the_same_gradients(transport: str, sequenc
 
 def test_objects_that_a_user_keeps():
     """One Positions and one DropoutKey serve an evaluation and the training after it."""
-    block, table = TransformerBlock(8, 2, rope_base=1e4, dropout=0.1), PositionEmbedding(6, 8)
+    block, table = transformer_block(8, 2, rope_base=1e4, dropout=0.1), PositionEmbedding(6, 8)
     for positions in (Positions(2, 4), Positions(2, 4, torch.tensor([[0, 1, 2, 0]] * 2)), Positions(2, 4, offset=2)):
         key, x = DropoutKey(1, 2, torch.arange(2), block), torch.randn(8, 8, requires_grad=True)
         with torch.inference_mode():

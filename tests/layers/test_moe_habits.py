@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from tpformer import ops
 from tpformer.distributed import record_collectives
 from tpformer.distributed.dtensor import full_tensor
-from tpformer.layers import Positions, Router, TensorParallel, TransformerBlock, balance_losses
+from tpformer.layers import Positions, Router, TensorParallel, TransformerBlock, balance_losses, transformer_block
 from tpformer.ops.route import record_routing
 
 EAGER = {"backend": "eager"}
@@ -104,7 +104,7 @@ def make_block(mesh, recompute: str, sequence_parallel: bool = True) -> Transfor
     torch.manual_seed(0)
     moe = {"n_experts": EXPERTS, "ffn_hidden_size": WIDTH, "shared_ffn_size": 8, "router_bias": True, "balance": 0.3}
     options = {"norm": "rmsnorm", "bias": False, "activation": "swiglu", "dtype": torch.float64, "recompute": recompute}
-    return kept(TransformerBlock, HIDDEN, 4, moe=moe, tp=TensorParallel(mesh, sequence_parallel), **options)
+    return kept(transformer_block, HIDDEN, 4, moe=moe, tp=TensorParallel(mesh, sequence_parallel), **options)
 
 
 def wrapped(mesh, sequence_parallel: bool, part: str, how: str) -> tuple[Results, list[int]]:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from tpformer import ops
 from tpformer.kernels.pack import reference
 from tpformer.kernels.pack.format import Packed, packed_bytes
-from tpformer.layers import TransformerBlock
+from tpformer.layers import TransformerBlock, transformer_block
 from tpformer.models import GPT, GPTConfig
 from tpformer.ops import packing
 
@@ -56,7 +56,7 @@ def unpacked(name: str) -> list[Tensor]:
 
 
 def packing_block(size: int = 128, **options: Any) -> TransformerBlock:
-    return kept(TransformerBlock, size, 4, **{"dtype": torch.bfloat16, "pack_activations": True} | options)
+    return kept(transformer_block, size, 4, **{"dtype": torch.bfloat16, "pack_activations": True} | options)
 
 
 def report(device: str = "cpu") -> packing.Report:

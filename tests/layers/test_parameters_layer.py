@@ -31,7 +31,7 @@ def build(mesh, dtype: torch.dtype | None) -> nn.ModuleDict:
         "embedding": layers.VocabParallelEmbedding(VOCAB, HIDDEN, vocab_multiple=8, **place),
         "head": layers.LMHead(VOCAB, HIDDEN, vocab_multiple=8, **place),
         "positions": layers.PositionEmbedding(7, HIDDEN, **place),
-        "block": layers.TransformerBlock(HIDDEN, 12, **block),
+        "block": layers.transformer_block(HIDDEN, 12, **block),
         "odd": layers.RowParallelLinear(25, 5, **place),
     })  # fmt: skip
 

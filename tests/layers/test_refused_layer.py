@@ -17,7 +17,15 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from tpformer import layers, ops
 from tpformer.config import check_heads
-from tpformer.layers import ColumnParallelLinear, Positions, SelfAttention, TensorParallel, TransformerBlock, keep
+from tpformer.layers import (
+    ColumnParallelLinear,
+    Positions,
+    SelfAttention,
+    TensorParallel,
+    TransformerBlock,
+    keep,
+    transformer_block,
+)
 from tpformer.models import GPT, GPTConfig
 
 REAL, NORM = torch.zeros(1, 3, dtype=torch.bool), ops.Norm("rmsnorm", torch.ones(4), None, 1e-5)
@@ -41,7 +49,7 @@ def embedded(*ids: int) -> None:
 
 def dropped(sample_index: tuple[int, ...], of_another: bool) -> None:
     block = make_block("gelu-layernorm", dropout=0.5)
-    key = layers.DropoutKey(0, 1, torch.tensor(sample_index), TransformerBlock(8, 2) if of_another else block)
+    key = layers.DropoutKey(0, 1, torch.tensor(sample_index), transformer_block(8, 2) if of_another else block)
     block(torch.zeros(2, 3, 24, dtype=torch.float64), dropout_key=key)
 
 
@@ -68,24 +76,24 @@ REFUSED: list[Refusal] = [
     (lambda: check_heads(10, 4, 4, 3, rope=True),
      "hidden_size=10 is not .* of n_heads=4: change either, or give head_dim"),
     (lambda: check_heads(12, 4, 4, 1, rope=True), "RoPE needs an even head dim, not hidden_size / n_heads = 3"),
-    (lambda: TransformerBlock(8, 2, n_kv_heads=0), "n_kv_heads=0 must be at least 1"),
+    (lambda: transformer_block(8, 2, n_kv_heads=0), "n_kv_heads=0 must be at least 1"),
     (lambda: SelfAttention(8, 2, rope_scaling=layers.RopeScaling(8.0, 1.0, 4.0, 32)), "without rope_base would scale"),
     (lambda: SelfAttention(8, 2, rope_scaling=layers.RopeScaling(8.0, 4.0, 1.0, 32)), "rope_low_frequency=4.0 must be"),
     (lambda: SelfAttention(8, 2, rope_base=0.0), "rope_base=0.0: .*give a number above 0"),
-    (lambda: TransformerBlock(8, 2, sliding_window=0), "it has at least 1 token, the query itself"),
-    (lambda: TransformerBlock(8, 2, sliding_window=4, is_causal=False), "it has at least 1 token, the query itself"),
-    (lambda: TransformerBlock(8, 2, norm="batchnorm"), "norm='batchnorm': choose one of layernorm, rmsnorm"),
+    (lambda: transformer_block(8, 2, sliding_window=0), "it has at least 1 token, the query itself"),
+    (lambda: transformer_block(8, 2, sliding_window=4, is_causal=False), "it has at least 1 token, the query itself"),
+    (lambda: transformer_block(8, 2, norm="batchnorm"), "norm='batchnorm': choose one of layernorm, rmsnorm"),
     (lambda: layers.MLP(8, activation="relu"), "'relu': choose one of gelu, gelu_tanh, swiglu, geglu, relu2"),
-    (lambda: kept(TransformerBlock, 8, 2, recompute="some"), "recompute='some': choose one of none, mlp, full"),
+    (lambda: kept(transformer_block, 8, 2, recompute="some"), "recompute='some': choose one of none, mlp, full"),
     (lambda: TensorParallel(transport="magic"), "transport='magic': choose one of auto, sequential"),
-    *((lambda dtype=dtype: kept(TransformerBlock, 8, 2, pack_activations=True)(torch.ones(1, 4, 8, dtype=dtype)),
+    *((lambda dtype=dtype: kept(transformer_block, 8, 2, pack_activations=True)(torch.ones(1, 4, 8, dtype=dtype)),
        "only bfloat16 has an exponent of 8 bits") for dtype in (torch.float16, torch.float32, torch.float64)),
     (lambda: kept(GPT, CONFIG, pack_activations=True, pack_layers="7"), "'7' selects none of the 1 layers"),
     (lambda: kept(GPT, CONFIG, pack_layers="0"), "pack_activations is false"),
     (lambda: keep(torch.nn.Linear(2, 2)), "Linear contains no TransformerBlock: give a model that does"),
-    (lambda: kept(TransformerBlock, 8, 2, recompute="full", recompute_interval=2), "only a GPT runs its layers itself"),
-    (lambda: kept(TransformerBlock, 8, 2, offload_activations=True), "ops.Offload around each"),
-    (lambda: kept(TransformerBlock, 8, 2, recompute="mlp", recompute_layers="1"), "'1' selects none of the 1 layers"),
+    (lambda: kept(transformer_block, 8, 2, recompute="full", recompute_interval=2), "only a GPT runs its layers"),
+    (lambda: kept(transformer_block, 8, 2, offload_activations=True), "ops.Offload around each"),
+    (lambda: kept(transformer_block, 8, 2, recompute="mlp", recompute_layers="1"), "'1' selects none of the 1 layers"),
     (torch.autocast("cpu")(lambda: ops.row_linear(*torch.ones(2, 4, 4), next_norm=NORM)),
      "next_norm would be made in autocast's dtype: call ops"),
     (lambda: ColumnParallelLinear(0, 4), "in_features=0 must be at least 1"),
@@ -131,7 +139,7 @@ REFUSED: list[Refusal] = [
     (lambda: dropped((1, 2, 3), False), r"sample_index of shape \(3,\) for a batch of 2 samples"),
     *((lambda kind=kind, shape=shape, of=of: kind(8, 2)(torch.zeros(*shape, 8), positions=Positions(*of)),
        rf"has {math.prod(shape)} rows that are not those of Positions\(batch={of[0]}, seq_length={of[1]}\): give")
-      for kind, (shape, of) in product((SelfAttention, TransformerBlock), OF_OTHERS)),
+      for kind, (shape, of) in product((SelfAttention, transformer_block), OF_OTHERS)),
 ]  # fmt: skip
 
 
@@ -173,6 +181,8 @@ ON_TWO_RANKS: list[Refusal] = [
      r"\(2, 5, 6\) has 5 along sequence_dim=1, which 2 .* ranks cannot share"),
     (lambda: row(True, sequence_dim=1)(torch.zeros(4, 6)),
      r"sequence_dim=1 is the dim of the features in x of shape \(4, 6\)"),
+    (lambda: TransformerBlock(SelfAttention(8, 2, tp=tp_mesh()), layers.MLP(8), layers.RMSNorm(8), layers.RMSNorm(8)),
+     r"different ranks \(SelfAttention on 2 tensor-parallel ranks, MLP on 1 .*with one tp="),
     (lambda: column(n=1), "weight has 1 rows on its sharded dim, too few for 2"),
     (lambda: column()(torch.ones(2, 4)),
      "x has 4 features, but every rank needs all in_features=8: .* give it gather_output=True"),

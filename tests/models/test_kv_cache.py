@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from tpformer.distributed import build_mesh
-from tpformer.layers import Positions, TensorParallel, TransformerBlock
+from tpformer.layers import Positions, TensorParallel, TransformerBlock, transformer_block
 from tpformer.layers.cache import LayerCache
 from tpformer.models import GPT, GPTConfig, KVCache
 
@@ -124,7 +124,7 @@ def test_changed_children_use_the_cache_or_are_refused():
 
 
 def block(**options) -> TransformerBlock:
-    return TransformerBlock(48, 4, rope_base=1e4, dtype=torch.float64, **options).eval()
+    return transformer_block(48, 4, rope_base=1e4, dtype=torch.float64, **options).eval()
 
 
 def by_block(module: TransformerBlock, **options) -> Tensor:

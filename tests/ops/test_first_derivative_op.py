@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tpformer import ops
 from tpformer.config import RECOMPUTE
 from tpformer.kernels.rope.reference import rope_table
-from tpformer.layers import LayerNorm, RowParallelLinear, TransformerBlock
+from tpformer.layers import LayerNorm, RowParallelLinear, transformer_block
 
 REFUSED = r"tpformer.ops.\w+ has no second derivative: if you need one, as for a gradient penalty or a Hessian, use"
 ROWS, K = 6, 4
@@ -73,7 +73,7 @@ def test_operations_refuse_second_derivatives(name):
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_gradient_penalty_of_a_block(recompute):
     x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
-    block = kept(TransformerBlock, 8, 2, recompute=recompute, dtype=torch.float64)
+    block = kept(transformer_block, 8, 2, recompute=recompute, dtype=torch.float64)
     critic = nn.Sequential(block, LayerNorm(8, dtype=torch.float64), RowParallelLinear(8, 1, dtype=torch.float64))
     (dx,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
     (expected,) = torch.autograd.grad(critic(x).sum(), x)

@@ -12,7 +12,7 @@ from torch.autograd import gradcheck
 from tpformer import ops
 from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.rope.reference import rope_table
-from tpformer.layers import Positions, TransformerBlock
+from tpformer.layers import Positions, transformer_block
 
 CPU = torch.device("cpu")
 SEQ, HIDDEN = 6, 5
@@ -56,7 +56,7 @@ def test_dropout_bits_follow_the_sample_not_its_place():
 def test_what_is_no_probability_of_zeroing_is_refused(p):
     x, wrong = torch.ones(SEQ, HIDDEN), site([0])._replace(p=p)
     calls = partial(ops.dropout, x, wrong), partial(ops.row_linear, x, x, dropout=wrong)
-    for call in (*calls, partial(TransformerBlock, 8, 2, dropout=p)):
+    for call in (*calls, partial(transformer_block, 8, 2, dropout=p)):
         with pytest.raises(ValueError, match=rf"dropout={p} must be in \[0, 1\)"):
             call()
 

@@ -10,7 +10,7 @@ from testing import assert_identical
 from torch import Tensor, nn
 
 from tpformer import ops
-from tpformer.layers import DropoutKey, TransformerBlock
+from tpformer.layers import DropoutKey, transformer_block
 from tpformer.models import GPT, GPTConfig
 from tpformer.ops import offload as module
 from tpformer.planner.storages import Saved
@@ -20,7 +20,7 @@ HIDDEN, BATCH, SEQ = 32, 2, 8
 
 def blocks(**options) -> nn.ModuleList:
     torch.manual_seed(0)
-    return nn.ModuleList(kept(TransformerBlock, HIDDEN, 4, dropout=0.1, **options) for _ in range(3))
+    return nn.ModuleList(kept(transformer_block, HIDDEN, 4, dropout=0.1, **options) for _ in range(3))
 
 
 def forward(layers: nn.ModuleList, x: Tensor, offload: ops.Offload | None) -> Tensor:
@@ -135,7 +135,7 @@ def test_memory_and_late_copies_on_gpu():
             with torch.cuda.stream(module._copy_stream(torch.device("cuda", torch.cuda.current_device()))):
                 torch.cuda._sleep(10**9)
         torch.manual_seed(0)
-        layers = nn.ModuleList(kept(TransformerBlock, 1024, 16, **options) for _ in range(8))
+        layers = nn.ModuleList(kept(transformer_block, 1024, 16, **options) for _ in range(8))
         y = forward(layers, torch.randn(128, 128, 1024, **options).requires_grad_(), offload)
         held = torch.cuda.memory_allocated() - before
         y.square().sum().backward()

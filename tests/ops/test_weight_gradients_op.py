@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tpformer import ops
 from tpformer.distributed import build_mesh, record_collectives
-from tpformer.layers import ColumnParallelLinear, Positions, RowParallelLinear, TensorParallel, TransformerBlock
+from tpformer.layers import ColumnParallelLinear, Positions, RowParallelLinear, TensorParallel, transformer_block
 from tpformer.ops import WeightGradientQueue, active_queue
 
 HIDDEN, BATCH, SEQ, MICROBATCHES = 24, 2, 4, 3
@@ -28,7 +28,7 @@ class Blocks(nn.Module):
         torch.manual_seed(0)
         llama = {"norm": "rmsnorm", "qk_norm": True, "activation": "swiglu", "rope_base": 1e4, "bias": False}
         self.blocks = nn.ModuleList(
-            TransformerBlock(HIDDEN, 4, **each, **options) for each in ({"n_kv_heads": 1}, llama)
+            transformer_block(HIDDEN, 4, **each, **options) for each in ({"n_kv_heads": 1}, llama)
         )
 
     def forward(self, x: Tensor) -> Tensor:

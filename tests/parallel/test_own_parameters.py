@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tpformer.distributed import build_mesh
 from tpformer.distributed.dtensor import full_tensor
-from tpformer.layers import Positions, TensorParallel, TransformerBlock, init_weights
+from tpformer.layers import Positions, TensorParallel, init_weights, transformer_block
 from tpformer.parallel import reduce_partial_gradients
 
 HIDDEN, SEQ, SAMPLES = 12, 6, 2
@@ -25,7 +25,7 @@ class Between(nn.Module):
         torch.manual_seed(0)
         self.gain = nn.Parameter(torch.randn(HIDDEN, dtype=torch.float64))
         self.adapter = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
-        self.first, self.second = (TransformerBlock(HIDDEN, 6, tp=tp, dtype=torch.float64) for _ in range(2))
+        self.first, self.second = (transformer_block(HIDDEN, 6, tp=tp, dtype=torch.float64) for _ in range(2))
         init_weights(self, 3)
         self.second.input_layernorm = nn.LayerNorm(HIDDEN, dtype=torch.float64)
 

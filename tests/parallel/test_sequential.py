@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tpformer.distributed import build_mesh
 from tpformer.distributed.dtensor import full_tensor
-from tpformer.layers import TransformerBlock
+from tpformer.layers import transformer_block
 from tpformer.parallel import SCHEDULES, Layout, pipeline_sequential
 
 BATCH = 8
@@ -84,7 +84,7 @@ def test_what_children_have_to_do_is_refused_by_name():
 def blocks(recompute: str) -> list[torch.Tensor]:
     """This rank's gradients of blocks with dropout, which draw from their stage's generator."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(kept(TransformerBlock, 24, 4, dropout=0.1, recompute=recompute) for _ in range(3)))
+    model = nn.Sequential(*(kept(transformer_block, 24, 4, dropout=0.1, recompute=recompute) for _ in range(3)))
     mesh = build_mesh("cpu", tensor_parallel=1, pipeline_parallel=2)
     x = torch.randn(4, 6, 24)
     options = {"example": x[:2], "n_microbatches": 2, "loss_fn": lambda y, target: (y - target).square().sum()}

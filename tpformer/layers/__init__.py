@@ -7,6 +7,7 @@ from tpformer.ops import Policy, Routing, VocabSlice, linear_cross_entropy, voca
 
 from .attention import SelfAttention
 from .block import TransformerBlock
+from .blocks import transformer_block
 from .dropout import DropoutKey
 from .embedding import LMHead, PositionEmbedding, VocabParallelEmbedding
 from .explain import LinearPlan, explain, linear_plans
@@ -51,4 +52,5 @@ __all__ = [
     "linear_cross_entropy",
     "linear_plans",
     "vocab_parallel_cross_entropy",
+    "transformer_block",
 ]

@@ -1,14 +1,11 @@
 """The pre-norm transformer block."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
-from tpformer.config import check_choice, check_range
-from tpformer.kernels.rope.reference import RopeScaling
+from tpformer.config import check_range
 from tpformer.ops.sequence import flat_rows
 
 from .attention import SelfAttention
@@ -39,72 +36,42 @@ class TransformerBlock(ParallelModule):
              as layers.keep says: it recomputes, packs or offloads.
     Dropout: in training, if p > 0. With a `dropout_key` it is the same in every layout. Without one, on one rank only,
              it is drawn from torch's generator, as nn.Dropout's is.
-    moe: arguments of MoE, which then takes the MLP's place; ffn_hidden_size is not used.
-    What else concerns attention, forward's `positions` and `key_padding_mask` included, is that of SelfAttention.
+    attention: a SelfAttention, as a rule; forward's `positions` and `key_padding_mask` are its. mlp: an MLP or a MoE.
+    Both norms: a LayerNorm or RMSNorm. All lie on the same tensor-parallel ranks. transformer_block makes all of sizes.
     A child is called as a module, not fused, if it has a hook, a parametrization or a replaced forward, or is of
     another class; explain() lists such children, and the others stay fused. Such a child gets rows
     (tokens, hidden_size), and an attention also gets positions=Positions. A module that is not of this library gets all
     rows and features on every rank, and returns all of them.
+    Errors:  ValueError for parts on different ranks, and for dropout outside [0, 1).
     """
 
     keep = Keep()  # what waits for the backward: layers.keep sets it
 
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """TypeError for sizes, of which transformer_block makes a block."""
+        if args[:1] and isinstance(args[0], int) or "hidden_size" in options:
+            raise TypeError(
+                f"{cls.__name__} takes its parts, an attention, an MLP and two norms: "
+                f"tpformer.layers.transformer_block(hidden_size, n_heads, ...) makes one of sizes"
+            )
+        return super().__new__(cls)
+
     def __init__(
         self,
-        hidden_size: int,
-        n_heads: int,
+        attention: nn.Module,
+        mlp: nn.Module,
+        input_layernorm: nn.Module,
+        post_attention_layernorm: nn.Module,
         *,
-        n_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        ffn_hidden_size: int | None = None,
-        norm: str = "layernorm",
-        norm_eps: float = 1e-5,
-        qk_norm: bool = False,
-        activation: str = "gelu_tanh",
-        moe: Mapping[str, Any] | None = None,
-        is_causal: bool = True,
-        sliding_window: int | None = None,
-        rope_base: float | None = None,
-        rope_interleaved: bool = False,
-        rope_scaling: RopeScaling | None = None,
-        bias: bool = True,
-        qkv_bias: bool | None = None,
         dropout: float = 0.0,
-        init_std: float | None = None,
-        output_init_std: float | None = None,
-        tp: TensorParallel | DeviceMesh | None = None,
-        device=None,
-        dtype=None,
     ) -> None:
-        super().__init__(tp)
-        check_choice("norm", norm, NORMS)
+        super().__init__(common_tp(attention, mlp, input_layernorm, post_attention_layernorm))
         check_range("model.dropout", dropout, "dropout")
         self.dropout = dropout
-        place: dict = {"tp": self.tp, "device": device, "dtype": dtype}
-        linears: dict = {"bias": bias, "init_std": init_std, "output_init_std": output_init_std, **place}
-        self.input_layernorm = NORMS[norm](hidden_size, eps=norm_eps, **place)
-        self.self_attn = SelfAttention(
-            hidden_size,
-            n_heads,
-            n_kv_heads=n_kv_heads,
-            head_dim=head_dim,
-            qk_norm=qk_norm,
-            norm_eps=norm_eps,
-            is_causal=is_causal,
-            sliding_window=sliding_window,
-            rope_base=rope_base,
-            rope_interleaved=rope_interleaved,
-            rope_scaling=rope_scaling,
-            qkv_bias=qkv_bias,
-            **linears,
-        )
-        self.post_attention_layernorm = NORMS[norm](hidden_size, eps=norm_eps, **place)
-        self.mlp: Any
-        if moe is None:
-            self.mlp = MLP(hidden_size, ffn_hidden_size=ffn_hidden_size, activation=activation, **linears)
-        else:
-            stds = {name: linears[name] for name in ("init_std", "output_init_std")}
-            self.mlp = MoE(hidden_size, activation=activation, **stds, **place, **moe)
+        self.input_layernorm: Any = input_layernorm
+        self.self_attn: Any = attention
+        self.post_attention_layernorm: Any = post_attention_layernorm
+        self.mlp: Any = mlp
 
     def forward(
         self,
@@ -191,3 +158,14 @@ class TransformerBlock(ParallelModule):
         rows = ops.scatter_rows(positions.to_samples(ops.gather_rows(x, group)), group)
         y = call_rows(self.self_attn, rows, self.tp, positions=plain)
         return ops.scatter_rows(positions.to_rows(ops.gather_rows(y, group)), group)
+
+
+def common_tp(*parts: nn.Module) -> TensorParallel | None:
+    """The tensor parallelism of those parts that are this library's; None without one. Errors: ValueError if they
+    differ."""
+    own = [part for part in parts if isinstance(part, ParallelModule)]
+    places = [(part.tp.size, part.tp.sharded, part.tp.mesh if part.tp.size > 1 else None) for part in own]
+    if any(place != places[0] for place in places):
+        said = ", ".join(f"{type(part).__name__} on {part.tp}" for part in own)
+        raise ValueError(f"the parts of a block lie on different ranks ({said}): build all of them with one tp=")
+    return own[0].tp if own else None

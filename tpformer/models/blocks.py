@@ -7,21 +7,21 @@ from torch import nn
 
 from tpformer import ops
 from tpformer.config import GPTConfig
-from tpformer.layers import RopeScaling, TransformerBlock
+from tpformer.layers import RopeScaling, TransformerBlock, transformer_block
 
 
 def transformer_blocks(config: GPTConfig, part: range, **options: Any) -> nn.ModuleDict:
     """The layers of a part, by their global indices, so that names survive a pipeline split. options: as of
-    transformer_block."""
-    return nn.ModuleDict({str(i): transformer_block(config, i, **options) for i in part})
+    gpt_block."""
+    return nn.ModuleDict({str(i): gpt_block(config, i, **options) for i in part})
 
 
-def transformer_block(config: GPTConfig, layer: int = 0, *, balance: float = 0.0, **options: Any) -> TransformerBlock:
-    """The layer with this index. balance: as in Router. options: further arguments of TransformerBlock."""
+def gpt_block(config: GPTConfig, layer: int = 0, *, balance: float = 0.0, **options: Any) -> TransformerBlock:
+    """The layer with this index. balance: as in Router. options: further arguments of layers.transformer_block."""
     scaling = RopeScaling(
         config.rope_scaling_factor, config.rope_low_frequency, config.rope_high_frequency, config.rope_original_length
     )
-    return TransformerBlock(
+    return transformer_block(
         config.hidden_size,
         config.n_heads,
         n_kv_heads=config.n_kv_heads,
