@@ -47,15 +47,17 @@ class Machine(NamedTuple):
     """Whether NCCL's all-reduces let the switch add, as it can from H100 on."""
 
 
-# Seconds of one acquire of a flag in the GPU's own memory when nobody is late: measured on an H200 (docs/LOG.md).
+# Seconds of one acquire of a flag in the GPU's own memory when nobody is late: measured on an H200
+# (docs/log/2026-11-27.md).
 POLL_SECONDS = 0.21e-6
 # Seconds of one release or fence at system scope, which waits until the program's earlier stores have arrived at a
 # peer: the lower end of the 2 to 4 us that published one-hop kernels on 8 H100 take beyond their bytes. Nobody has
-# measured it here; in an H200's own memory it takes 0.9 us, and 0.4 us beyond the stores of 32 KiB (docs/LOG.md).
+# measured it here; in an H200's own memory it takes 0.9 us, and 0.4 us beyond the stores of 32 KiB
+# (docs/log/2026-11-27.md).
 RELEASE_SECONDS = 2e-6
 
-# H200 and H100 have published figures of large GEMMs and copies, which runs on an H100 confirmed (docs/LOG.md). Their
-# links are not measured. A100 and B200 are scaled by their data sheets.
+# H200 and H100 have published figures of large GEMMs and copies, which runs on an H100 confirmed
+# (docs/log/2026-11-22.md). Their links are not measured. A100 and B200 are scaled by their data sheets.
 MACHINES = (
     Machine("H200", 989e12, 700e12, 380e9, 4.3e12),
     Machine("H100", 989e12, 700e12, 380e9, 3.0e12),
@@ -94,9 +96,9 @@ COLLECTIVES = {
     "matmul_all_reduce": ((22e-6, 0.69), (42e-6, 1.126)),
 }
 
-# Seconds until the host has launched an operation, by transport. Measured beside an H200 (docs/LOG.md): the kernel that
-# begins it and a fused one of ours 24 to 28 us, torch.matmul 12.5. A collective takes about 30 (an estimate). In a CUDA
-# graph it is 0.
+# Seconds until the host has launched an operation, by transport. Measured beside an H200 (docs/log/2026-11-27.md): the
+# kernel that begins it and a fused one of ours 24 to 28 us, torch.matmul 12.5. A collective takes about 30 (an
+# estimate). In a CUDA graph it is 0.
 HOST_SECONDS = {"fused": 28e-6, "sequential": 43e-6}
 
 

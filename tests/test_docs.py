@@ -33,6 +33,15 @@ def test_text_in_pictures_is_legible_on_a_phone():
         assert sizes and min(sizes) * (390 - 32) / width >= 11, path.name  # 32: a page's margins
 
 
+def test_the_log_and_the_site_list_all_days_newest_first():
+    days = sorted((path.stem for path in (ROOT / "docs/log").glob("*.md")), reverse=True)
+    for listing in ("docs/LOG.md", "mkdocs.yml"):
+        assert re.findall(r"\blog/([\d-]+)\.md", (ROOT / listing).read_text()) == days, listing
+    for day in days:
+        text = (ROOT / f"docs/log/{day}.md").read_text()
+        assert text.startswith(f"# {day}\n\n## ") and set(re.findall(r"^## (\S+): ", text, re.M)) == {day}
+
+
 def test_what_the_site_leaves_out_exists():
     packages = [importlib.import_module(f"tpformer.{path.parent.name}") for path in ROOT.glob("tpformer/*/__init__.py")]
     for name in (ROOT / "docs/site/internal.txt").read_text().splitlines():

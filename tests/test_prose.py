@@ -14,7 +14,7 @@ from pathlib import Path
 from test_repo import FILES, PROSE, PYTHON, ROOT, name
 
 # pages that tell what was, and so name what is gone
-HISTORY = ("docs/LOG.md", "CHANGELOG.md")
+HISTORY = ("CHANGELOG.md", *(name(path) for path in PROSE if name(path).startswith("docs/log/")))
 OTHERS = "docs/coming_from.md"  # names other systems' things; test_docs.py looks up ours
 PAGES = [path for path in PROSE if name(path) not in (*HISTORY, OTHERS)]
 FILE = re.compile(r"(?<![\w./*-])((?:[\w-]+/)*[\w.-]+\.(?:py|md|toml|json|svg|sh|yml))\b(?![\w/*(])")
