@@ -1,4 +1,4 @@
-"""Draws the pictures of README.md, docs/layouts.md, docs/moe.md and docs/placement.md. They show where
+"""Draws the pictures of README.md, docs/layouts.md, docs/moe.md and docs/planner.md. They show where
 the tensors of a block and of a layer of experts live, what these keep, and how ranks share weights and data.
 
 `python docs/pictures/draw.py` writes them; tests/test_docs.py compares the committed pictures with what it draws.

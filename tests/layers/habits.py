@@ -1,4 +1,4 @@
-"""What people do to modules, and the layers that they do it to: the rows and the columns of docs/habits.md.
+"""What people do to modules, and the layers that they do it to: the rows and the columns of docs/layers.md.
 
 Belongs here: each layer beside its like of torch.nn; habits that mean the same to both (edits of a module, ways to call
 it). The modules of torch.nn and the edits of one part are in theirs.py; test_habits.py compares.

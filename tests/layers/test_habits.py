@@ -1,6 +1,6 @@
 """Every layer under every habit equals modules of torch.nn on one rank and on two, or is refused in one sentence.
 
-`python tests/layers/test_habits.py` writes the outcomes to docs/habits.md. Belongs here: the comparison, what is
+`python tests/layers/test_habits.py` writes the outcomes to docs/layers.md. Belongs here: the comparison, what is
 refused, the page. Layers and habits are in habits.py.
 """
 
@@ -20,10 +20,15 @@ from torch import nn
 from tpformer.distributed import build_mesh
 from tpformer.layers import TensorParallel
 
-PAGE = Path(__file__).parents[2] / "docs" / "habits.md"
-INTRODUCTION = """# Habits: what people do to modules, and what these layers then do
+PAGE = Path(__file__).parents[2] / "docs" / "layers.md"
+INTRODUCTION = """# Layers that people change
 
-Each row is a habit, which is done to a layer and to all modules in it at once.
+Layers are modules ([drop_in.md](drop_in.md)), and people do to modules what they like. A block computes several of its
+parts in one kernel. If a part has a hook, an adapter, a parametrization or a class of your own, it is called by itself,
+as a module. Result and gradients are then those that torch.nn would give, and `explain` lists the part with the reason.
+
+The table shows ten layers under such habits. Each row is a habit, which is done to a layer and to all modules in it at
+once.
 
 - `=` means that the result and every gradient equal those of torch.nn's modules: in float64 but for rounding, under
   autocast within twice torch.nn's own error.
@@ -31,10 +36,10 @@ Each row is a habit, which is done to a layer and to all modules in it at once.
 - `= [1]` means that it equals torch.nn on one rank and is refused on several tensor-parallel ranks.
 - An empty place means that the layer has no linear to do this to.
 
-`python -m pytest tests/layers/test_habits.py` compares it on one process and on two tensor-parallel ranks, and with
-`--proof` the parts of a GPT each by itself.
-tests/layers/habits.py has the layers and the habits. tests/layers/test_habits_of_children.py does the same for
-recomputation, sequence parallelism and habits of single children.
+`.venv/bin/python -m pytest tests/layers/test_habits.py` compares it on one process and on two tensor-parallel ranks,
+and with `--proof` the parts of a GPT each by itself. tests/layers/habits.py has the layers and the habits.
+tests/layers/test_habits_of_children.py does the same for recomputation, sequence parallelism and habits of single
+children.
 """
 NOTES = {
     "functional_call, whole tensors": "Give DTensors, as `distribute_tensor` makes them.",

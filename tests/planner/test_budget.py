@@ -1,4 +1,4 @@
-"""What trainings cost, and published rules of advice: the numbers of their authors, of docs/budget.md, and by hand."""
+"""What trainings cost, and published rules of advice: the numbers of their authors, of docs/planner.md, and by hand."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from tpformer.models import GPTConfig, preset_config
 from tpformer.planner import advice, costs
 
-PAGE = (Path(__file__).parents[2] / "docs" / "budget.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
 GPT3 = preset_config("gpt3-175b")
 WEEK = 7 * 24 * costs.HOUR
 PRINTED = 175e9  # GPT-3's parameters, as its paper's title row prints them

@@ -65,7 +65,7 @@ def test_tensor_parallelism_over_two_nodes():
     assert (eight.nodes, sixteen.nodes) == (1, 2) and sixteen.compute == eight.compute / 2
     assert sixteen.communication / eight.communication == pytest.approx(15 / 16 / (7 / 8) * 0.874 * 250 / (8 * 21))
     lines = list(placement.across_nodes_lines(example("gpt_145b")))
-    assert len(lines) == 4 and "```\n" + "\n".join(lines) + "\n```" in (ROOT / "docs/placement.md").read_text()
+    assert len(lines) == 4 and "```\n" + "\n".join(lines) + "\n```" in (ROOT / "docs/planner.md").read_text()
 
 
 def test_a_picture_of_many_nodes_shows_the_first_ones():

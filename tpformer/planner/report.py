@@ -168,5 +168,5 @@ def report(config: RunConfig, ranks: Sequence[int], device_memory: float) -> Ite
     for rank in ranks:
         yield from rank_lines(config, count_rank(config, rank), order, device_memory)
     yield ""
-    yield "* a model, not a count: docs/dry_run.md"
+    yield "* a model, not a count: docs/planner.md"
     yield NOT_COUNTED

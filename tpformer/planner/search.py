@@ -23,7 +23,7 @@ from .rank_memory import Plan, different_ranks, least_memory, predicted_memory
 from .software import OURS, Software
 from .step_time import StepModel, StepTime, mfu
 
-CONTEXT = 1e9  # bytes of the CUDA context and libraries, as docs/dry_run.md says
+CONTEXT = 1e9  # bytes of the CUDA context and libraries, as docs/planner.md says
 MARGIN = 0.05  # the share of a device's memory that fragments and NCCL's buffers may take, apart from what is predicted
 # what offloads less. Offloading takes time, so more of it is tried only if none of these fits
 LESS = {"none": (), "activations": ("none",), "states": ("none",), "both": ("none", "activations", "states")}
