@@ -12,7 +12,9 @@ from types import FrameType
 
 import pytest
 import torch
+import torch.nn.functional as F
 from commands import ROOT
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 Function = tuple[str, str]  # file in the repository, qualified name: ("tpformer/cli/run.py", "parse_run")
@@ -103,6 +105,40 @@ def _block() -> Order:
 
 def test_the_way_of_an_x(interpreted):
     check("The way of an x", interpreted(2).run(_block)[0])
+
+
+class Plain(nn.Module):
+    """A layer of a model in plain PyTorch: two heads, and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last_norm = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.n_heads, (self.query, self.key, self.value, self.out) = 2, (nn.Linear(8, 8) for _ in range(4))
+        self.wide, self.narrow = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        linears = self.query, self.key, self.value
+        heads = [linear(h).unflatten(2, (self.n_heads, -1)).transpose(1, 2) for linear in linears]
+        x = x + self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        return x + self.narrow(F.gelu(self.wide(self.last_norm(x))))
+
+
+def _in_place() -> Order:
+    from tpformer import parallelize
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(16, 8), Plain(), Plain(), nn.Linear(8, 16))
+    tokens = torch.arange(12).view(2, 6)
+    with recorded_calls() as order:
+        parallelize(model, mesh["tp"], sequence_parallel=True, example=(tokens,))
+        model(tokens)
+    return order
+
+
+def test_the_way_of_a_model(ranks):
+    check("The way of a model: in place", ranks(2).run(_in_place)[0])
 
 
 def recording(*arguments: str) -> None:
