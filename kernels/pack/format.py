@@ -13,6 +13,18 @@ Values are packed by groups of GROUP, in the order of memory. A group has a reco
 If a group has more escapes than slots, the tensor has overflowed: those without a slot have the number 0, and slot 0
 holds NaN.
 So every value of a group is found without a search, and the same values give the same bytes.
+
+An example: a group whose first block begins with 1000, 3, -0.75, 0, 2^-20, and has ones besides. Exponent fields are
+136, 128, 126, 0, 107 and 127. Their mean without the zero, rounded down, is 126. So the base is not 136 but 126 + 6.
+    value     code                         byte
+    1000      132 - 136 < 0: ESCAPE        0, its slot
+    3         132 - 128 = 4                mantissa 1.5: 64
+    -0.75     132 - 126 = 6                sign 128 + mantissa 1.5: 64
+    0         ZERO                         0
+    2^-20     132 - 107 >= WINDOW: ESCAPE  1, its slot
+    1         132 - 127 = 5                mantissa 1: 0
+The slots hold 1000 and 2^-20 whole. With 2^20 in place of 1000 the base is 133; without HEADROOM it would be 147,
+and all ones would be escapes. 16384 + 8192 + 64 + 96 = 24736 bytes for 16384 values are 12.08 bits each, not 16.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from tpformer.distributed import build_mesh
 from tpformer.in_place import alone, auto_plan, parallelize, verify
 from tpformer.in_place.plan import Plan, check_plan
+from tpformer.in_place.trial import Refused, find_way
+from tpformer.in_place.ways import Cut, Way
 
 QKV, GATED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 LLAMA = {"o_proj": QKV, "down_proj": GATED}
@@ -284,3 +286,24 @@ def test_parameters_that_another_module_holds() -> None:
         model = Holding(hold(torch.rand(shape)), read).double()
         assert auto_plan(model, 2, example=x)["down"] == "rowwise"
         verify(model, lambda whole: parallelize(whole, tp, example=x), x).check()
+
+
+class Shares(nn.Module):
+    """The example of tpformer/in_place/trial.py; together: all features are divided by their common sum."""
+
+    def __init__(self, together: bool) -> None:
+        super().__init__()
+        self.n_heads, self.together, self.scale = 2, together, nn.Parameter(torch.tensor([1.0, 10.0]))
+        self.up, self.row = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        heads = self.up(x).abs().unflatten(-1, (self.n_heads, -1))
+        return self.row((heads / heads.sum((-2, -1) if self.together else -1, keepdim=True) * self.scale).flatten(-2))
+
+
+def test_the_example_of_the_trial():
+    call = (torch.ones(2, 3),), {}
+    way = find_way(Shares(False), ("up",), "row", call, 2)
+    assert way == Way({"up": Cut(((4, 2),))}, {"": {"n_heads": 1}}, summed=("scale",))
+    with pytest.raises(Refused, match="does not compute that rank's part of what row gets"):
+        find_way(Shares(True), ("up",), "row", call, 2)

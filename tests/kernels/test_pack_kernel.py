@@ -18,7 +18,20 @@ from tpformer.kernels.matmul.kernel import matmul_derivative
 from tpformer.kernels.norm import kernel as norms
 from tpformer.kernels.norm import reference as norm_reference
 from tpformer.kernels.pack import kernel, reference
-from tpformer.kernels.pack.format import BLOCK, GROUP, RECORD, SLOTS, WINDOW, Packed, packed_bytes
+from tpformer.kernels.pack.format import (
+    BASES,
+    BLOCK,
+    CODES,
+    ESCAPE,
+    ESCAPES,
+    GROUP,
+    RECORD,
+    SLOTS,
+    WINDOW,
+    ZERO,
+    Packed,
+    packed_bytes,
+)
 from tpformer.kernels.pack.reference import pack_cost
 
 
@@ -165,3 +178,13 @@ def test_on_gpu() -> None:
         activations_of_packed(37, 1000, name, "cuda")
     for n in (72, 4096):
         derivatives_of_packed(130, n, 64, None, "cuda")
+
+
+def test_the_example_of_the_format():
+    x = torch.ones(GROUP, dtype=torch.bfloat16)
+    x[:5] = torch.tensor([1000, 3, -0.75, 0, 2.0**-20])
+    record = reference.pack(x)[0].buffer[0]
+    codes = [code for byte in record[CODES : CODES + 3].tolist() for code in (byte & 15, byte >> 4)]
+    assert codes == [ESCAPE, 4, 6, ZERO, ESCAPE, 5] and record[:6].tolist() == [0, 64, 192, 0, 1, 0]
+    assert record[BASES] == 132 and torch.equal(record[ESCAPES : ESCAPES + 4].view(torch.bfloat16), x[[0, 4]])
+    assert RECORD == 16384 + 8192 + 64 + 96 and f"{8 * RECORD / GROUP:.2f}" == "12.08"

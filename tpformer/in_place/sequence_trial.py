@@ -166,7 +166,7 @@ class _Trial:
         return rows[self.rank or 0] if kind == ROWS_SHARD else torch.cat(rows)
 
     def kind(self, x: Tensor, whole: Tensor) -> str | None:
-        """In which layout x is a part of the whole; None if it is none."""
+        """The layout in which x is a part of the whole; None if it is none."""
         kinds = [EQUAL]
         if whole.ndim > 2 and whole.shape[1] == self.seq:
             kinds.append(SHARD)
@@ -308,6 +308,11 @@ class _Trial:
             if name not in called and not name.startswith(alone or "\n") and [*module.parameters(recurse=False)]:
                 yield name
 
+    # An example: y = self.mix(x) is x less its mean over the tokens (1, 2, 3, 6), so (-2, -1, 0, 3). Rank 0 has (1, 2),
+    # and mix gives (-0.5, 0.5), no part of that: Misfit("mix"), which becomes FIRST. Its input is gathered, so it gives
+    # all four. In x + self.down(self.up(y)) a column linear takes all, the row linear gives rank 0 its two: it fits.
+    # In x + y two tokens meet four, and the layer raises. mix left the whole there, so it becomes ALONE: its rank takes
+    # (-2, -1) of what it gives, and the layer's result is (1, 2) + (-2, -1) = (-1, 1).
     def escalate(self, misfit: Misfit) -> None:
         """Give the module that does not fit, or the one that left it a whole sequence, more than its shard."""
         name = misfit.name

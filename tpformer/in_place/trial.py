@@ -28,6 +28,22 @@ NOISE = 1e-12  # of the largest of all gradients: what rounding leaves of those 
 TOLERANCE = 1e-5  # of the largest element: models compute norms and positions in float32 whatever their dtype is
 
 
+# An example: a region of heads, each divided by its sum. `up` has 4 output features, n_heads is 2, scale is (1, 10).
+#
+#     heads = self.up(x).abs().unflatten(-1, (self.n_heads, -1))
+#     return self.row((heads / heads.sum(-1, keepdim=True) * self.scale).flatten(-2))
+#
+# Let `up` give (1, 3, 2, 2). In one process the heads are (1, 3) and (2, 2), so `row` gets (0.25, 7.5, 0.5, 5). Rank 0
+# of 2 has the first two rows of `up`, which give (1, 3), and should get the first half, (0.25, 7.5).
+# - With n_heads = 2 its heads are (1) and (3). Each divided by itself is 1, so `row` would get (1, 10, 1, 10): refused.
+# - With n_heads = 1 its head is (1, 3), and `row` gets (0.25, 7.5). Rank 1 has (2, 2), and its `row` (0.5, 5). Right.
+# Then gradients, if `row` sends back ones. That of scale is (0.25, 0.75) + (0.5, 0.5) = (0.75, 1.25) in one process,
+# (0.25, 0.75) on rank 0 and (0.5, 0.5) on rank 1. The parts differ and add up, so ranks will have to sum them. Found is
+#     Way(cuts={"up": Cut(((4, 2),))}, attributes={"": {"n_heads": 1}}, summed=("scale",))
+# If all features were divided by their common sum, 8, rank 0 would divide by 4: no way is right, and the region is
+# refused. tests/in_place/test_plan.py tries both.
+
+
 class Refused(Exception):
     """The reason why a region cannot be cut in some way."""
 
@@ -105,13 +121,13 @@ class _Run:
             setattr(holder, name, held)
 
     def _random(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Around one for norms and scales, around zero for biases, else such that a linear keeps the scale."""
+        """Random values: norms and scales around one, biases around zero, others such that a linear keeps the scale."""
         if len(shape) < 2 and not name.endswith("bias"):
             return (torch.rand(tuple(shape), generator=self.generator, dtype=torch.float64) + 0.5).to(self.device)
         return self._normal(shape) * (shape[-1] ** -0.5 if len(shape) > 1 else 1.0)
 
     def _normal(self, shape: Sequence[int]) -> Tensor:
-        """Of both signs, so that activations are not in their linear part alone."""
+        """Random values of both signs, so that activations are not in their linear part alone."""
         return torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64).to(self.device)
 
     def _real(self, x: Tensor) -> Tensor:
