@@ -169,7 +169,7 @@ def total(terms: Tensor) -> Tensor:
 
 
 def check_shape(shape: Shape, virtual: bool) -> None:
-    """Both ways to gather, each with both parities, as they are timed."""
+    """Check both ways to gather, each with both parities, as they are timed."""
     torch.cuda.empty_cache()  # slots of one shape are several GB, and the next one's have another size
     gemm = build(shape, DEVICE, DTYPE, virtual=virtual)
     for push in (False, True) if shape.op == GATHER and not virtual else (True,):

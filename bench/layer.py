@@ -53,7 +53,7 @@ class Layer(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of the model, forward and backward: nothing that is computed twice counts twice."""
+        """FLOPs of the model, forward and backward: nothing that is computed twice counts twice."""
         return self.tokens * self.config.flops_per_token
 
 

@@ -195,7 +195,7 @@ def _of_experts(layer: Layer, x: Tensor) -> str | None:
 
 
 def balanced_route(logits: Tensor, policy: Any, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """In place of a router's decision: each expert gets as many tokens as the others."""
+    """A stand-in for a router's decision: each expert gets as many tokens as the others."""
     tokens, n_experts = logits.shape
     chosen = torch.arange(tokens * policy.k, dtype=torch.int32).view(tokens, policy.k) % n_experts
     return chosen.sort(1).values, torch.ones(tokens, policy.k, dtype=logits.dtype), logits.softmax(1)

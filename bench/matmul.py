@@ -138,7 +138,7 @@ def rows(quick: bool) -> list[Row]:
 
 
 def means(picked: Sequence[Row], best: Sequence[Row]) -> list[Row]:
-    """By case; over all, if the best candidate were picked everywhere; and over all as it is, which is required."""
+    """Mean ratios: of each case; of all, with the best candidate everywhere; of all as they are, which have a bar."""
 
     def mean(name: str, chosen: Sequence[Row], provider: str, bar: float | None = None) -> Row:
         return mean_row(chosen, shape=f"{name}, {len(chosen)} shapes", provider=provider, bar=bar)

@@ -112,7 +112,7 @@ def gemm_row(layer: Layer) -> Row:
 
 
 def item_problems(layer: Layer, items: Mapping[str, int]) -> list[str]:
-    """Where a tpformer layer's items are not what DESIGN section 7 lists."""
+    """A sentence for each item of a tpformer layer that has other bytes than expected_items."""
     where = f"{layer.model}, t = {layer.tp}, recompute {layer.recompute}"
     expected = expected_items(layer)
     found = [
@@ -130,7 +130,7 @@ def item_problems(layer: Layer, items: Mapping[str, int]) -> list[str]:
 
 
 def gemm_problems(layer: Layer, row: Row) -> list[str]:
-    """Where the backward multiplies more than twice the forward, and what the recompute mode says it repeats."""
+    """A sentence if the forward, or what the recompute mode repeats, has other GEMM FLOPs than the formula."""
     flops = forward_flops(layer.config, layer.tokens)
     repeated = {"none": (), "mlp": ("fc1",), "full": ("qkv", "o", "fc1")}[layer.recompute]
     expected = sum(flops[name] for name in repeated)
@@ -143,7 +143,8 @@ def gemm_problems(layer: Layer, row: Row) -> list[str]:
 
 
 def collective_problems(counted: Counted) -> list[str]:
-    """Where a layer communicates otherwise than sequence parallelism needs: counts, and nothing above tokens * h."""
+    """A sentence for each number of calls, and for each message above tokens * h, that sequence parallelism does not
+    need."""
     layer, found = counted.layer, []
     routes = int(layer.config.n_experts is not None)  # gathers and scatters of the routing
     # what the recomputed forward gathers and scatters again
@@ -230,7 +231,7 @@ def rows_and_problems(counted: Sequence[Counted]) -> tuple[list[Row], list[str]]
 
 
 def measure_models(layers: Sequence[Layer]) -> Report:
-    """Both models' layers at every number of ranks, and what one step of them does."""
+    """Measure both models' layers at every number of ranks, and count what one step of them does."""
     tables: list[Table | str] = []
     rows: list[Row] = []
     gemms: list[Row] = []

@@ -86,7 +86,7 @@ def torch_operation(shape: Shape, x: Tensor, w: Tensor, group: dist.ProcessGroup
 
 
 def providers(shape: Shape) -> dict[str, Callable[[], Tensor]]:
-    """By name, the forward of one linear; sequential is always there and comes first."""
+    """The forwards of one linear by the transport's name; sequential is always there and comes first."""
     group = world()
     x, w = inputs(shape, group.rank())
 

@@ -231,7 +231,7 @@ def share(row: dict[str, float]) -> float:
 
 
 def lower(row: dict[str, Any], *with_: str) -> float:
-    """By which share the peak is lower, of a step's own bytes and those of parameters or states."""
+    """The share by which packing lowers the peak of a step's bytes, together with those of the named kinds."""
     plain, packed = (sum(peak[name] for name in ("step", *with_)) for peak in row["peaks"])
     return 1 - packed / plain
 

@@ -62,7 +62,7 @@ def write_document(target: Path, result: dict, note: str, width: int, height: fl
 
 
 def step_x(step: int, steps: int) -> float:
-    """Where a step is in a panel of curves, step 1 at the left."""
+    """The x of a step in a panel of curves, step 1 at the left."""
     return LEFT + (WIDTH - LEFT - RIGHT) * (step - 1) / max(1, steps - 1)
 
 

@@ -16,7 +16,7 @@ LETTERS = 100  # of a kernel's name
 
 
 def profiled(steps: Callable[[], Sequence[object]], device: torch.device) -> dict[str, Any]:
-    """By step, in milliseconds: from the first kernel's begin to the last one's end, and of it what the device worked;
+    """A step's milliseconds from the first kernel's begin to the last one's end, and those in which the device worked;
     how many kernels began; and the longest kernels by name. On a CPU an operator counts as a kernel.
 
     steps: takes some steps and waits for them. It is called once before.

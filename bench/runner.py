@@ -71,7 +71,7 @@ class Bench:
     device: str | None = "cpu"
     """cpu or cuda: which device it needs, and whose results these are; None: the GPU if there is one, else the CPU."""
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: QUICK)
-    """For argparse. Each makes the bench do less than the whole, so that bench/results gets nothing."""
+    """Options for argparse. Each makes the bench do less than the whole, so that bench/results gets nothing."""
     check: Callable[[bool], None] | None = None
     """The gate: raises when a result is wrong, on the shapes that are timed. It is told whether those are --quick's."""
     obstacle: Callable[[], str | None] | None = None

@@ -27,7 +27,7 @@ GEMM_OPERANDS = {  # the position of the left operand among each product's argum
 
 
 def run_config(parallel: Mapping[str, Any], dtype: str, model: Mapping[str, Any], microbatches: int = 4) -> RunConfig:
-    """That many microbatches of one sample for every data-parallel rank."""
+    """The configuration of a run with that many microbatches of one sample for every data-parallel rank."""
     share = parallel.get("data_parallel_shard", 1) * parallel.get("data_parallel_replicate", 1)
     batch = {"global_batch_size": share * microbatches, "microbatch_size": 1}
     train = {"steps": 2, "dtype": dtype, **batch}

@@ -54,7 +54,7 @@ def compare(provider: Sequence[float], baseline: Sequence[float]) -> Comparison:
 
 
 def interleave(samples: Mapping[str, Sample], rounds: int, turns: int = 1) -> Seconds:
-    """Per round the mean of `turns` samples of each provider, taken in turn: a slow second of the machine hits all.
+    """Each round's mean of `turns` samples of each provider, taken in turn: a slow second of the machine hits all.
 
     Every other turn runs in reverse order, so that drift does too.
     """

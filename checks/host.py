@@ -186,7 +186,7 @@ def timed(call: Callable[[], object], calls: int, ours: bool) -> Callable[[], fl
 
 
 def measure(path: Path, rounds: int) -> dict[str, dict]:
-    """By call: CPU seconds of each round in both ways, and what one call brings to the driver."""
+    """CPU seconds of each round in both ways, and what one call brings to the driver, by call."""
     stub = Stub(path, CAPABILITY, quiet=True)
     launches, maps = (ctypes.c_long.in_dll(stub.library, name) for name in ("launches", "maps"))
     torch.set_num_threads(1)

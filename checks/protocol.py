@@ -56,12 +56,12 @@ class Small(NamedTuple):
     m: int
     t: int
     joins: int = -1
-    """From which chunk on the two programs that send the shards of a gather take tiles; -1: copies send them."""
+    """The chunk from which on the two programs that send a gather's shards take tiles; -1: copies send them."""
     one_shot: bool = False
 
     @property
     def shape(self) -> Shape:
-        """With what all of them share."""
+        """The whole shape, with the sizes that all small ones share."""
         return Shape(self.name, "small", self.op, self.m, GATED_N, GATED_K, self.t)
 
 
@@ -167,7 +167,7 @@ class Line(NamedTuple):
     auto: str
 
     def cells(self) -> list[str]:
-        """As in NUMBERS."""
+        """The row's texts, in the order of NUMBERS."""
         found = self.launch.traffic
         times = (self.gemm, self.links, self.fused, self.fused - self.gemm)
         return [

@@ -49,7 +49,7 @@ def count_schedule(schedule: str, recompute: str, data_parallel: int, experts: b
 
 
 def differences(counts: StepCounts, baseline: StepCounts) -> list[str]:
-    """Which calls one of the two steps makes more often than the other, messages left out."""
+    """A sentence for each call that one of the two steps makes more often than the other, messages left out."""
     return [
         f"{call}: {counts[call]}, not {baseline[call]}"
         for call in {**counts, **baseline}

@@ -55,7 +55,7 @@ LAUNCHERS = (
 
 
 class Place(NamedTuple):
-    """Where a launcher says that this process stands among others. None: it does not say."""
+    """The place of this process among others, as a launcher says it. None: it does not say."""
 
     launcher: Launcher
     rank: int
@@ -153,7 +153,7 @@ def _check(values: Mapping[str, str], environment: Mapping[str, str]) -> None:
 
 
 def _place(environment: Mapping[str, str]) -> Place | None:
-    """Where this process stands, as the first launcher says that says all; None if none has started it.
+    """The place of this process, by the first launcher that says all of it; None if none has started it.
 
     Another one that says less may be the nearer one. If it names another rank, it is believed, and so refused.
     """

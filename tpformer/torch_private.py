@@ -167,7 +167,7 @@ def own_part(
 
 
 def own_slices(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[slice, ...]:
-    """Where this rank's part of a tensor with these placements lies in the whole one."""
+    """The slices of the whole tensor that are this rank's part, by these placements."""
     sizes, offset = own_part(shape, mesh, placements)
     return tuple(slice(first, first + size) for first, size in zip(offset, sizes, strict=True))
 

@@ -35,9 +35,9 @@ INTRODUCTION = """# Families of transformers, parallelized in place
 `tpformer.parallelize(model, mesh)` on tiny random models of transformers {version}, beside transformers' own tensor
 parallelism, which is `from_pretrained(..., distributed_config=DistributedConfig(tp_size=N, tp_plan="auto"))`.
 
-- `right` means that the forward, every gradient, the parameters after three steps of AdamW, and what
-  `save_pretrained` wrote and one process loaded again, are those of the model in one process: within 1e-9 of the
-  largest value of each tensor. All is float64, also where transformers' models ask for float32.
+- `right` means that four things are those of the model in one process, within 1e-9 of the largest value of each
+  tensor: the forward, every gradient, the parameters after three steps of AdamW, and what `save_pretrained` wrote and
+  one process loaded again. All is float64, also where transformers' models ask for float32.
 - `refused` means that an error says before any step why this cannot be done, in the sentence of the note.
 - `wrong` means a result that is not that of one process, and nobody said so. `error` means that it ended with an
   exception. `no plan` means that transformers has no plan for this family.

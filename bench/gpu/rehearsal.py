@@ -37,11 +37,11 @@ def narrow(name: str, **overrides: Any) -> GPTConfig:
 
 
 def nothing(*arguments: object, **options: object) -> None:
-    """In place of a gate."""
+    """A stand-in for a gate, which does nothing."""
 
 
 def called(calls: Mapping[str, timing.Call], effort: timing.Effort) -> timing.Seconds:
-    """In place of measure: what is ours is called, and takes a millisecond."""
+    """A stand-in for measure: it calls what is ours, and says that everything takes a millisecond."""
     for name, call in calls.items():
         if not name.startswith(RIVALS):
             if call.prepare is not None:

@@ -147,7 +147,7 @@ def in_words(kernels: Mapping[str, int]) -> str:
 
 
 def stamp(path: Path) -> int | None:
-    """When a file was written, in nanoseconds; None if there is none."""
+    """The time at which a file was written, in nanoseconds; None if there is none."""
     return path.stat().st_mtime_ns if path.exists() else None
 
 
@@ -162,8 +162,8 @@ def filled(text: str, session: Session) -> str:
 
 
 def environment(session: Session, item: Item) -> dict[str, str]:
-    """Of an item's process: the repository's modules, and Triton's cache, but for a rehearsal's kernels, which are of
-    other sizes."""
+    """The variables of an item's process: the repository's modules, and Triton's cache. A rehearsal does not share the
+    cache, because its kernels are of other sizes."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     torch = util.find_spec("torch")
     of_torch = str(Path((torch and torch.origin) or "").parent)

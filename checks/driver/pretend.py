@@ -43,7 +43,7 @@ def placed(value: Any) -> Any:
 
 
 class Attention(torch.autograd.Function):
-    """In place of attention, which would take most of the time of a layer here."""
+    """A stand-in for attention, which would take most of the time of a layer here."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def as_good_as_random(args: tuple, given: dict[str, Any]) -> Tensor:
 
 
 class Event:
-    """Of a GPU on which everything takes a millisecond."""
+    """An event of a GPU on which everything takes a millisecond."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         pass
@@ -106,7 +106,7 @@ class Event:
 
 
 class Stream:
-    """Of a GPU that has one."""
+    """The stream of a GPU that has one."""
 
     cuda_stream = 0
 
@@ -118,7 +118,7 @@ class Stream:
 
 
 def nothing(*arguments: Any, **options: Any) -> None:
-    """In place of what only a GPU can do."""
+    """A stand-in for what only a GPU can do."""
 
 
 def within(function: Callable, *arguments: Any, **options: Any) -> Any:

@@ -74,9 +74,9 @@ class Segment(NamedTuple):
     run: Callable[[Any], None]
     """Executes them, except a last one that branches."""
     lines: range
-    """Their indices."""
+    """The instructions' indices."""
     flops: int
-    """Of one warp on tensor cores."""
+    """FLOPs of one warp on tensor cores."""
     last: Instruction
 
 

@@ -16,12 +16,12 @@ class Log:
         self.reports: list[str] = []
         """Each kind of conflict of two instructions once."""
         self.counts: dict[tuple[str, int, int], Counter[str]] = {}
-        """By kernel, rank and program, over all its launches: tensor cores' flops; bytes read and written, of shared
-        memory and by the rank whose memory it is; barriers; atomics of system scope by their order, and its fences;
-        chain, the most of these that came one after another, in any program, before one of its own: relaxed exchanges
-        are left out, as nobody waits until they are done; in flight, as in compile/ptx.py."""
+        """What a kernel's program did on a rank in all its launches: FLOPs on tensor cores; bytes read and written, in
+        shared memory and in each rank's memory; barriers; atomics of system scope by their order; fences of system
+        scope. chain: the most atomics and fences that came one after another, in any program, before one of its own.
+        Relaxed exchanges are left out, as nobody waits until they are done. in flight: as in compile/ptx.py."""
         self.executed = 0
-        """Instructions of warps."""
+        """How many instructions warps have executed."""
         self.lines: list[Instruction] = []
         self.warps = ["the host"]
         self.firsts: dict[Any, int] = {}

@@ -53,7 +53,7 @@ class Access(NamedTuple):
     """The instruction's number (log.py)."""
 
     def of(self, lanes: Array) -> Access:
-        """That of some of the lanes."""
+        """The access of some of the lanes."""
         return self._replace(rows=self.rows[lanes], address=self.address[lanes])
 
     def report(self, kind: str, lane: int = 0, other: int = -1, other_line: int = 0) -> None:
@@ -89,7 +89,7 @@ class Memory:
         the first of the `warps` that read here."""
         self.name, self.begin, self.first = name, begin, first
         self.units = {size: words.view(f"u{min(size, 8)}").reshape(-1, max(1, size // 8)) for size in (1, 2, 4, 8, 16)}
-        """By the bytes that a lane accesses: the memory as rows of so many."""
+        """The memory as rows of 1, 2, 4, 8 or 16 bytes, by the bytes that a lane accesses."""
         self.cell = SHARED_CELL if name == "shared" else CELL
         self.writer, self.written, self.write_line = np.zeros((3, cells), np.int32)
         self.atomic_last = np.zeros(cells, bool)
@@ -208,12 +208,12 @@ class GlobalMemory(Memory):
         super().__init__("global", HOST, FIRST_ADDRESS, WIDEST, 1)
         self.set_regions([(-1, 0, 0, "nobody")])
         self.storages: dict[int, tuple[int, int, torch.UntypedStorage]] = {}
-        """By address: the end, the number of a cell at address 0."""
+        """The storages by their address: (end, number of a cell at address 0, storage)."""
         self.ranks: dict[int, int] = {}
-        """By the address where a rank's memory begins; it ends where other memory begins."""
+        """The ranks by the address at which their memory begins; it ends where other memory begins."""
         self.cells = 0
         self.released: dict[int, list[tuple[set[str], tuple, Array, int]]] = {}
-        """By address: (scopes, place, clock, chain) of releases that an acquire there sees. scopes: the write's, and a
+        """The releases that an acquire at an address sees: (scopes, place, clock, chain). scopes: the write's, and a
         fence's before it."""
 
     def add(self, *tensors: torch.Tensor, rank: int = 0) -> None:

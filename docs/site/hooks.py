@@ -77,7 +77,7 @@ def followed(source: str, link: str) -> str:
 
 
 def site_path(target: str) -> str | None:
-    """Where the site has a file of the repository by itself, or None."""
+    """The page that the site has of a file of the repository by itself, or None."""
     if target in OUTSIDE:
         return OUTSIDE[target]
     return target.removeprefix("docs/") if target.startswith("docs/") else None

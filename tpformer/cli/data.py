@@ -26,7 +26,7 @@ class BuildData:
     prompt_field: str | None = None
     """Instead of --text-field: the key or column of a prompt, which PREFIX.mask leaves out of the loss."""
     completion_field: str | None = None
-    """With --prompt-field: that of the completion, on which a run with data.mask trains."""
+    """With --prompt-field: the key or column of the completion, on which a run with data.mask trains."""
     valid_fraction: float | None = None
     """Write PREFIX_train and PREFIX_valid instead, the latter with about this share of the documents."""
 

@@ -61,7 +61,7 @@ class Plan:
     tokens: str = "auto"
     """Tokens of the training, such as 300B, for days and price. auto: 20 for each parameter."""
     price: float | None = None
-    """Of one GPU for an hour."""
+    """Price of one GPU for an hour."""
     top: int = 10
     """How many layouts to show."""
     all_reduce: str = "ring"
@@ -76,7 +76,7 @@ class Plan:
     """KEY=VALUE,VALUE,...: the best layout for each value of preset, gpus, batch, link_gb_s, network_gb_s, gemm_tflops
     or memory_gb; with several kinds, the best of each, and from where on which is the fastest."""
     out: str = ""
-    """Where to write the best layout as a run's TOML file. Empty: nowhere."""
+    """A file for the best layout, as a run's TOML. Empty: none."""
     json: str = ""
     """A file for all figures."""
     csv: str = ""

@@ -1,4 +1,4 @@
-"""In which order a stale parameter server takes the gradients of its workers.
+"""The order in which a stale parameter server takes the gradients of its workers.
 
 Belongs here: the order of updates, bounded staleness, and which microbatch a worker computes next. No tensors, no
 processes: tpformer/training/parameter_server.py asks it, and a given order is checked by it before a run starts.
@@ -13,9 +13,10 @@ class Arrivals:
     """The updates of one step. Each is the gradient of one microbatch, by one worker.
 
     Worker r begins with microbatch r. With update n its worker gets the parameters after it, and microbatch
-    workers + n, as long as there is one. staleness: how many updates may lie between the parameters that a gradient is
-    of and its own update. given: the workers in whose order gradients are taken, again and again, without those that
-    have none left; empty: as they arrive.
+    workers + n, as long as there is one.
+    staleness: how many updates may lie between a gradient's parameters and its own update.
+    given:   the workers in the order in which gradients are taken, again and again, without those that have none left;
+             empty: gradients are taken as they arrive.
     Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter server (NeurIPS 2013),
     with updates in the place of a worker's clock.
     """
@@ -25,10 +26,10 @@ class Arrivals:
         self.computing = {worker: worker for worker in range(min(workers, microbatches))}
         """The microbatch of each worker that has one."""
         self.versions = [0] * workers
-        """After how many updates each worker got its parameters."""
+        """How many updates there had been when each worker got its parameters."""
         self.order: list[int] = []
         self.staleness: list[int] = []
-        """Of each update."""
+        """How many updates lay between each update and its gradient's parameters."""
         self._turn = 0
 
     @property

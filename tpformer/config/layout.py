@@ -96,17 +96,17 @@ class Layout:
     compression: str = "none"
     """How replicas send less of gradients, which changes the run: none, bfloat16, int8, topk or powersgd."""
     error_feedback: bool = True
-    """With compression: add what was lost of a gradient to the next step's."""
+    """With compression: add what a gradient lost to the next step's gradient."""
     compression_share: float = 0.01
-    """Of topk: the share of a unit's values that a replica sends."""
+    """With topk: share of a unit's values that a replica sends."""
     compression_rank: int = 4
-    """Of powersgd: the columns of the two thin matrices that stand for a matrix."""
+    """With powersgd: columns of the two thin matrices that stand for a matrix."""
     parameter_server: str = "none"
     """none; or sync or stale: ranks push gradients to servers and pull parameters, at once or late, to learn from."""
     staleness: int = 16
     """With a stale server: how many updates may come between a gradient's parameters and its own update."""
     arrivals: str = ""
-    """With a stale server: the ranks in whose order gradients are taken, again and again, such as "0,1,0,2"."""
+    """With a stale server: ranks, such as "0,1,0,2"; gradients are taken in their order, again and again."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory, and update there (FSDP2's CPU offload)."""
     recompute: str = "none"
@@ -114,11 +114,11 @@ class Layout:
     recompute_layers: str = ""
     """The layers to recompute: indexes or slices as in Python, such as "0:8", "::2" or "0,5,-1". Empty: all."""
     recompute_interval: int = 1
-    """With recompute = "full": consecutive layers in a region, of which only the input is kept."""
+    """With recompute = "full": consecutive layers of a region. Only a region's input is kept."""
     pack_activations: bool = False
     """Keep bfloat16 activations in 12.1 bits a value until the backward, which gets the same bits."""
     pack_layers: str = ""
-    """With pack_activations: the layers to do so, in the notation of recompute_layers. Empty: all."""
+    """With pack_activations: the layers that pack, in the notation of recompute_layers. Empty: all."""
     offload_activations: bool = False
     """Keep what the backward of the layers needs in pinned host memory, and fetch it before it is used."""
 

@@ -92,18 +92,18 @@ class OptimizerSection:
     schedule: str = "cosine"
     """cosine, linear or constant; or wsd: constant but for a linear decay at the end (warm-up, stable, decay)."""
     decay_fraction: float = 0.2
-    """With wsd: share of all steps in which the learning rate decays, the last ones."""
+    """With wsd: share of all steps, the last ones, in which the learning rate decays."""
     warmup_steps: int | None = None
     """Steps in which the learning rate rises to its peak. Unset: a tenth of the run, at most 100."""
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     momentum: float = 0.0
-    """Of sgd: what a step keeps of the sum of the gradients before it."""
+    """With sgd: share of the sum of earlier gradients that a step keeps."""
     nesterov: bool = False
-    """Of sgd with momentum: step as if the sum had the gradient twice (Nesterov's accelerated gradient)."""
+    """With sgd and momentum: step as if the sum had the gradient twice (Nesterov's accelerated gradient)."""
     weight_decay: float = 0.1
-    """On matrices only, not on biases and norms. sgd adds it to the gradient, adamw takes it off the parameter."""
+    """Decay of matrices, not of biases and norms. sgd adds it to the gradient, adamw takes it off the parameter."""
     clip_norm: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
 

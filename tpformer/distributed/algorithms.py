@@ -19,9 +19,9 @@ class Traffic(NamedTuple):
     steps: int
     """Messages that wait for one another, one after the other."""
     messages: int
-    """Of all ranks together."""
+    """Messages that all ranks together send."""
     values: float
-    """In all messages together."""
+    """Values in all messages together."""
     busiest: float
     """Values that the rank with the most to send sends."""
 

@@ -166,7 +166,7 @@ def reduce_own_part(
 def from_all_ranks(
     slots: list[list[torch.Tensor]], part: int, own: torch.Tensor, state: CollectiveState
 ) -> list[torch.Tensor]:
-    """That part of every rank's slot, in rank order; `own` stands for this rank's, which need not be read again."""
+    """Part number `part` of every rank's slot, in rank order; `own` is this rank's, which need not be read again."""
     return [own if rank == state.rank else slot[part] for rank, slot in enumerate(slots)]
 
 

@@ -92,7 +92,7 @@ class Inherited(weakref.WeakKeyDictionary):
 
 
 def refuse_groups_of_parent() -> None:
-    """In a child that was forked from a rank."""
+    """Refuse the groups of a rank in a child that was forked from it."""
     if dist.is_initialized():
         for name in ("collectives", "kernels", "calls", "hosts"):
             setattr(REGISTRY, name, Inherited(getattr(REGISTRY, name)))

@@ -41,7 +41,7 @@ class Operation(NamedTuple):
     file: str
     line: int
     began: float
-    """time.monotonic()"""
+    """The time.monotonic() at which it began."""
 
     @property
     def place(self) -> str:

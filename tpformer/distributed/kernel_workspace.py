@@ -244,7 +244,7 @@ class KernelWorkspace:
             set_flag(peer, flag, self.epoch, self._epoch)
 
     def _targets_of(self, shape: torch.Size, dtype: torch.dtype, parity: int) -> list[torch.Tensor]:
-        """Where a shard of this rank lies in each rank's slot: in its own, then in those of rank - 1, rank - 2, ...
+        """The places of this rank's shard in each rank's slot: its own slot, then those of rank - 1, rank - 2, ...
 
         In this order each rank receives from one peer at a time. The views for TARGETS kinds of shards are kept.
         """
@@ -312,7 +312,7 @@ class KernelState:
     """SymmetricMemory.copied_flags of the devices on which memory was allocated."""
     workspaces: dict[tuple[str, torch.device], KernelWorkspace] = field(default_factory=dict)
     calls: Calls | None = None
-    """Where ranks see whether they agree, if they can (groups.calls_of)."""
+    """What ranks compare their calls by (groups.calls_of); None if they cannot."""
     report: str | None = None
     """The first HangError's message; every later check raises it again."""
 

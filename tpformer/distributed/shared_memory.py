@@ -185,7 +185,7 @@ class SharedMemory:
             self._initialize(base + index * SEMAPHORE_BYTES, 1, 0)
 
     def region_offset(self, rank: int) -> int:
-        """Where rank's region starts in `buffer`, in bytes."""
+        """The offset of rank's region in `buffer`, in bytes."""
         return self._header + rank * self.nbytes
 
     def peer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, byte_offset: int = 0) -> torch.Tensor:

@@ -100,5 +100,5 @@ class Generators:
 
 
 def numbers(states: tuple) -> list[int]:
-    """For each state a number by which ranks compare it."""
+    """A number for each state, by which ranks compare it."""
     return [zlib.crc32(state if isinstance(state, bytes) else repr(state).encode()) for state in states]

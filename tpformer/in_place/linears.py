@@ -148,7 +148,7 @@ class _InPlace(ParallelModule):
     transposed: bool  # whether the weight is (in_features, out_features), as in a Conv1D
 
     def local(self, name: str, partial: bool = False) -> Tensor | None:
-        """As ParallelModule.local, (out_features, in_features) for a weight. partial: the gradient is summed here."""
+        """This rank's part of a parameter, of a weight (out_features, in_features). partial: the gradient is summed."""
         value = super().local(name)
         if partial and value is not None:
             value = ops.sum_gradient(value, self.tp.group)
@@ -181,7 +181,7 @@ class _InPlace(ParallelModule):
         )
 
     def reset_parameters(self) -> None:
-        """As the module's whose place it took: of the whole tensors, drawn by torch's generator."""
+        """Draw the whole tensors by torch's generator, as the module did whose place this one took."""
         self.swapped[1].reset_parameters(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -197,7 +197,7 @@ class Column(_InPlace, ColumnParallelLinear):
 
     @uncompiled
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """As ColumnParallelLinear's. The result may have been made already, by a sibling that got the same x."""
+        """The result of ColumnParallelLinear, which a sibling that got the same x may have made already."""
         if self.siblings is None:
             return super().forward(x)
         self.report()

@@ -175,7 +175,7 @@ def _check_values(model: nn.Module, tp: TensorParallel) -> None:
 
 
 def _streams(model: nn.Module, plan: Plan, example: Any) -> Streams:
-    """Where the residual stream may run on sequence shards. Layers that cannot are listed in plan.kept."""
+    """The layers that may pass on sequence shards. Those that cannot are listed in plan.kept."""
     if any(is_adapted(module) for module in model.modules()):
         raise ValueError("sequence_parallel=True with LoRA's adapters is not supported: leave one of them out")
     named = [(name, plan.style(name)) for name, _ in model.named_modules()]

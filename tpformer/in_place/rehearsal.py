@@ -47,7 +47,7 @@ class Rank:
 
     @classmethod
     def of(cls, regions: Found, rank: int, t: int) -> Rank:
-        """As these regions say."""
+        """What a rank sees of these regions."""
         dims = {
             join(region.root, join(module, name)): dim
             for region, way in regions.values()

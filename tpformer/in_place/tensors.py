@@ -91,7 +91,7 @@ class GlobalTensor(DTensor):
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
-        """As DTensor's, for torch.compile."""
+        """A GlobalTensor of what DTensor makes, for torch.compile."""
         return _marked(DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride))
 
 

@@ -17,7 +17,7 @@ LEAST = 1e-6  # of temperatures above 0
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """From which tokens one is drawn, in the order and by the definitions of Hugging Face transformers.
+    """The tokens from which one is drawn. Order and definitions are those of Hugging Face transformers.
 
     temperature: logits are divided by it; 0 takes the most likely token, and nothing else matters then.
     top_k: only the k most likely tokens, and those that equal the last of them.

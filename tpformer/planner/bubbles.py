@@ -27,7 +27,7 @@ class Step(NamedTuple):
 
 
 Order = list[list[tuple[Step, ...]]]
-"""For each rank, groups of steps in order of execution. torch sends a group's results together, after its last step."""
+"""Each rank's groups of steps in order of execution. torch sends a group's results together, after its last step."""
 
 Seconds = Callable[[Step], float]
 

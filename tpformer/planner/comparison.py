@@ -38,7 +38,7 @@ class Compared(NamedTuple):
 
     @property
     def lead(self) -> float:
-        """By how much, as a share, the winner is faster than the next kind; infinity where there is no other."""
+        """The share by which the winner is faster than the next kind; infinity where there is no other."""
         *_, second, first = 0.0, *sorted(self.tokens.values())
         return first / second - 1 if second else math.inf
 

@@ -115,7 +115,7 @@ class SavedBytes(Saved):
         self.units = 0  # how many units have begun: a unit is a layer, or a region of several, which moves as a whole
         self.unit_of: dict[torch.UntypedStorage, int] = {}  # the unit that kept it first: 1, 2, ...; 0 before them
         self.gathered: list[int] = []
-        """For the part and then each of FSDP2's units: bytes of its parameters when its forward began."""
+        """Bytes of the part's parameters when its forward began, then of each FSDP2 unit's when that one's began."""
 
     def enter(self, module: nn.Module) -> None:
         """Do as Saved does, and note how many bytes are gathered."""

@@ -40,7 +40,7 @@ class Terms(dict[str, float]):
 
     @property
     def seconds(self) -> float:
-        """Of all kinds together."""
+        """Seconds of all kinds together."""
         return sum(self.values())
 
 

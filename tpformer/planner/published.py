@@ -141,7 +141,7 @@ class Outcome(NamedTuple):
     rate: float
     values: dict[str, float]
     errors: dict[str, float]
-    """Of the rows that are held out."""
+    """The errors of the rows that are held out."""
     mean: float
     largest: float
     spearman: float

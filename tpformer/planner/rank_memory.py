@@ -94,7 +94,7 @@ def cached_order(schedule: str, ranks: int, n_microbatches: int, stages_per_rank
 
 
 def few_microbatches(schedule: str, ranks: int, n_microbatches: int) -> int:
-    """So many of the microbatches that the schedule repeats itself from there on."""
+    """The number of microbatches from which on the schedule repeats itself."""
     few, rest = ROUNDS * ranks, n_microbatches % ranks
     whole = schedule in WHOLE or (rest and SCHEDULES[schedule].looped)  # torch allows no other number of these
     return n_microbatches if whole or n_microbatches < few + rest else few + rest

@@ -41,13 +41,13 @@ class Space:
     schedule: tuple[str, ...] = SEARCHED_SCHEDULES
     stages: tuple[int, ...] | None = None
     most_stages: int = 16
-    """Of stages on a rank."""
+    """The most stages on a rank."""
     zero: tuple[int, ...] = (0, 1, 2, 3)
     microbatch: tuple[int, ...] = (1, 2, 4, 8, 16)
     recompute: tuple[str, ...] = ("none", "mlp", "full")
     offload: tuple[str, ...] = OFFLOADS
     pack: tuple[str, ...] | None = None
-    """None: as the configuration says."""
+    """Members of PACKS. None: what the configuration says."""
 
     def has(self, **values: int) -> bool:
         """Whether these settings may have these values."""
@@ -82,7 +82,7 @@ class Choice(NamedTuple):
 
     @property
     def key(self) -> tuple[float, str]:
-        """By which layouts are ranked."""
+        """What layouts are ranked by."""
         return self.step.seconds, layout_text(self.config)
 
 

@@ -32,7 +32,7 @@ class Software:
     held_parameters: float = 0.0
     """Bytes of each parameter that a rank holds besides what the memory model counts."""
     keeps_sent: bool = True
-    """With several stages on a rank, what was sent stays until the step ends, as torch's pipeline engine has it."""
+    """What a rank with several stages has sent stays until the step ends, as in torch's pipeline engine."""
     held_scores: float = 0.0
     """Bytes of each attention score that a layer holds in its backward, besides what the memory model counts."""
     held_logits: float = 0.0
@@ -55,7 +55,7 @@ class Software:
     backward_transport: str = "sequential"
     """The same in the backward; or beside: reductions run beside the weight gradients' GEMMs."""
     gathered_bytes: int | None = None
-    """Of an element that the forward gathers over tensor-parallel ranks. None: as many as other elements have."""
+    """Bytes of an element that the forward gathers over tensor-parallel ranks. None: as many as others have."""
     regathers: bool = True
     """The backward gathers a column linear's input again, beside the GEMM of the input's gradient."""
     blocking_pipeline: bool = False
@@ -65,7 +65,7 @@ class Software:
     data_overlap: str = "backward"
     """When the gradients' reduction runs: "backward", beside the last backwards, or "none"."""
     gradient_bytes: float = 4.0
-    """Of an element that is reduced over data-parallel ranks."""
+    """Bytes of a gradient's element that is reduced over data-parallel ranks."""
     host_kernel: float = 0.0
     """Seconds until the host has launched one kernel. 0: it is always ahead."""
     kernels: tuple[int, int] = (0, 0)

@@ -48,7 +48,7 @@ class StepTime(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return sum(self)
 
 

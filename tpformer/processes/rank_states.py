@@ -49,7 +49,7 @@ WAITING = (
 
 @dataclass(frozen=True)
 class Position:
-    """Where a thread is."""
+    """The place of a thread in its program."""
 
     collective: str | None
     """The function of torch.distributed or tpformer.distributed that it is in, such as all_reduce; None outside."""
@@ -69,7 +69,7 @@ def _line(frame: FrameType) -> str:
 
 
 def position(frame: FrameType) -> Position:
-    """Where the thread is whose innermost frame is this one."""
+    """The place of the thread whose innermost frame this is."""
     frames: list[FrameType] = []
     innermost: FrameType | None = frame
     while innermost is not None:
@@ -93,7 +93,7 @@ def position(frame: FrameType) -> Position:
 
 
 def position_of_thread(thread: int) -> Position:
-    """Where the thread of that identifier is.
+    """The place of the thread with that identifier.
 
     If it waits while another thread is in a collective, the collective and the stack are the other thread's.
     """
@@ -120,7 +120,7 @@ class RankState:
     step: int
     doing: str
     step_seconds: float
-    """Since the last progress, without the time in which the process did not run."""
+    """Seconds since the last progress, without the time in which the process did not run."""
     collective: str | None
     at: str
     at_seconds: float

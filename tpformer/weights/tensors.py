@@ -25,10 +25,14 @@ ROWS = 2**12  # of two tables that are compared at a time
 
 
 class Place(NamedTuple):
-    """Where a block of a parameter of ours lies: rows from `first` on of a tensor of theirs, once that is transposed if
-    it has to be. shape: of the block, without the padding of a vocabulary. begin: where it begins in the parameter.
-    of_expert: the parameter stacks experts, the block is of one, and theirs has no dim for it. Otherwise the block is
-    the whole parameter."""
+    """The place of a block of one of our parameters in a tensor of theirs: the rows from `first` on, once the tensor is
+    transposed if it has to be.
+
+    shape:   the block's, without the padding of a vocabulary.
+    begin:   where the block begins in the parameter.
+    of_expert: the parameter stacks experts, the block is one expert's, and their tensor has no dim for experts.
+             Otherwise the block is the whole parameter.
+    """
 
     theirs: str
     first: int
