@@ -342,7 +342,5 @@ def test_a_block_is_composed_of_parts() -> None:
     plain = TransformerBlock(*parts[:3], nn.LayerNorm(HIDDEN, dtype=torch.float64))
     assert "post_attention_layernorm is called as a module" in layers.explain(plain, 8)
     for wrong in (lambda: TransformerBlock(HIDDEN, HEADS), lambda: TransformerBlock(hidden_size=8, n_heads=2)):
-        with pytest.raises(
-            TypeError, match=r"takes its parts, .*transformer_block\(hidden_size, n_heads"
-        ):
+        with pytest.raises(TypeError, match=r"takes its parts, .*transformer_block\(hidden_size, n_heads"):
             wrong()

@@ -110,7 +110,7 @@ class SelfAttention(ParallelModule):
         return first // group, (first + queries - 1) // group + 1
 
     def _own_kv_order(self) -> list[int] | None:
-        """For each query head of this rank, the index of its key-value head among those that the rank needs.
+        """The index of each own query head's key-value head, among those that the rank needs.
 
         None if each key-value head serves equally many query heads in a row: SDPA then pairs them by itself.
         """

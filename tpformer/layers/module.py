@@ -103,7 +103,7 @@ class ParallelModule(nn.Module):
         self.register_parameter(name, nn.Parameter(value))
 
     def device_for(self, device: torch.device | str | None) -> torch.device | str:
-        """Where parameters go: `device`, else torch's default if one is set, else the mesh's kind of device."""
+        """The device of parameters: `device`, else torch's default if one is set, else the mesh's kind of device."""
         default = torch.get_default_device()
         if device is not None or self.tp.mesh is None or default.type != "cpu":
             return default if device is None else device
@@ -162,7 +162,7 @@ class ParallelModule(nn.Module):
             parameter.grad = _laid_out(gradient, parameter, parameter.placements if rows is None else [Partial()])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """As nn.Module's, but a whole tensor is cut to this rank's shard. No communication.
+        """Load as nn.Module does, but cut a whole tensor to this rank's shard. No communication.
 
         Errors: ValueError for a shard that another rank has saved.
         """
@@ -186,13 +186,13 @@ class ParallelModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As nn.Module's. Errors: ValueError for a module that another rank has saved."""
+        """Do what nn.Module does. Errors: ValueError for a module that another rank has saved."""
         super().__setstate__(state)
         for name, parameter in self._parameters.items():
             check_own_part(f"{name} of {type(self).__name__}", parameter)
 
     def share_memory(self) -> Self:
-        """As nn.Module's. Errors: ValueError on ranks, as torch would crash."""
+        """Do what nn.Module does. Errors: ValueError on ranks, as torch would crash."""
         if any(is_dtensor(parameter) for parameter in self.parameters()):
             raise ValueError("parameters that lie on ranks cannot be moved to shared memory: share plain copies")
         return super().share_memory()

@@ -115,7 +115,7 @@ class Router(ParallelModule):
             self.bias.zero_()
 
     def _apply(self, *args: Any, **options: Any) -> Self:
-        """As nn.Module's, for .to() and the like, but the bias stays in at least float32: a step of it is small."""
+        """Do as nn.Module for .to() and the like, but keep the bias in at least float32: a step of it is small."""
         before = self.bias
         super()._apply(*args, **options)
         if before is not None and self.bias is not None and self.bias.dtype != wide(self.bias.dtype):

@@ -47,7 +47,7 @@ def _part_by_part(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dic
 
 @torch.no_grad()
 def _check_loaded(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Of a state that was loaded since the last step, and that one process has saved, each rank takes its part.
+    """Cut a state that one process saved, and that was loaded since the last step, to this rank's part.
 
     ValueError if it is another rank's, or of tensors of another shape."""
     state = optimizer.state

@@ -50,7 +50,7 @@ class Offload:
 
 
 class _View(NamedTuple):
-    """Where a saved tensor lies in an offloaded storage."""
+    """The place of a saved tensor in an offloaded storage."""
 
     storage: _Storage
     dtype: torch.dtype

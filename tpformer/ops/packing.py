@@ -23,7 +23,16 @@ TALLIED = 256  # tensors whose counts are added up at once
 
 
 class View(NamedTuple):
-    """Where a saved tensor lies in a storage that is packed."""
+    """The place of a saved tensor in a storage that is packed.
+
+    An example: h is bfloat16 (64, 256), 16,384 values, which fill one group of 32,768 bytes.
+        h is saved            a View of a packed buffer of 24,736 bytes: size (64, 256), stride (256, 1), offset 0
+        h.t() is saved, too   a View of the same buffer, stride (1, 256): nothing is packed again
+        h[:33] is saved       a View of that buffer as well
+        h[:32] is saved       Whole: it is half of its storage, and two halves would each unpack all of it
+        8 values are saved    Whole: their group would be padded to 24,736 bytes
+        h.add_(1), h saved    another version, so another buffer; the first one still gives the old values
+    """
 
     buffer: Any
     """The packed storage, or what hooks around these made of it."""
@@ -45,7 +54,7 @@ class Report(NamedTuple):
     """What this process has packed since the last report. Tensors are int64 scalars on the device."""
 
     values: int
-    """That were packed."""
+    """Values that were packed."""
     escapes: Tensor
     """How many of them needed a slot."""
     kept: int

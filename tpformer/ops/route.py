@@ -67,7 +67,7 @@ class Decided(NamedTuple):
     """What a router decided, and what its gradient needs. own: of the M tokens whose rows this rank has."""
 
     routing: Routing | None
-    """That of all tokens; None in a backward."""
+    """The routing of all tokens; None in a backward."""
     own_experts: Tensor
     """(M, K) int32."""
     scores: Tensor

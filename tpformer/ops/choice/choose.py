@@ -182,7 +182,7 @@ def predicted_times(request: Request, machine: Machine, spare: int | None = None
     t, dtype, device = request.ranks, request.dtype, request.device
 
     def gemm(sources: int, spare: int) -> float | None:
-        """Of experts; a linear's is the model's own."""
+        """Seconds of the experts' GEMM; None for a linear, whose GEMM the model knows."""
         if request.grouped is None:
             return None
         return grouped_seconds(request.grouped, request.m, request.k, t, sources, dtype, device, machine, spare)

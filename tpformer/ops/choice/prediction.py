@@ -35,11 +35,11 @@ class Times(NamedTuple):
 
     gemm: float
     links: float
-    """Of what travels between the ranks."""
+    """Seconds that the links are busy."""
     device: float
-    """Of all, with what overlaps."""
+    """Seconds on the device, overlap included."""
     host: float
-    """Until the host has launched it."""
+    """Seconds until the host has launched it."""
 
     @property
     def seconds(self) -> float:
@@ -102,7 +102,7 @@ def fused_times(
 
 
 def all_reduce_seconds(found: Traffic, sums: Sums, gemm: float, links: float, machine: Machine) -> float:
-    """Of a fused all-reduce, by the programs that take longest.
+    """Seconds of a fused all-reduce, by the programs that take longest.
 
     A program computes tiles, or a tile less and adds early units between them. Behind that the last tiles travel, then
     late units are added and sent piece by piece, while other sums are copied, and those of late units are copied
@@ -259,6 +259,6 @@ def multiplied_seconds(launch: Launch, arrivals: Sequence[float], sizes: tuple[i
 
 
 def memory_seconds(nbytes: int, in_flight: int, together: int, machine: Machine) -> float:
-    """Of `nbytes` that a program loads and stores, by Little's law: what it has in flight comes in the latency, or in
-    the time that the memory takes for what all programs have in flight together."""
+    """Seconds in which a program loads and stores `nbytes`, by Little's law: the bytes that it has in flight come once
+    in a latency, or in the time that the memory needs for the bytes of all programs in flight."""
     return nbytes / in_flight * max(machine.load_latency, together / machine.memory) if nbytes else 0.0

@@ -33,21 +33,21 @@ class Sums(NamedTuple):
     late: int
     """Units that such a program adds behind the last tiles."""
     late_share: float
-    """Of late units among all, which is that of the second hop's bytes."""
+    """The share of late units among all units, and so of the second hop's bytes."""
     copiers: int
     """Programs that copy the sums of early units; all copy those of late ones. One-shot: 0."""
     copied: int
     """Units that such a program copies while the last tiles and sums travel."""
     programs: int
-    """All of them, which copy the sums of late units."""
+    """All programs; each copies sums of late units."""
     behind: int
-    """Late units that such a program copies behind that."""
+    """Late units whose sums such a program copies after that."""
     pieces: int
-    """In which a unit is added."""
+    """Pieces in which a unit is added."""
     adding: int
     """Bytes that a program loads and stores to add a unit."""
     copying: int
-    """And to copy one."""
+    """Bytes that a program loads and stores to copy a unit."""
     copy_in_flight: int
     """Bytes that a program has asked for before it uses any of them, while it copies."""
 
@@ -71,11 +71,11 @@ class Traffic(NamedTuple):
     meanwhile: int = 0
     """Bytes that a program of a reduce-scatter loads and stores to add sums while the last tiles travel."""
     behind: int = 0
-    """And behind that: the rest of them."""
+    """Bytes that it loads and stores to add the other sums, behind the last tiles."""
     in_flight: int = 0
     """Bytes that a program has asked for before it uses any of them, while it adds or pushes."""
     sums: Sums | None = None
-    """Of an all-reduce."""
+    """Who adds and copies, in an all-reduce; else None."""
 
     @property
     def seconds(self) -> float:
@@ -225,7 +225,7 @@ class Launch(NamedTuple):
     tile: Tile
     programs: int
     push: Push
-    """Of a gather: who sends the shards."""
+    """Who sends the shards of a gather."""
     traffic: Traffic
 
 
