@@ -5,7 +5,8 @@ Belongs here: one import and one entry for each. Everything else is in runner.py
 
 import sys
 
-from checks import faults, host, layouts, observe, protocol, zero
+from checks import faults, host, layouts, observe, zero
+from harness.runner import Bench, main
 
 from . import (
     bubbles,
@@ -26,13 +27,13 @@ from . import (
     packed,
     planner,
     pretrain,
+    protocol,
 )
 from .data_parallel import bench as data_parallel
 from .families import matrix as families
 from .gates import gates
 from .gpu import command
 from .memory_bound import benches as memory_bound
-from .runner import Bench, main
 
 KERNELS: tuple[Bench, ...] = (
     matmul.BENCH,

@@ -18,6 +18,9 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from harness.bars import Bar, write_bars
+from harness.ranks import Calls, Ranks
+from harness.runner import Bench, Report, columns
 from tpformer.distributed import build_mesh
 from tpformer.layers import ColumnParallelLinear
 from tpformer.ops import active_queue
@@ -32,10 +35,6 @@ from tpformer.planner import (
     write_svg,
     write_trace,
 )
-
-from .bars import Bar, write_bars
-from .ranks import Calls, Ranks
-from .runner import Bench, Report, columns
 
 RANKS, HIDDEN = 4, 8
 NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")

@@ -7,10 +7,11 @@ from functools import partial
 
 import torch
 
+from harness.ratios import Row, compared, draw_ratios, ratios
+from harness.runner import Bench
+from harness.timing import FULL, QUICK, Call, copying, measure
+
 from .predict import present_machine
-from .ratios import Row, compared, draw_ratios, ratios
-from .runner import Bench
-from .timing import FULL, QUICK, Call, copying, measure
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 COPIED = 2**30  # bytes read, and as many written

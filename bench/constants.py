@@ -11,13 +11,13 @@ from statistics import median
 
 import torch
 
+from harness.ratios import Row, compared, draw_ratios, ratios
+from harness.runner import Bench
+from harness.timing import FULL, QUICK, Call, Effort, copying, measure
 from tpformer.kernels.cost import HOST_SECONDS, POLL_SECONDS, RELEASE_SECONDS
 from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 
-from .ratios import Row, compared, draw_ratios, ratios
-from .runner import Bench
 from .shapes import Shape
-from .timing import FULL, QUICK, Call, Effort, copying, measure
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 MEASURED, ASSUMED = "measured", "kernels/cost.py"

@@ -12,6 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.ranks import Calls, Ranks
+from harness.ratios import Row, compared, draw_ratios, ratios
+from harness.runner import Bench
+from harness.timing import interleave, timed
 from tpformer.config import OptimizerSection
 from tpformer.distributed import all_gather, all_reduce, build_mesh, reduce_scatter, use_backend
 from tpformer.kernels.activation.reference import activation_forward
@@ -24,10 +28,6 @@ from tpformer.training.optimizer import build_optimizer
 from tpformer.training.step import StepResult, train_step
 
 from .plain import check_against_plain, plain_from, plain_step, require_close
-from .ranks import Calls, Ranks
-from .ratios import Row, compared, draw_ratios, ratios
-from .runner import Bench
-from .timing import interleave, timed
 
 THREADS = 2  # of one process; two ranks get one each
 OPTIONS = OptimizerSection()

@@ -7,13 +7,13 @@ should bring on t GPUs.
 
 from functools import partial
 
+from harness.ratios import Row, draw_ratios, means, ratios, table
+from harness.runner import Bench
+from harness.timing import FULL, QUICK
 from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 
 from .predict import MODEL, predicted_rows
-from .ratios import Row, draw_ratios, means, ratios, table
-from .runner import Bench
 from .shapes import BARE, DECODE_ROWS, FUSED, Shape, operation_shapes, shapes
-from .timing import FULL, QUICK
 
 REQUIRED = 0.97  # of the bare GEMM: flags and waits may cost 3 %
 VIRTUAL_RANKS = (2, 4, 8)

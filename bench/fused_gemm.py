@@ -11,6 +11,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from harness.accuracy import poisoned, require_accurate
+from harness.ratios import Row, compared
+from harness.timing import Call, Effort, measure
 from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul, all_gather_matmul_space
 from tpformer.kernels.all_gather_matmul.plan import select_gather_tile
 from tpformer.kernels.configurations import select_local_tile, select_tile
@@ -26,12 +29,9 @@ from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter,
 from tpformer.kernels.protocol import Channel, bump
 from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 
-from .accuracy import poisoned, require_accurate
 from .channels import local_channel
 from .predict import predicted_rows
-from .ratios import Row, compared
 from .shapes import BARE, BUMPED, FUSED, LIBRARY, PUSHED, SUMMED, Shape
-from .timing import Call, Effort, measure
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 CARVED = (4, 8, 16, 32)  # SMs that the bare GEMM does without

@@ -7,7 +7,7 @@ import argparse
 import time
 from collections.abc import Sequence
 
-from .runner import Bench, Report, columns
+from harness.runner import Bench, Report, columns
 
 LETTERS = 120  # of what a gate says
 

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from harness.accuracy import poisoned
+from harness.ratios import Row, compared, draw_ratios, means, ratios, table
+from harness.runner import Bench
+from harness.timing import FULL, QUICK, Call, measure
 from tpformer.ops.choice import Grouped, column_request, predicted_times
 
 from . import grouped_matmul
-from .accuracy import poisoned
 from .channels import local_channel
 from .grouped_matmul import DGRAD, DOWN, FORWARD, MODELS, UP, Operands, check_groups, draw, ours
 from .predict import FUSED as PREDICTED
 from .predict import MODEL, SEQUENTIAL, as_if_on, present_machine
-from .ratios import Row, compared, draw_ratios, means, ratios, table
-from .runner import Bench
-from .timing import FULL, QUICK, Call, measure
 
 if TYPE_CHECKING:
     from tpformer.kernels.protocol import Channel

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from harness.ratios import Row, compared, draw_ratios, ratios
+from harness.runner import Bench
+from harness.timing import interleave, timed
 from tpformer.inference.generate import next_logits
 from tpformer.models import GPT, GPTConfig, KVCache
 
 from .plain import require_close
-from .ratios import Row, compared, draw_ratios, ratios
-from .runner import Bench
-from .timing import interleave, timed
 
 CONFIG = GPTConfig(vocab_size=257, seq_length=512, n_layers=4, hidden_size=256, n_heads=4)
 CONTEXTS, BATCHES = (64, 256, 448), (1, 8, 32)

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from harness.accuracy import poisoned, require_accurate
+from harness.ratios import Row, compared, draw_ratios, mean_row, ratios, table
+from harness.runner import Bench
+from harness.timing import FULL, QUICK, Call, measure
 from tpformer.config import preset_config
 from tpformer.kernels.grouped_matmul.reference import grouped_matmul_cost
 
-from .accuracy import poisoned, require_accurate
 from .predict import ITEMSIZE, as_if_on, present_machine, share_row
-from .ratios import Row, compared, draw_ratios, mean_row, ratios, table
-from .runner import Bench
-from .timing import FULL, QUICK, Call, measure
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 LIBRARY, LOOP, OURS = "grouped_mm", "loop", "tpformer"

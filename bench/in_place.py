@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import tpformer
+from harness.ranks import Calls, Ranks
+from harness.ratios import Row, compared, draw_ratios, ratios
+from harness.runner import Bench
+from harness.timing import interleave, timed
 from tpformer.distributed import build_mesh
 from tpformer.distributed.dtensor import full_tensor
 
 from .families.cells import quiet
 from .plain import require_close
-from .ranks import Calls, Ranks
-from .ratios import Row, compared, draw_ratios, ratios
-from .runner import Bench
-from .timing import interleave, timed
 
 SIZES = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "vocab_size": 1024}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256}

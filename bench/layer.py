@@ -10,6 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from harness.accuracy import require_accurate
+from harness.ratios import Row, compared, draw_ratios, ratios, table
+from harness.runner import Bench
+from harness.timing import FULL, QUICK, Call, measure
 from tpformer.config import MLP_ACTIVATIONS, preset_config
 from tpformer.kernels.activation.reference import activation_cost
 from tpformer.kernels.cost import Machine, gemm_seconds
@@ -20,12 +24,8 @@ from tpformer.layers import DropoutKey, Positions, TransformerBlock, keep
 from tpformer.models import GPTConfig
 from tpformer.models.blocks import gpt_block
 
-from .accuracy import require_accurate
 from .plain import Drop, plain_block
 from .predict import ITEMSIZE, PEAK, present_machine, share_row
-from .ratios import Row, compared, draw_ratios, ratios, table
-from .runner import Bench
-from .timing import FULL, QUICK, Call, measure
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 OURS, EAGER, COMPILED, COMPILED_FUSED = "tpformer", "PyTorch", "torch.compile", "torch.compile, fused qkv"

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
+from harness.ranks import Calls, Ranks
+from harness.step_counts import Gemms
 from tpformer import ops
 from tpformer.config import MLP_ACTIVATIONS
 from tpformer.distributed import build_mesh, record_collectives
@@ -30,8 +32,6 @@ from tpformer.parallel import reduce_partial_gradients
 from tpformer.planner.storages import NO_NAMES, OTHER, RESULT, Saved
 
 from .plain import parallelized
-from .ranks import Calls, Ranks
-from .step_counts import Gemms
 
 DTYPE, ITEM = torch.bfloat16, 2
 RESIDUALS = ("residual before attention", "residual before MLP")

@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from harness.accuracy import poisoned, require_accurate
+from harness.ratios import Row, compared, draw_ratios, mean_row, ratios, table
+from harness.runner import Bench
+from harness.timing import FULL, QUICK, Call, measure
 from tpformer.kernels.cost import gemm_seconds
 from tpformer.ops.transports.interface import GATHER, SCATTER
 
-from .accuracy import poisoned, require_accurate
 from .predict import ITEMSIZE, present_machine, share_row
-from .ratios import Row, compared, draw_ratios, mean_row, ratios, table
-from .runner import Bench
 from .shapes import DECODE_ROWS, ROWS, Shape, shapes
-from .timing import FULL, QUICK, Call, measure
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 LIBRARY, OURS = "torch.matmul", "tpformer"

@@ -8,12 +8,13 @@ from functools import partial
 
 from torch import Tensor
 
-from .accuracy import poisoned, require_accurate
+from harness.accuracy import poisoned, require_accurate
+from harness.ratios import Row, compared, draw_ratios, means, ratios
+from harness.runner import Bench
+from harness.timing import FULL, QUICK, Call, measure
+
 from .matmul import FORWARD, LIBRARY, OURS, Gemm, candidates
-from .ratios import Row, compared, draw_ratios, means, ratios
-from .runner import Bench
 from .shapes import GATHER, SCATTER, shapes
-from .timing import FULL, QUICK, Call, measure
 
 LARGE = f"{OURS} (large)"
 TRIALS = FOUR_STAGES, PRODUCERS, BOTH = "4 stages", "producer warps", "both"

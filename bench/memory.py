@@ -14,12 +14,13 @@ from typing import Any
 
 from rich.table import Table
 
+from harness.bars import Bar, write_bars
+from harness.runner import Bench, Report, WrongCall, columns
 from tpformer.config import RECOMPUTE
 from tpformer.kernels.pack.format import BASES, ESCAPES, RECORD
 from tpformer.models import GPTConfig, preset_config
 
 from . import plain
-from .bars import Bar, write_bars
 from .layer_memory import (
     DTYPE,
     ORDER,
@@ -33,7 +34,6 @@ from .layer_memory import (
     expected_items,
     forward_flops,
 )
-from .runner import Bench, Report, WrongCall, columns
 
 DROPOUT = 0.1  # on the residual branches of layers with LayerNorm; Llama has none
 GPT = GPTConfig(n_layers=1, hidden_size=512, n_heads=8, seq_length=256, dropout=DROPOUT)

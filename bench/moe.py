@@ -19,15 +19,14 @@ from typing import Any
 
 from rich.table import Table
 
+from harness.bars import Bar, write_bars
+from harness.marks import write_page
+from harness.provenance import ROOT
+from harness.runner import Bench, Report, columns
 from tpformer.config import RunConfig, build_config, read_toml, to_toml
 from tpformer.training.data import build_stdlib
 from tpformer.training.metrics import read_metrics
 from tpformer.training.resolve import resolve
-
-from .bars import Bar, write_bars
-from .marks import write_page
-from .provenance import ROOT
-from .runner import Bench, Report, columns
 
 EXAMPLE, PAGE = ROOT / "examples" / "moe_tiny.toml", ROOT / "docs" / "moe.md"
 SECTION = "## What experts gain, measured\n"

@@ -19,19 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.accuracy import require_accurate
+from harness.ratios import Row, compared, draw_ratios, means, ratios, table
+from harness.runner import Bench, Report
+from harness.timing import FULL, QUICK, Call, Effort, Seconds, cold, flush_buffer, interleave
 from tpformer.config.transport_table import TIMES, WAYS
 from tpformer.distributed.symmetric import PRIVATE_MODULE
 from tpformer.ops import column_linear, row_linear
 from tpformer.ops.choice import Request, open_transport
 from tpformer.ops.transports.interface import GATHER, OPERATIONS, SCATTER, Transport
 
-from .accuracy import require_accurate
 from .predict import FUSED as PREDICTED
 from .predict import MODEL, predict, predicted_rows, present_machine
-from .ratios import Row, compared, draw_ratios, means, ratios, table
-from .runner import Bench, Report
 from .shapes import RANKS, Shape, operation_shapes
-from .timing import FULL, QUICK, Call, Effort, Seconds, cold, flush_buffer, interleave
 
 DEVICE = "cuda"
 SEQUENTIAL, FUSED, ASYNC_TP = "sequential", "fused", "torch async-TP"

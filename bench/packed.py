@@ -21,6 +21,11 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from harness.bars import Bar, write_bars
+from harness.marks import filled, markdown, table_of, write_page
+from harness.provenance import ROOT
+from harness.ranks import Calls, Ranks
+from harness.runner import Bench, Report
 from tpformer.config import RunConfig, build_config
 from tpformer.layers import keep
 from tpformer.models import GPT, GPTConfig
@@ -33,12 +38,7 @@ from tpformer.training.optimizer import build_optimizers
 from tpformer.training.setup import build_model, run_mesh
 from tpformer.training.step import train_step
 
-from .bars import Bar, write_bars
 from .live import Live
-from .marks import filled, markdown, table_of, write_page
-from .provenance import ROOT
-from .ranks import Calls, Ranks
-from .runner import Bench, Report
 
 PAGE = ROOT / "docs" / "memory.md"
 STEPS, QUICK_STEPS = 300, 3

@@ -16,6 +16,11 @@ from typing import Any
 
 import torch
 
+from harness.bars import Bar, write_bars
+from harness.provenance import RESULTS
+from harness.ranks import Calls, Ranks
+from harness.runner import QUICK, Bench, Report, columns
+from harness.timing import interleave, timed
 from tpformer.config import RunConfig, build_config
 from tpformer.planner.calibration import calibrated
 from tpformer.planner.devices import load_device
@@ -27,12 +32,6 @@ from tpformer.processes.cpu import keep_freed_memory
 from tpformer.training.optimizer import build_optimizers
 from tpformer.training.setup import build_model, run_mesh
 from tpformer.training.step import train_step
-
-from .bars import Bar, write_bars
-from .provenance import RESULTS
-from .ranks import Calls, Ranks
-from .runner import QUICK, Bench, Report, columns
-from .timing import interleave, timed
 
 MODELS: dict[str, dict[str, Any]] = {
     "GPT, 4 layers of 256": {"n_layers": 4, "hidden_size": 256, "n_heads": 4, "vocab_size": 257, "seq_length": 256},

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
+from harness.ratios import Row, compared
 from tpformer.kernels.cost import Machine, machine_for
 from tpformer.ops.choice.prediction import Times, fused_times, sequential_times
 from tpformer.planner import devices
 
-from .ratios import Row, compared
 from .shapes import Shape
 
 ITEMSIZE = 2

@@ -23,6 +23,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from harness.plot import draw_curves
+from harness.runner import Bench, Report, columns
 from tpformer.config import DataSection, ModelSection, OptimizerSection, RunConfig, TrainSection
 from tpformer.distributed import build_mesh, close
 from tpformer.kernels.cost import machine_for
@@ -38,9 +40,7 @@ from tpformer.training.step import batch
 from tpformer.training.transfers import Fetched, to_device
 from tpformer.words import dtype_name
 
-from .plot import draw_curves
 from .profile import in_words, profiled
-from .runner import Bench, Report, columns
 
 STEPS, QUICK_STEPS = 300, 4
 PROFILED = 2  # steps

@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.bars import Bar, write_bars
-from bench.runner import Bench, Report, columns
+from harness.bars import Bar, write_bars
+from harness.runner import Bench, Report, columns
 from tpformer.config import build_config, to_toml
 from tpformer.training.checkpoint_files import step_path, steps
 from tpformer.training.data import build_dataset

@@ -25,10 +25,10 @@ from unittest import mock
 
 import torch
 
-from bench.ratios import compared, draw_ratios, ratios
-from bench.runner import Bench, Report, columns
-from bench.timing import interleave
 from checks.driver.stub import VARIABLE, Stub, build, missing
+from harness.ratios import compared, draw_ratios, ratios
+from harness.runner import Bench, Report, columns
+from harness.timing import interleave
 
 if TYPE_CHECKING:
     from tpformer.ops.transports.fused import Fused

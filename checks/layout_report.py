@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.bars import legend, paragraph
-from bench.plot import LINE, TOP, WIDTH, frame, step_x, text, write_document
-from bench.runner import columns
+from harness.bars import legend, paragraph
+from harness.plot import LINE, TOP, WIDTH, frame, step_x, text, write_document
+from harness.runner import columns
 
 HEIGHTS = {"losses": 260, "differences": 130}  # pixels
 COLOURS = ("#222222", "#4e79a7", "#e15759", "#59a14f", "#b07aa1")

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from bench.ranks import Calls, Ranks
-from bench.runner import Bench, Report
+from harness.ranks import Calls, Ranks
+from harness.runner import Bench, Report
 from tpformer.config import RunConfig, check_config
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.training.data import build_stdlib

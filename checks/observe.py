@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.ratios import Row, compared, draw_ratios, ratios
-from bench.runner import Bench, Report
-from bench.timing import interleave
+from harness.ratios import Row, compared, draw_ratios, ratios
+from harness.runner import Bench, Report
+from harness.timing import interleave
 from tpformer.config import build_config, to_toml
 from tpformer.training.data import build_stdlib
 from tpformer.training.metrics import read_metrics

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from bench.ranks import Calls, Ranks
-from bench.runner import columns
-from bench.step_counts import DATA, GEMMS, LAYERS, SENDS, Call, StepCounts, by_name, bytes_of, count_step, run_config
+from harness.ranks import Calls, Ranks
+from harness.runner import columns
+from harness.step_counts import DATA, GEMMS, LAYERS, SENDS, Call, StepCounts, by_name, bytes_of, count_step, run_config
 from tpformer.config import RECOMPUTE
 from tpformer.training.setup import build_model, run_mesh
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from rich.table import Table
 
-from bench.bars import Bar, write_bars
-from bench.ranks import Calls, Ranks
-from bench.runner import Bench, Report, columns
-from bench.step_counts import DATA, StepCounts, by_name, count_step, run_config
+from harness.bars import Bar, write_bars
+from harness.ranks import Calls, Ranks
+from harness.runner import Bench, Report, columns
+from harness.step_counts import DATA, StepCounts, by_name, count_step, run_config
 from tpformer.config import RunConfig
 from tpformer.planner.states import (
     ACCUMULATED,

@@ -23,14 +23,14 @@ from typing import Any
 import pytest
 import torch
 
-from bench.compiled import counting
-from bench.provenance import ROOT, commit, digest, place, versions, write_json
+from harness.compiled import counting
+from harness.provenance import ROOT, commit, digest, place, versions, write_json
 
 NOT_RUN, UNFINISHED = "not run", "did not end"
 # of a test's phases, the one that is last in this order counts
 OUTCOMES = (NOT_RUN, UNFINISHED, "passed", "skipped", "failed")
 TIMEOUTS = util.find_spec("pytest_timeout") is not None
-SOURCES = tuple(f"{folder}/**/*.py" for folder in ("bench", "checks", "kernels", "tests", "tpformer"))
+SOURCES = tuple(f"{folder}/**/*.py" for folder in ("bench", "checks", "harness", "kernels", "tests", "tpformer"))
 STAND_INS = Path(__file__).parent / "stand_ins"
 # what a GPU is needed for most comes first
 WORTH = (

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from gpu_report import NOT_RUN, UNFINISHED, WORTH, content, counted, head, in_words, may_have
 
-from bench.provenance import RESULTS, ROOT, write_json
+from harness.provenance import RESULTS, ROOT, write_json
 
 MARKER = "gpu"
 PRETENDING = ("-m", "checks.driver.pretend")

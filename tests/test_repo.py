@@ -22,7 +22,7 @@ PYTHON = [path for path in FILES if path.suffix == ".py"]
 LIBRARY = [path for path in PYTHON if path.relative_to(ROOT).parts[0] in ("tpformer", "kernels")]
 PROSE = [path for path in FILES if path.suffix == ".md"]
 
-ANYWHERE = ("torch_private", "launchers", "words")
+ANYWHERE = ("torch_private", "launchers", "version", "words")
 # what each part may import of tpformer, beside itself and ANYWHERE: the table of CONTRIBUTING.md
 ROWS = re.findall(r"^\| `([\w/.]+)`.* \| ([^|]+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
 ARROWS = {part.rstrip("/"): re.findall(r"`([\w/]+)`", allowed) for part, allowed in ROWS}
@@ -66,25 +66,25 @@ def test_imports_point_one_way(part):
             if root == "tpformer" and rest:
                 target = rest.split(".")[0]
                 assert target in [own, *ANYWHERE, *ARROWS[part]], f"{name(path)} imports {module}"
-            outside = root in ("bench", "checks", "tests", "examples")
+            outside = root in ("bench", "checks", "harness", "tests", "examples")
             assert not outside or root in (part.split("/")[0], *ARROWS[part]), f"{name(path)} imports {module}"
             assert root != "kernels" or part == "kernels", f"{name(path)}: write tpformer.kernels"
 
 
-def test_only_the_list_of_commands_imports_checks():
-    files = [path for path in PYTHON if name(path).startswith("bench/")]
-    importing = {name(path) for path in files if any(m.split(".")[0] == "checks" for m in imported_modules(path))}
-    assert importing == {"bench/__main__.py"}
+def test_benches_use_checks_and_no_check_uses_a_bench():
+    for path in PYTHON:
+        if name(path).startswith("checks/"):
+            assert not [module for module in imported_modules(path) if module.split(".")[0] == "bench"], name(path)
 
 
 def test_every_part_has_an_arrow():
     parts = {"/".join(name(path).split("/")[:2]) for path in PYTHON if name(path).startswith("tpformer/")}
-    assert parts - {"tpformer/__init__.py"} | {"kernels", "checks/compile", "checks/execute"} == set(ARROWS)
+    assert parts - {"tpformer/__init__.py"} | {"kernels", "harness", "checks/compile", "checks/execute"} == set(ARROWS)
 
 
 def test_no_import_circle():
     """Imports for type checkers count, too: whoever reads one of the modules has to read all of them."""
-    folders = ("tpformer/", "kernels/", "bench/", "checks/")
+    folders = ("tpformer/", "kernels/", "harness/", "bench/", "checks/")
     files = {module_of(name(path)): path for path in PYTHON if name(path).startswith(folders)}
     graph = {}
     for own, path in files.items():

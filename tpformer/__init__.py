@@ -8,7 +8,7 @@ here: `tpformer.parallelize`, and the names beside it in `IN_PLACE`.
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
+from .version import __version__ as __version__
 
 IN_PLACE = (  # names of tpformer.in_place, which is imported when one of them is used
     "FusedColwiseParallel",

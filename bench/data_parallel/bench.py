@@ -10,9 +10,10 @@ import argparse
 import json
 from pathlib import Path
 
-from ..bars import Bar, write_bars
-from ..marks import table_of
-from ..runner import Bench, Report
+from harness.bars import Bar, write_bars
+from harness.marks import table_of
+from harness.runner import Bench, Report
+
 from . import messages, servers, strategies
 from .page import write_files
 

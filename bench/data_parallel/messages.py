@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
+from harness.ranks import Calls, Ranks
+from harness.runner import columns
 from tpformer.distributed import record_collectives
 from tpformer.distributed.algorithms import ALGORITHMS, HIERARCHICAL, Traffic, hierarchical
 from tpformer.distributed.reductions import RUNNABLE, Members, reduce_by
-
-from ..ranks import Calls, Ranks
-from ..runner import columns
 
 RANKS, QUICK_RANKS = (2, 3, 4, 5, 6, 7, 8), (4,)
 COUNTED = 840  # values, which any of these numbers of ranks divides

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.marks import filled, markdown
+from harness.provenance import RESULTS, ROOT
 from tpformer.distributed.reductions import RUNNABLE
 
-from ..marks import filled, markdown
-from ..provenance import RESULTS, ROOT
 from . import messages, pictures, servers, strategies
 from .strategies import write_csv
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..bars import legend, paragraph
-from ..plot import COLOURS, LEFT, LINE, RIGHT, TOP, WIDTH, line, text, ticks, write_document
+from harness.bars import legend, paragraph
+from harness.plot import COLOURS, LEFT, LINE, RIGHT, TOP, WIDTH, line, text, ticks, write_document
+
 from . import pipedream, servers, strategies
 
 STEP, NODE = 44, 11  # pixels between the steps of an all-reduce, and of a rank's circle

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.ranks import Calls, Ranks
 from tpformer.config import DataSection, ModelSection, OptimizerSection, RunConfig, TrainSection, check_config
 from tpformer.config.arrivals import Arrivals
 from tpformer.distributed import record_collectives
@@ -22,8 +23,6 @@ from tpformer.parallel import Layout
 from tpformer.training.optimizer import build_optimizers
 from tpformer.training.parameter_server import ParameterServer
 from tpformer.training.setup import build_model, run_mesh
-
-from ..ranks import Calls, Ranks
 
 RANKS = (2, 4, 8)
 TIMED_RANKS, MICROBATCHES, TAKES, SLOWER = 4, 64, 0.06, 4  # seconds of a microbatch, and times as long on one worker

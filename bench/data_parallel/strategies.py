@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from harness.ranks import Calls, Ranks
 from tpformer.config import DataSection, ModelSection, OptimizerSection, RunConfig, TrainSection, check_config
 from tpformer.distributed import record_collectives
 from tpformer.parallel import Layout
@@ -28,7 +29,6 @@ from tpformer.training.schedules import learning_rate
 from tpformer.training.setup import build_model, open_data, run_mesh
 from tpformer.training.step import batch, evaluate
 
-from ..ranks import Calls, Ranks
 from . import pipedream
 
 RANKS, BATCH, STEPS, SEEDS = 4, 8, 200, (1, 2, 3)

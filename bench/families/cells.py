@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import tpformer
-from bench.ranks import Calls
+from harness.ranks import Calls
 from tpformer.distributed import build_mesh
 from tpformer.layers import RowParallelLinear
 

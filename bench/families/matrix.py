@@ -17,9 +17,9 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.provenance import RESULTS
-from bench.ranks import Ranks
-from bench.runner import Bench, Report, WrongCall, columns
+from harness.provenance import RESULTS
+from harness.ranks import Ranks
+from harness.runner import Bench, Report, WrongCall, columns
 
 from . import cells
 from .models import FAMILIES, GROUPS, Family

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.bars import legend, paragraph
-from bench.plot import LINE, TOP, WIDTH, text, write_document
-from bench.provenance import ROOT
+from harness.bars import legend, paragraph
+from harness.plot import LINE, TOP, WIDTH, text, write_document
+from harness.provenance import ROOT
 
 from .cells import PLAIN, RIGHT, SEQUENCE, THEIRS, VERDICTS
 

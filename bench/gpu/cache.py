@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from importlib import util
 from pathlib import Path
 
-from ..provenance import ROOT
+from harness.provenance import ROOT
 
 FOLDER = Path("/tmp/tpformer-triton-cache")  # on every machine, as files of the cache name others by their whole paths
 PACKED = ROOT / ".cache"  # which git ignores

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ..provenance import CHANGED, commit, place, versions
-from ..runner import say
+from harness.provenance import CHANGED, commit, place, versions
+from harness.runner import say
+
 from . import cache
 from .items import ITEMS, Item
 from .schedule import FILL, MEASURE, REHEARSE, Session, Stop, run

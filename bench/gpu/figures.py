@@ -6,8 +6,9 @@ Belongs here: a way for each kind of results. The whole of them is in the file.
 import json
 from pathlib import Path
 
+from harness.ratios import Row
+
 from ..matmul_trials import TRIAL
-from ..ratios import Row
 
 ASSUMED = "kernels/cost.py"  # the baseline of what the model has constants for
 

@@ -60,7 +60,7 @@ class Item(NamedTuple):
 
 def kernels(*names: str) -> tuple[str, ...]:
     """The globs of these operations' kernels, and of how benches time them."""
-    return ("bench/timing.py", *(f"kernels/{name}/*.py" for name in names))
+    return ("harness/timing.py", *(f"kernels/{name}/*.py" for name in names))
 
 
 def called(name: str, options: tuple[str, ...], into: str = "") -> Command:
@@ -91,6 +91,7 @@ TRIALS = (*GEMM, "bench/matmul_trials.py", "bench/specialised.py")
 CONSTANTS = (*GATHER, *SCATTER, *ALL_REDUCE, "bench/constants.py", "bench/release.py")
 LAYER = ("kernels/**/*.py", "tpformer/**/*.py", "bench/layer.py", "bench/plain.py")
 PRETRAIN = ("kernels/**/*.py", "tpformer/**/*.py", "bench/pretrain.py")
+ALL = ("kernels/**/*.py", "bench/**/*.py", "harness/*.py")
 TESTS = ("kernels/**/*.py", "tpformer/**/*.py", "tests/*.py", "tests/**/test_*.py")
 TAX, COPY, HALF = "0.97 of the GEMM", "0.9 of a copy", "0.5 of a copy"
 
@@ -161,8 +162,8 @@ MEMORY_BOUND = ("norm", "activation", "rope", "dropout", "cross_entropy", "updat
 OF_EXPERTS = ("route", "weighted_activation", "combine")
 
 ITEMS = (
-    quick("ceilings", 100, 8, ("bench/ceilings.py", "bench/timing.py"), prediction="4.2 TB/s; 690 TFLOP/s"),
-    Item("gates", 450, 45, GATES, pretended(GATES), ("kernels/**/*.py", "bench/**/*.py"), "all of them", "all of them"),
+    quick("ceilings", 100, 8, ("bench/ceilings.py", "harness/timing.py"), prediction="4.2 TB/s; 690 TFLOP/s"),
+    Item("gates", 450, 45, GATES, pretended(GATES), ALL, "all of them", "all of them"),
     quick("constants", 108, 12, CONSTANTS, prediction="0.9; 0.2; 28 us"),
     quick("matmul_reduce_scatter", 200, 25, SCATTER, TAX, "0.8 to 0.95"),
     quick("all_gather_matmul", 195, 25, GATHER, TAX, "0.95 to 0.98"),

@@ -16,11 +16,10 @@ from typing import Any
 
 from torch import nn
 
+from harness import accuracy, timing
 from tpformer import config
 from tpformer.config import preset_config
 from tpformer.models import GPTConfig
-
-from .. import accuracy, timing
 
 SHARE = 8  # by which models are narrower
 NARROWED = ("hidden_size", "head_dim", "ffn_hidden_size", "vocab_size", "expert_ffn_size", "shared_expert_size")
@@ -92,9 +91,10 @@ def main(arguments: list[str]) -> int:
     from ..memory_bound import benches
 
     benches.require_right = benches.require_same = nothing
+    from harness.runner import main as bench
+
     from ..__main__ import BENCHES, KERNELS
     from ..gates import gates
-    from ..runner import main as bench
 
     if not wide:
         return bench(arguments, BENCHES)

@@ -18,9 +18,9 @@ from importlib import util
 from pathlib import Path
 from typing import NamedTuple
 
+from harness.provenance import ROOT
 from tpformer.processes.parent import end_with_parent
 
-from ..provenance import ROOT
 from . import cache
 from .figures import figure
 from .items import INTO, TORCH, Command, Item

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..provenance import commit, digest, write_json
+from harness.provenance import commit, digest, write_json
+from harness.sources import files
+
 from .items import Item
-from .sources import files
 
 SCHEMA = 1
 MEASURED, MISSED = "measured", "bar missed"

@@ -10,7 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
-from ..runner import columns
+from harness.runner import columns
+
 from .figures import constants
 from .items import Item
 from .schedule import Session, words

@@ -9,11 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..accuracy import require_accurate
+from harness.accuracy import require_accurate
+from harness.ratios import Row, compared, draw_ratios, means, ratios, table
+from harness.runner import Bench
+from harness.timing import FULL, QUICK, Call, Effort, copying, flush_buffer, measure
+
 from ..predict import present_machine
-from ..ratios import Row, compared, draw_ratios, means, ratios, table
-from ..runner import Bench
-from ..timing import FULL, QUICK, Call, Effort, copying, flush_buffer, measure
 from . import liger
 from .case import COMPILED, LIGER, TORCH, Case, Function, Work, each, flat
 from .cases import CASES, KEPT

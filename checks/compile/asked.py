@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from unittest import mock
 
-from bench.gpu.sources import imported, reached
+from harness.sources import imported, reached
 
 from .cases import Case
 from .compiler import Driver, intercepted

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import pytest
 
-from bench.timing import Call, Effort
+from harness.timing import Call, Effort
 
 
 @pytest.fixture
 def untimed() -> Callable[[dict[str, Call], Effort], dict[str, list[float]]]:
-    """In place of bench.timing.measure: each call is prepared and runs once, and the n-th takes n milliseconds."""
+    """In place of harness.timing.measure: each call is prepared and runs once, and the n-th takes n milliseconds."""
 
     def measure(calls: dict[str, Call], effort: Effort) -> dict[str, list[float]]:
         for call in calls.values():

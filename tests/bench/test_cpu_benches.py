@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from testing import build_small_split, on_every_rank
+from testing import ROUNDING, build_small_split, on_every_rank
 from torch import Tensor, nn
 
 from bench import bubbles, generate, in_place, moe, pretrain
@@ -20,11 +20,12 @@ from bench.__main__ import BENCHES
 from bench.data_parallel import messages, strategies
 from bench.layer_memory import Layer, expected_items
 from bench.live import Live
-from bench.runner import main
+from bench.plain import check_against_plain
+from harness.runner import main
 from tpformer.config import OptimizerSection, RunConfig, check_config
 from tpformer.distributed import build_mesh
 from tpformer.distributed.algorithms import Traffic
-from tpformer.models import GPTConfig
+from tpformer.models import GPT, GPTConfig
 from tpformer.parallel import Action
 from tpformer.planner import schedule_order, simulate
 from tpformer.training.setup import build_model
@@ -202,3 +203,14 @@ def test_the_most_bytes_alive_at_once_by_hand():
         before.mul_(2)
         torch.ones(125)  # 2500
     assert live.peak == 3000
+
+
+def test_another_model_than_the_plain_one_is_refused():
+    config = GPTConfig(vocab_size=13, vocab_multiple=8, seq_length=6, n_layers=2, hidden_size=16, n_heads=2)
+    model = GPT(config, dtype=torch.float64)
+    batch = torch.randint(13, (2, 7), generator=torch.Generator().manual_seed(0))
+    loss, norm = check_against_plain(model, batch, clip_norm=1.0, tolerance=ROUNDING)
+    assert float(loss) > 0 and float(norm) > 0
+    model.layers["1"].input_layernorm.eps = 1e-4
+    with pytest.raises(AssertionError, match="error .* is right"):
+        check_against_plain(model, batch, clip_norm=1.0, tolerance=ROUNDING)

@@ -19,7 +19,7 @@ from bench import gates, gathered_experts, grouped_matmul, layer, profile
 from bench.__main__ import BENCHES
 from bench.grouped_matmul import DGRAD, DOWN, FORWARD, UP, WGRAD, Grouped
 from bench.plain import plain_block
-from bench.runner import main
+from harness.runner import main
 from tpformer.kernels.grouped_matmul import reference
 from tpformer.models import GPTConfig
 

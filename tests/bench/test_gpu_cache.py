@@ -44,7 +44,7 @@ def test_a_copy_of_the_tree_compiles_nothing(folder, tmp_path):
     assert "entries have come" in cache.end(set(), cache.packed())
     shutil.rmtree(folder)
     tree, ignore = tmp_path / "elsewhere", shutil.ignore_patterns("results", "__pycache__")
-    for part in ("bench", "checks", "kernels", "tpformer"):
+    for part in ("bench", "checks", "harness", "kernels", "tpformer"):
         shutil.copytree(ROOT / part, tree / part, symlinks=True, ignore=ignore)
     before = cache.begin()
     assert not [path for path in folder.rglob("*") if path.suffix in cache.LEFT_OUT]

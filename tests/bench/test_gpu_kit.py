@@ -16,11 +16,12 @@ from commands import ROOT
 from rich.console import Console
 
 from bench.__main__ import KERNELS
-from bench.gpu import command, figures, schedule, sources, state
+from bench.gpu import command, figures, schedule, state
 from bench.gpu.items import INTO, ITEMS, Command, Item
 from bench.gpu.schedule import FILL, REHEARSE, Session, Stop, order, run
 from bench.gpu.state import FAILED, LIMIT, MEASURED, MISSED, STOPPED, UNFINISHED, State
 from bench.gpu.table import LINES, table
+from harness import sources
 
 WRITES = 'import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(\'{"counts": {"passed": 3}}\')'
 # neither it nor its child ends when it is asked to
@@ -77,7 +78,7 @@ def test_measured_seconds_replace_estimates(tmp_path):
 
 
 def test_a_result_is_of_its_sources_its_machine_and_its_command(tmp_path, monkeypatch):
-    monkeypatch.setattr("bench.provenance.ROOT", tmp_path)
+    monkeypatch.setattr("harness.provenance.ROOT", tmp_path)
     (tmp_path / "a.py").write_text("1")
     (tmp_path / "b.py").write_text("1")
     items, folder = [toy("of a", sources=("a*.py",)), toy("of b", sources=("b*.py",))], tmp_path / "results"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from bench import memory
 from bench.layer_memory import RESIDUALS, UNPACKED, Counted, Layer, Step, count, expected_items
 from bench.live import Live
-from bench.runner import main
+from harness.runner import main
 from tpformer.distributed import build_mesh
 from tpformer.models import GPTConfig
 from tpformer.planner.storages import OTHER, new_objects

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from testing import on_every_rank
 
 from bench import nvlink
-from bench.ratios import means
 from bench.shapes import Shape
-from bench.timing import Effort
+from harness.ratios import means
+from harness.timing import Effort
 from tpformer.config.transport_table import read_transport_table
 from tpformer.ops.transports.interface import GATHER, OPERATIONS, SCATTER
 

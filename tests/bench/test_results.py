@@ -6,6 +6,7 @@ Belongs here: what is asked of every bench with results in the same way. What a 
 import copy
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +14,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench import marks, moe, packed, planner, pretrain
+from bench import moe, packed, planner, pretrain
 from bench.__main__ import BENCHES
 from bench.data_parallel import page as data_parallel
 from bench.data_parallel import servers, strategies
 from bench.families import matrix as families
 from bench.families import page as families_page
 from bench.families.cells import RIGHT, THEIRS, WRONG
-from bench.provenance import RESULTS
+from harness import marks
+from harness.provenance import RESULTS, ROOT
 
 FILES = {f"{path.parent.name}-{bench.name}": (bench, path) for bench in BENCHES
          for path in sorted(RESULTS.glob(f"*/{bench.name}.json"))}  # fmt: skip
@@ -53,6 +55,11 @@ PAGES = {
 def test_a_page_has_the_tables_of_its_results(name):
     path, page = PAGES[name]
     assert page(path.read_text(), committed(name)) == path.read_text(), f"run python -m bench {name}"
+
+
+def test_make_bench_names_benches():
+    listed = re.search(r"for name in ([\w ]+); do", (ROOT / "Makefile").read_text())
+    assert listed and set(listed[1].split()) <= {bench.name for bench in BENCHES}
 
 
 def test_the_old_part_of_a_page_is_replaced():

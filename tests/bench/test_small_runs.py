@@ -19,7 +19,7 @@ from testing import build_small_split
 
 from bench import moe, pretrain
 from bench.__main__ import BENCHES
-from bench.runner import main
+from harness.runner import main
 from tpformer import cli
 from tpformer.models import GPTConfig
 

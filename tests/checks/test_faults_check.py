@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from commands import python
 
-from bench.runner import machine
 from checks.faults import EACH, KINDS, draw, table_line
+from harness.runner import machine
 
 FINE = {"seconds": 1.0, "lost": [], "hung": False, "named": True, "identical": True}
 

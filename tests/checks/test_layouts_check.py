@@ -19,12 +19,12 @@ from pool import WorkerPool
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from bench.runner import machine, main
 from checks import layouts
 from checks.layout_cases import EIGHT, SIXTEEN, case
 from checks.layout_report import draw
 from checks.layouts import FLOAT32, FLOAT64, Trained, bfloat16_row, make_row
 from checks.routing import Routed
+from harness.runner import machine, main
 from tpformer.config import RunConfig
 from tpformer.parallel import SCHEDULES, TiedParameter
 from tpformer.training import model as training_model
@@ -162,7 +162,7 @@ def train_with(defects: bool, config: RunConfig) -> Trained:
 def pooled(
     pool: WorkerPool, defects: bool, size: int, _: int, __: object, runs: Mapping[str, RunConfig]
 ) -> contextlib.AbstractContextManager:
-    """Stands for bench.ranks.Ranks: it runs on the tests' pool, and its ranks may have the defects."""
+    """Stands for harness.ranks.Ranks: it runs on the tests' pool, and its ranks may have the defects."""
 
     def call(name: str) -> list[Trained]:
         return pool(size).run(train_with, defects and runs[name].parallel.world_size > 1, runs[name])
@@ -213,7 +213,7 @@ def test_the_drawing_has_every_loss_and_every_difference(tmp_path: Path) -> None
 MATRIX = f"""
 import sys
 from pathlib import Path
-from bench.runner import main
+from harness.runner import main
 from checks import layouts
 part = int(sys.argv[2])
 for name in ("CASES", "MOE_CASES", "BFLOAT16_CASES", "BFLOAT16_MOE_CASES"):

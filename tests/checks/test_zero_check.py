@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.plot import REQUIRED
-from bench.runner import main
-from bench.step_counts import DATA, GEMMS, LAYERS, SENDS, Call, StepCounts
 from checks import zero
 from checks.held import BUFFERS, KINDS, Held
 from checks.split_backward import differences
 from checks.zero import BACKWARD, FORWARD, IDLE, PEAK, STEP, Measured, zero_row
+from harness.plot import REQUIRED
+from harness.runner import main
+from harness.step_counts import DATA, GEMMS, LAYERS, SENDS, Call, StepCounts
 from tpformer.planner.states import GRADIENTS, OPTIMIZER, rank_moments
 
 CASE = "ZeRO 2 x4"

@@ -20,7 +20,7 @@ def joined(folder: str, own: list[dict]) -> str:
     decides = Decides(
         given["command"], {"optimizer.lr": given["lr"]}, {"data.train[0].bin": Path(folder, given["file"])}
     )
-    surroundings = mock.patch.object(agreement.tpformer, "__version__", given["version"])
+    surroundings = mock.patch.object(agreement, "__version__", given["version"])
     with surroundings, mock.patch.dict(os.environ, given["environment"]), mock.patch.object(agreement, "WHOLE", 4000):
         try:
             agree(decides)

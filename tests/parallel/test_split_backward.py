@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 from pool import WorkerPool
 
-from bench.step_counts import DATA, GEMMS, LAYERS, SENDS, Call, StepCounts, by_name
 from checks.split_backward import BASELINE, MICROBATCHES, SCHEDULES, count_schedule, differences
+from harness.step_counts import DATA, GEMMS, LAYERS, SENDS, Call, StepCounts, by_name
 
 
 def counts(ranks: WorkerPool, recompute: str, data_parallel: int, experts: bool = False) -> dict[str, StepCounts]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from pool import WorkerPool
 
-from bench.step_counts import DATA, by_name, run_config
 from checks import zero
+from harness.step_counts import DATA, by_name, run_config
 from tpformer.planner.states import ACCUMULATED, stage_elements
 from tpformer.planner.storages import live_storages
 from tpformer.training.setup import build_model, run_mesh

@@ -10,9 +10,9 @@ from collections import Counter
 import pytest
 import torch
 
-from bench.provenance import RESULTS
 from checks import zero
 from checks.held import KINDS
+from harness.provenance import RESULTS
 from tpformer.config import RunConfig, build_config
 from tpformer.models import GPTConfig
 from tpformer.parallel import Layout

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import tpformer
+from tpformer.version import __version__
 from tpformer.words import listed, shown
 
 # variables that change what numbers come out, or which collectives and kernels are chosen
@@ -102,14 +102,14 @@ def _text(value: Any) -> str:
 
 def _surroundings() -> dict[str, Any]:
     """The software and the part of the environment that decide numbers."""
-    software = {"tpformer": f"{tpformer.__version__}, sources {_sources()}", "torch": torch.__version__}
+    software = {"tpformer": f"{__version__}, sources {_sources()}", "torch": torch.__version__}
     return {**software, **{name: os.environ.get(name) for name in ENVIRONMENT}}
 
 
 @functools.cache
 def _sources() -> str:
     """A digest of the package's own source, because a working tree changes without its version."""
-    root = Path(tpformer.__file__).parent
+    root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted({*root.rglob("*.py"), *(root / "kernels").rglob("*.py")}):  # kernels may be a link
         digest.update(str(path.relative_to(root)).encode() + path.read_bytes())

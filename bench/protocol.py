@@ -14,16 +14,17 @@ from unittest import mock
 
 import torch
 
-from bench.predict import DEFAULT_MACHINE, ITEMSIZE, as_if_on, predict
-from bench.ratios import Row, compared, draw_ratios, ratios
-from bench.runner import Bench, Report, columns
-from bench.shapes import RANKS, Shape, every_shape
 from checks.compile.compiler import unavailable
+from harness.ratios import Row, compared, draw_ratios, ratios
+from harness.runner import Bench, Report, columns
 from tpformer.kernels import cost
 from tpformer.kernels.cost import Machine, communication_bytes, gemm_seconds, is_one_shot, machine_for
 from tpformer.ops.choice.prediction import chosen_launch
 from tpformer.ops.choice.traffic import Launch, Traffic, tiled_traffic
 from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
+
+from .predict import DEFAULT_MACHINE, ITEMSIZE, as_if_on, predict
+from .shapes import RANKS, Shape, every_shape
 
 if TYPE_CHECKING:
     from tpformer.kernels.launch import Tile
@@ -82,8 +83,9 @@ def executed(shape: Shape, push: bool) -> tuple[Traffic, Counter[str]]:
 
     AssertionError if its result is wrong, or if an access races.
     """
-    from bench import fused_gemm
     from checks.execute.session import Execution
+
+    from . import fused_gemm
 
     gemm = fused_gemm.build(shape, "cpu", torch.bfloat16, tile=small_tile())
     memory = torch.empty(0, dtype=torch.uint8).set_(gemm.channel.slots[0].untyped_storage())

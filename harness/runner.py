@@ -1,7 +1,7 @@
 """The one runner of benches: options, gate, tables, results file, picture, exit code.
 
-Belongs here: nothing that knows what is measured. A bench is a `Bench` in a file of its own, listed in __main__.py;
-one whose rows are ratios states them with ratios.py.
+Belongs here: nothing that knows what is measured. A bench is a `Bench` in a file of its own, listed in
+bench/__main__.py; one whose rows are ratios states them with ratios.py.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from .. import provenance
+from . import provenance
 
 KERNELS = "kernels"
 
