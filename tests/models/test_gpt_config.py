@@ -17,7 +17,6 @@ SMALLEST = {
 }  # fmt: skip
 REFUSED = {
     **{f"{name}={value} must be at least 1": {name: value} for name, value in SMALLEST.items()},
-    "attention_dropout=0.1 is not supported.*seq_length x seq_length masks; use dropout": {"attention_dropout": 0.1},
     "norm='batchnorm': choose one of layernorm, rmsnorm": {"norm": "batchnorm"},
     "activation='relu': choose one of gelu, gelu_tanh, swiglu, geglu": {"activation": "relu"},
     "position='alibi': choose one of learned, rope": {"position": "alibi"},

@@ -10,6 +10,7 @@ from typing import Any
 import tyro
 
 from tpformer.config import RunConfig, build_config, read_toml
+from tpformer.config.refused import without_refused_options
 from tpformer.launchers import launched
 from tpformer.processes.launch import check_local_ranks, run_ranks
 
@@ -43,6 +44,7 @@ def parse_overrides(arguments: Sequence[str], config: RunConfig, command: str) -
 
     Anything else among the arguments ends the process with the usage.
     """
+    arguments = without_refused_options(arguments)
     return _overrides(arguments, _parse(arguments, config, command))
 
 

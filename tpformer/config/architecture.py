@@ -125,8 +125,6 @@ class GPTConfig:
     """Groups that a token's experts may be in: those whose two best experts have the largest sum of scores."""
     router_bias: bool = False
     """Whether experts are chosen by score + bias. Training moves the bias towards equal loads (DeepSeek-V3)."""
-    expert_capacity: float | None = None
-    """Must stay unset: with a capacity, which tokens are dropped would depend on the layout."""
     bias: bool = True
     """Biases in the linear layers."""
     qkv_bias: bool | None = None
@@ -135,17 +133,10 @@ class GPTConfig:
     """The output head uses the token embedding's table."""
     dropout: float = 0.0
     """Probability of zeroing an element of the embedding and of the two residual branches of every layer."""
-    attention_dropout: float = 0.0
-    """Must stay 0: SDPA would leave its fused kernel and store seq x seq masks."""
     init_std: float = 0.02
     """Standard deviation of initial weights; projections into the residual stream use init_std / sqrt(2 * n_layers)."""
 
     def __post_init__(self) -> None:
-        if self.attention_dropout:
-            raise ValueError(
-                f"attention_dropout={self.attention_dropout} is not supported: PyTorch's attention then leaves its "
-                f"fused kernel and stores seq_length x seq_length masks; use dropout (residual) instead"
-            )
         check_choice("norm", self.norm, NORM_NAMES)
         check_choice("activation", self.activation, MLP_ACTIVATIONS)
         check_choice("position", self.position, POSITIONS)

@@ -1,4 +1,4 @@
-"""Checks of the settings of a mixture of experts: those that contradict each other, and those that are refused.
+"""Checks of the settings of a mixture of experts: those that contradict each other.
 
 Belongs here: what the fields of GPTConfig about experts and routers must have in common, and with a layout.
 """
@@ -8,18 +8,11 @@ from typing import Any
 from .checks import check_choice, check_positive
 
 ROUTER_SCORES = ("softmax", "sigmoid")
-BALANCED_OVER = ("sequence",)
 GATED = ("swiglu", "geglu")
 
 
 def check_experts(config: Any) -> None:
     """ValueError, with the numbers and the remedy, for a GPTConfig whose experts or router cannot be built."""
-    if config.expert_capacity is not None:
-        raise ValueError(
-            f"expert_capacity={config.expert_capacity} is not supported: tokens beyond a capacity are dropped, and "
-            f"which ones those are depends on the microbatches and ranks that share a capacity, so that each layout "
-            f"would train another model; leave it unset, and no token is dropped"
-        )
     if config.n_experts is None:
         _check_unused(config)
         return
@@ -87,14 +80,3 @@ def check_expert_ranks(experts: int, tp: int) -> None:
             f"n_experts={experts} cannot be divided among tensor_parallel={tp} ranks, which hold whole experts: choose "
             f"tensor_parallel from {fitting}"
         )
-
-
-def check_balance(over: str) -> None:
-    """ValueError for a balance loss over another set of tokens than a sequence."""
-    if over == "batch":
-        raise ValueError(
-            "balance_loss_over='batch' is not supported: the loss of a microbatch's loads is not that of the whole "
-            "batch's (cut into 16 parts it was 57 % larger in a measurement), so each layout would train another "
-            "model; set it to 'sequence', or balance by model.router_bias, which counts the global batch"
-        )
-    check_choice("balance_loss_over", over, BALANCED_OVER)

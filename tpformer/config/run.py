@@ -21,6 +21,7 @@ from .checks import check_known
 from .layout import Layout
 from .presets import preset
 from .ranges import NO_FLOAT
+from .refused import without_refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +141,6 @@ class TrainSection:
     """Coefficient of logsumexp(logits)**2 in the training loss of each token (PaLM: 1e-4). Validation leaves it out."""
     balance_loss: float = 0.0
     """Coefficient of the sequence-wise loss that is least where a sequence uses all experts alike (DeepSeek-V3)."""
-    balance_loss_over: str = "sequence"
-    """What the balance loss counts tokens over; only sequence, as a batch depends on the layout."""
     router_bias_rate: float = 0.001
     """With model.router_bias: how far a step moves the bias of an expert with more or fewer tokens than the mean."""
     validation_interval: int = 250
@@ -249,6 +248,7 @@ def build_config(*layers: Values) -> RunConfig:
 
 def _section(cls: type, section: str, values: Mapping[str, Any]) -> Any:
     hints = typing.get_type_hints(cls)
+    values = without_refused(section, values)
     for key in values:
         check_known(key, hints, f"key in [{section}]")
     return cls(**{key: _convert(f"{section}.{key}", value, hints[key]) for key, value in values.items()})

@@ -6,7 +6,6 @@ model and no layout. Those have their own checks, and ranges.py has the ranges o
 
 from .arrivals import Arrivals
 from .checks import check_choice, check_packing
-from .experts import check_balance
 from .layout import packed_layers, recomputed_layers
 from .ranges import check_ranges
 from .run import OptimizerSection, RunConfig, TrainSection, batch_sizes
@@ -168,7 +167,6 @@ def _check_server(config: RunConfig) -> None:
 
 def _check_train(config: RunConfig) -> None:
     train = config.train
-    check_balance(train.balance_loss_over)
     if train.balance_loss and config.model.n_experts is None:
         raise ValueError(
             f"train.balance_loss={train.balance_loss} without experts would do nothing: set model.n_experts, or leave "

@@ -32,10 +32,10 @@ _TABLE = {
     ("model", CONTINUED): "preset",  # its fields are compared
     ("model", REFUSED): "vocab_size vocab_multiple seq_length n_layers hidden_size n_heads n_kv_heads head_dim qk_norm "
     "sliding_window ffn_hidden_size n_experts experts_per_token expert_ffn_size shared_expert_size first_dense_layers "
-    "router_score router_normalised router_scale router_groups router_top_groups router_bias expert_capacity "
+    "router_score router_normalised router_scale router_groups router_top_groups router_bias "
     "norm norm_eps activation position rope_base rope_interleaved rope_scaling_factor "
     "rope_low_frequency rope_high_frequency rope_original_length bias qkv_bias tie_embeddings dropout "
-    "attention_dropout init_std init_from",
+    "init_std init_from",
     ("data", CONTINUED): "train valid tokenizer",  # names: what they stand for is compared
     ("data", REFUSED): "weights mask train_contents valid_contents",
     ("parallel", CONTINUED): "tensor_parallel sequence_parallel transport transport_table pipeline_parallel "
@@ -53,7 +53,7 @@ _TABLE = {
     "clip_norm",
     ("train", CONTINUED): "steps microbatch_size device cuda_graph validation_interval max_skipped_steps",
     ("train", REFUSED): "seed global_batch_size batch_size_start batch_size_ramp_steps dtype label_smoothing z_loss "
-    "balance_loss balance_loss_over router_bias_rate validation_samples",
+    "balance_loss router_bias_rate validation_samples",
     ("checkpoint", CONTINUED): "interval keep",
     ("log", CONTINUED): "interval norm_interval noise_interval tensorboard plot timeline_step profile_step wandb",
 }

@@ -279,7 +279,7 @@ def _check_must(name: str, must: Must, values: Mapping[str, Any]) -> None:
 
 
 # what does not change what given weights compute
-FREE = ("vocab_multiple", "dropout", "attention_dropout")
+FREE = ("vocab_multiple", "dropout")
 _ROPE = ("rope_base", "rope_interleaved", "rope_scaling_factor")
 _SCALING = ("rope_low_frequency", "rope_high_frequency", "rope_original_length")
 _EXPERTS = (
