@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from live import Live
 from testing import ROUNDING, build_small_split, on_every_rank
 from torch import Tensor, nn
 
@@ -19,7 +20,6 @@ from bench import bubbles, generate, in_place, moe, pretrain
 from bench.__main__ import BENCHES
 from bench.data_parallel import messages, strategies
 from bench.layer_memory import Layer, expected_items
-from bench.live import Live
 from bench.plain import check_against_plain
 from harness.runner import main
 from tpformer.config import OptimizerSection, RunConfig, check_config

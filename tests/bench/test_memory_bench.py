@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
+from live import Live
 
 from bench import memory
 from bench.layer_memory import RESIDUALS, UNPACKED, Counted, Layer, Step, count, expected_items
-from bench.live import Live
 from harness.runner import main
 from tpformer.distributed import build_mesh
 from tpformer.models import GPTConfig

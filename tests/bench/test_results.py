@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench import moe, packed, planner, pretrain
+from bench import moe, planner, pretrain
 from bench.__main__ import BENCHES
 from bench.data_parallel import page as data_parallel
 from bench.data_parallel import servers, strategies
@@ -47,7 +47,6 @@ PAGES = {
     "data_parallel": (data_parallel.PAGE, data_parallel.page),
     "families": (families_page.PAGE, lambda *_: families_page.page(RESULTS / "cpu" / "families.json")),
     "moe": (moe.PAGE, moe.page),
-    "packed": (packed.PAGE, packed.page),
 }
 
 
@@ -89,7 +88,6 @@ PROBLEMS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "data_parallel": lambda result: [*servers.problems(result["servers"]), *strategies.problems(result)],
     "families": lambda result: families.problems(result["rows"]),
     "moe": moe.problems,
-    "packed": packed.problems_of,
     "planner": of_planner,
     "pretrain": lambda result: pretrain.problems(result["rows"][0]),
 }
@@ -122,11 +120,6 @@ def test_cells_of_families_are_right_and_divided():
     ("moe", "rows 1 loss", 1.1706, "experts end at 1.1706, not below the dense model's 1.1706"),
     ("moe", "rows 0 loss", math.nan, "not below the dense model's"),
     ("moe", "rows 1 active_parameters", 680_000, "the active parameters are 1.020 of the dense model's"),
-    ("packed", "rows 0 same_parameters", False, "1 rank, recompute none: the packed run has other bits"),
-    ("packed", "rows 1 same_losses_and_norms", False, "1 rank, recompute mlp: the packed run has other bits"),
-    ("packed", "rows 1 packed", 0, "1 rank, recompute mlp: nothing was packed"),
-    ("packed", "large peaks 1 step", 173_661_707, "the peak of a step is 10.0% lower, not 15%"),
-    ("packed", "predicted 1 forward", 0.1, "hidden 8192: packing is predicted"),
     ("planner", "rows 11 predicted", 1e-3, "4 layers of 256: Spearman 0.40 < 0.8"),
     ("planner", "rows 6 predicted", 1e-3, "schedule=ZBVZeroBubble takes 12.0% longer than tp=2,microbatch=8"),
     ("pretrain", "rows 0 final_loss", 2.59, "final loss 2.5900, not below 0.8 of 3.2265"),
