@@ -124,7 +124,7 @@ gpu-cache: $(IMAGE)/bin/pytest  ## compile what `make gpu` and `make bench` call
 bench:  ## measure: the kernels where there is a GPU, in what the machine has, SECONDS=390: what fits; else the CPU; results: bench/results/
 	@if $(UNINSTALLED) -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; \
 	then $(ITEMS) --only 'whole *'; \
-	else $(MAKE) .venv/ready && for name in cpu memory pretrain zero bubbles data_parallel layouts moe families in_place planner faults observe protocol; do $(BIN)/python -m bench $$name || exit 1; done; fi
+	else $(MAKE) .venv/ready && for name in cpu memory pretrain zero bubbles data_parallel layouts families in_place planner faults observe protocol; do $(BIN)/python -m bench $$name || exit 1; done; fi
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

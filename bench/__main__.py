@@ -22,7 +22,6 @@ from . import (
     matmul,
     matmul_trials,
     memory,
-    moe,
     nvlink,
     planner,
     pretrain,
@@ -55,7 +54,6 @@ BENCHES: tuple[Bench, ...] = (
     ),
     *(
         families.BENCH,
-        moe.BENCH,
         in_place.BENCH,
         planner.BENCH,
         faults.BENCH,

@@ -1,19 +1,15 @@
-"""Tables that are the same on a page and on the console, and pages that are made again from a results file.
+"""Tables that are the same on a page and on the console, and pages whose tables are made again.
 
-Belongs here: the marks of tables, how cells become a table, and which results a page is made from. Which numbers are in
-them is said by each bench's own files.
+Belongs here: the marks of tables, and how cells become a table. Which numbers are in them is said by each bench's own
+files.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from .provenance import RESULTS
 from .runner import columns
 
 
@@ -43,12 +39,3 @@ def filled(text: str, tables: Mapping[str, str], page: str) -> str:
             raise ValueError(f"{page} has no mark {begin.strip()!r}")
         text = f"{before}{begin}\n{table}\n\n{rest[rest.index(end) :]}"
     return text
-
-
-def write_page(results: Path, path: Path, page: Callable[[str, Any], str]) -> None:
-    """Write a page again, if the results are the repository's own.
-
-    results: a bench's JSON file. path: the page. page: makes its new text from the present one and what the file holds.
-    """
-    if results.parent.parent == RESULTS:
-        path.write_text(page(path.read_text(), json.loads(results.read_text())))

@@ -1,7 +1,7 @@
 """What the benches of the CPU compare, count, refuse and predict, at tiny sizes.
 
 Belongs here: what is particular to one of them. Their results and pages: test_results.py. Those that train as a whole:
-test_small_runs.py.
+test_pretrain_bench.py.
 """
 
 import json
@@ -16,13 +16,13 @@ from live import Live
 from testing import ROUNDING, build_small_split, on_every_rank
 from torch import Tensor, nn
 
-from bench import bubbles, generate, in_place, moe, pretrain
+from bench import bubbles, generate, in_place, pretrain
 from bench.__main__ import BENCHES
 from bench.data_parallel import messages, strategies
 from bench.layer_memory import Layer, expected_items
 from bench.plain import check_against_plain
 from harness.runner import main
-from tpformer.config import OptimizerSection, RunConfig, check_config
+from tpformer.config import OptimizerSection
 from tpformer.distributed import build_mesh
 from tpformer.distributed.algorithms import Traffic
 from tpformer.models import GPT, GPTConfig
@@ -153,20 +153,6 @@ def test_strategies_train_and_send_their_share(forked, monkeypatch):
     assert sent["top-k 1 %"] < 0.06 * whole and sent["PowerSGD 4"] < 0.12 * whole
     # 4 minibatches are fewer than a deep pipeline has in flight
     assert strategies.problems(content) == ["4 stages hold [1, 2, 2, 1] versions"]
-
-
-def test_models_of_moe_differ_in_experts_alone():
-    def config(name: str) -> RunConfig:
-        return moe.settings(name, Path("folder"), (Path("a"), Path("b")), 1, None)
-
-    sparse, dense = config(moe.SPARSE), config(moe.DENSE)
-    for each in (sparse, dense):
-        check_config(each)
-    assert abs(sparse.model.n_active_parameters / dense.model.n_active_parameters - 1) < moe.EQUAL
-    assert sparse.model.n_parameters > 1.5 * dense.model.n_parameters
-    for section in ("data", "parallel", "optimizer", "checkpoint", "log"):
-        assert getattr(sparse, section) == getattr(dense, section)
-    assert sparse.train.seed == dense.train.seed == 1 and sparse.train.steps == dense.train.steps
 
 
 def test_models_of_pretrain_are_the_named_ones():

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench import moe, planner, pretrain
+from bench import planner, pretrain
 from bench.__main__ import BENCHES
 from bench.data_parallel import page as data_parallel
 from bench.data_parallel import servers, strategies
@@ -46,7 +46,6 @@ def test_a_picture_shows_its_results(name, tmp_path):
 PAGES = {
     "data_parallel": (data_parallel.PAGE, data_parallel.page),
     "families": (families_page.PAGE, lambda *_: families_page.page(RESULTS / "cpu" / "families.json")),
-    "moe": (moe.PAGE, moe.page),
 }
 
 
@@ -66,8 +65,6 @@ def test_the_old_part_of_a_page_is_replaced():
     assert marks.filled(old, {"x": "new"}, "page.md") == old.replace("old", "\nnew\n")
     with pytest.raises(ValueError, match="page.md has no mark '<!-- table: y -->'"):
         marks.filled(old, {"y": "new"}, "page.md")
-    text, result = moe.PAGE.read_text(), committed("moe")
-    assert moe.page(text.replace(moe.section(result), f"{moe.SECTION}\nold\n"), result) == text
 
 
 def test_further_files_are_those_of_the_results(tmp_path):
@@ -87,7 +84,6 @@ def of_planner(result: dict[str, Any]) -> list[str]:
 PROBLEMS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "data_parallel": lambda result: [*servers.problems(result["servers"]), *strategies.problems(result)],
     "families": lambda result: families.problems(result["rows"]),
-    "moe": moe.problems,
     "planner": of_planner,
     "pretrain": lambda result: pretrain.problems(result["rows"][0]),
 }
@@ -117,9 +113,6 @@ def test_cells_of_families_are_right_and_divided():
     ("data_parallel", "strategies 0 valid 0", math.nan, "synchronous ends at no number"),
     ("data_parallel", "depths 2 versions", [1, 2, 2, 1], "4 stages hold [1, 2, 2, 1] versions"),
     ("families", "rows 0 cells", {"verdict": WRONG, "reason": "a gradient"}, "Llama, tp 2: WRONG: a gradient"),
-    ("moe", "rows 1 loss", 1.1706, "experts end at 1.1706, not below the dense model's 1.1706"),
-    ("moe", "rows 0 loss", math.nan, "not below the dense model's"),
-    ("moe", "rows 1 active_parameters", 680_000, "the active parameters are 1.020 of the dense model's"),
     ("planner", "rows 11 predicted", 1e-3, "4 layers of 256: Spearman 0.40 < 0.8"),
     ("planner", "rows 6 predicted", 1e-3, "schedule=ZBVZeroBubble takes 12.0% longer than tp=2,microbatch=8"),
     ("pretrain", "rows 0 final_loss", 2.59, "final loss 2.5900, not below 0.8 of 3.2265"),
