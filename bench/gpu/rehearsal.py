@@ -25,7 +25,7 @@ SHARE = 8  # by which models are narrower
 NARROWED = ("hidden_size", "head_dim", "ffn_hidden_size", "vocab_size", "expert_ffn_size", "shared_expert_size")
 ONCE = timing.Effort(1, 1)
 # what is timed beside our kernels, and compiles none of them
-RIVALS = ("copy", "grouped_mm", "loop", "torch", "PyTorch", "Liger-Kernel")
+RIVALS = ("copy", "grouped_mm", "loop", "torch", "PyTorch")
 
 
 def narrow(name: str, **overrides: Any) -> GPTConfig:

@@ -1,4 +1,4 @@
-"""How memory-bound kernels compare with a copy of as many bytes, with torch.compile and with Liger-Kernel.
+"""How memory-bound kernels compare with a copy of as many bytes and with torch.compile.
 
 Belongs here: the gate, what is timed beside what, the required ratios, the rows. The operations are in cases.py.
 """
@@ -15,13 +15,12 @@ from harness.runner import Bench
 from harness.timing import FULL, QUICK, Call, Effort, copying, flush_buffer, measure
 
 from ..predict import present_machine
-from . import liger
-from .case import COMPILED, LIGER, TORCH, Case, Function, Work, each, flat
-from .cases import CASES, KEPT
+from .case import COMPILED, TORCH, Case, Function, Work, each, flat
+from .cases import CASES
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 OURS, COPY = "tpformer", "copy"
-REQUIRED = {COMPILED: 1.0, LIGER: 1.0, TORCH: 1.0}  # and of a copy a case's share
+REQUIRED = {COMPILED: 1.0, TORCH: 1.0}  # and of a copy a case's share
 SAME = 0.05  # a rival's largest relative RMS error: bfloat16 statistics stay below it, another function does not
 Cases = Callable[[bool], Sequence[Case]]
 
@@ -32,17 +31,11 @@ NOTE = (
     "restored before each call. Prediction: the bytes at the memory bandwidth (kernels/cost.py), a GEMM-bound one at "
     "the FLOP/s of large GEMMs. "
 )
-LIGER_NOTE = (
-    f"{LIGER} is installed; its Functions are called without autograd, rmsnorm in its casting mode 'llama'."
-    if liger.installed()
-    else f"{LIGER} is not installed here: its rows are left out."
-)
 NOTES = {
-    "norm": f"after finish: bias, dropout ({LIGER} has neither) and residual before the norm. ",
-    "activation": f"Backwards also give the activation again, for the weight's gradient: {LIGER} runs its forward for "
-    "it, and without a bar its backward alone, as if the activation had been stored. ",
-    "cross_entropy": f"{LIGER} waits for the device in its forward (item()), which is in its time. linear cross "
-    "entropy, forward and backward: bound by GEMMs, hence TFLOP/s; torch.compile holds all logits, hence no bar. ",
+    "norm": "after finish: bias, dropout and residual before the norm. ",
+    "activation": "Backwards also give the activation again, for the weight's gradient. ",
+    "cross_entropy": "linear cross entropy, forward and backward: bound by GEMMs, hence TFLOP/s; torch.compile holds "
+    "all logits, hence no bar. ",
     "update": f"AdamW, and SGD with momentum: float32 masters, 16-bit gradients and copies. {TORCH}: its fused "
     "optimizer, which takes float32 gradients, with casts before and after. ",
     "route": "In float32, without the router's GEMM. The prediction leaves out comparisons, K rounds over all scores. ",
@@ -77,8 +70,7 @@ def check_case(case: Case, quick: bool = False) -> None:
     for index, (actual, exact, plain) in enumerate(zip(ours, oracle, baseline, strict=True)):
         require_right(f"{what}, result {index}", actual, exact, plain)
     for name, function in rivals(work, quick).items():
-        # Liger gives no statistics
-        for index, (actual, exact) in enumerate(zip(results(function), oracle, strict=False)):
+        for index, (actual, exact) in enumerate(zip(results(function), oracle, strict=True)):
             require_same(f"{what}, result {index} of {name}", actual, exact.double(), work.random)
 
 
@@ -112,9 +104,8 @@ def rms(x: Tensor) -> float:
 
 
 def rivals(work: Work, quick: bool) -> dict[str, Function]:
-    """The rivals that have the operation; quick: without torch.compile, which compiles for long."""
-    left_out = COMPILED if quick else None
-    return {name: function for name, function in work.rivals.items() if function is not None and name != left_out}
+    """The rivals; quick: without torch.compile, which compiles for long."""
+    return {name: function for name, function in work.rivals.items() if not (quick and name == COMPILED)}
 
 
 def calls_of(case: Case, work: Work, quick: bool = False) -> dict[str, Call]:
@@ -134,9 +125,9 @@ def calls_of(case: Case, work: Work, quick: bool = False) -> dict[str, Call]:
 
 
 def case_rows(case: Case, seconds: dict[str, list[float]]) -> list[Row]:
-    """A case's rows. A GEMM-bound one has a bar beside Liger only, which keeps as few logits as we do."""
-    bars = {**REQUIRED, COPY: case.share} if case.nbytes is not None else {LIGER: REQUIRED[LIGER]}
-    pairs = [(OURS, name, bars.get(name)) for name in (COMPILED, LIGER, KEPT, TORCH, COPY)]
+    """A case's rows. A GEMM-bound one has no bar."""
+    bars = {**REQUIRED, COPY: case.share} if case.nbytes is not None else {}
+    pairs = [(OURS, name, bars.get(name)) for name in (COMPILED, TORCH, COPY)]
     if case.nbytes is None:
         return compared(case.name, case.shape, seconds, pairs, unit="TFLOP/s", amount=case.flops / 1e12)
     return compared(case.name, case.shape, seconds, pairs, unit="GB/s", amount=case.nbytes / 1e9)
@@ -169,13 +160,13 @@ def bench(name: str, what: str) -> Bench:
     cases = CASES[name]
     return Bench(
         name=name,
-        description=f"{what} in bfloat16 against a copy's bandwidth, torch.compile and {LIGER} (1 GPU)",
+        description=f"{what} in bfloat16 against a copy's bandwidth and torch.compile (1 GPU)",
         device="cuda",
         check=partial(check, cases),
         run=ratios(partial(rows, cases)),
         predict=lambda: table(predictions(cases)),
         draw=draw_ratios,
-        note=f"{NOTE}{NOTES.get(name, '')}{LIGER_NOTE}",
+        note=f"{NOTE}{NOTES.get(name, '')}".strip(),
     )
 
 

@@ -12,21 +12,20 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 Function = Callable[..., Any]  # of a case's inputs; tensors may be nested in tuples, beside other things
-COMPILED, LIGER, TORCH = "torch.compile", "Liger-Kernel", "torch"
+COMPILED, TORCH = "torch.compile", "torch"
 
 
 class Work(NamedTuple):
     """A case's inputs, and functions of *inputs that give the same tensors in the same order.
 
-    plain: the formula in torch; of float64 inputs it is the oracle. rivals: by name; None where one has no such
-    operation. Any of them may overwrite inputs. random: the rivals draw other random numbers than we do, so that only
-    distributions agree.
+    plain: the formula in torch; of float64 inputs it is the oracle. rivals: by name. Any of them may overwrite inputs.
+    random: the rivals draw other random numbers than we do, so that only distributions agree.
     """
 
     inputs: tuple
     ours: Function
     plain: Function
-    rivals: Mapping[str, Function | None]
+    rivals: Mapping[str, Function]
     random: bool = False
 
 

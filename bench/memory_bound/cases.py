@@ -23,12 +23,11 @@ from tpformer.ops import VocabSlice, linear_cross_entropy, vocab_parallel_cross_
 from tpformer.ops.implementation import implementation
 
 from ..shapes import MODELS, RANKS
-from . import experts, formulas, liger, updates
-from .case import COMPILED, LIGER, Case, Function, Rows, Work, compiled
+from . import experts, formulas, updates
+from .case import COMPILED, Case, Function, Rows, Work, compiled
 
 ITEMSIZE, P, EPS = 2, 0.1, 1e-5
 KEY = philox_key("bench")
-KEPT = f"{LIGER}, a kept"  # its backward without the activation, as if the forward had stored that
 BASE, SEQUENCE = 10000.0, 2048  # of rotary embedding: the base of its angles, tokens of a sample
 
 
@@ -49,9 +48,8 @@ def dropout_of(rows: Rows, device: str) -> Dropout:
 
 def norm_forward(kind: str, rows: Rows, device: str, dtype: torch.dtype) -> Work:
     (x,) = rows.random(1, device, dtype)
-    rivals = {COMPILED: compiled(formulas.norm_forward), LIGER: liger.provider(liger.norm_forward, kind)}
-    inputs = (x, norm_of(kind, rows, device, dtype))
-    return Work(inputs, implementation("norm", x).norm_forward, formulas.norm_forward, rivals)
+    inputs, plain = (x, norm_of(kind, rows, device, dtype)), formulas.norm_forward
+    return Work(inputs, implementation("norm", x).norm_forward, plain, {COMPILED: compiled(plain)})
 
 
 def norm_backward(kind: str, residual: bool, rows: Rows, device: str, dtype: torch.dtype) -> Work:
@@ -60,9 +58,8 @@ def norm_backward(kind: str, residual: bool, rows: Rows, device: str, dtype: tor
     norm = norm_of(kind, rows, device, dtype)
     _, *mean, rstd = formulas.norm_forward(x, norm)
     inputs = (dy, x, (mean[0] if mean else None, rstd), norm, dresidual if residual else None)
-    theirs = liger.provider(liger.add_norm_backward if residual else liger.norm_backward, x, norm)
-    rivals = {COMPILED: compiled(formulas.norm_backward), LIGER: theirs}
-    return Work(inputs, implementation("norm", x).norm_backward, formulas.norm_backward, rivals)
+    plain = formulas.norm_backward
+    return Work(inputs, implementation("norm", x).norm_backward, plain, {COMPILED: compiled(plain)})
 
 
 def finish_norm(kind: str, rows: Rows, device: str, dtype: torch.dtype) -> Work:
@@ -71,9 +68,9 @@ def finish_norm(kind: str, rows: Rows, device: str, dtype: torch.dtype) -> Work:
     (bias,), norm = rows.random_vectors(1, device, dtype), norm_of(kind, rows, device, dtype)
     full, plain = kind == "layernorm", formulas.finish_norm_forward
     finish = Finish(bias, dropout_of(rows, device), residual, norm) if full else Finish(residual=residual, norm=norm)
-    theirs = partial(plain, drop=partial(F.dropout, p=P))
-    rivals = {COMPILED: compiled(theirs), LIGER: liger.provider(liger.add_norm_forward, kind)}
-    return Work((x, finish), implementation("norm", x).finish_norm_forward, plain, rivals, random=full)
+    theirs = compiled(partial(plain, drop=partial(F.dropout, p=P)))
+    op = implementation("norm", x).finish_norm_forward
+    return Work((x, finish), op, plain, {COMPILED: theirs}, random=full)
 
 
 def norm_cases(quick: bool) -> list[Case]:
@@ -99,10 +96,7 @@ def activation(name: str, gated: bool, backward: bool, rows: Rows, device: str, 
     inputs = (*gradient, x, name, gate if gated else None)
     direction = "activation_backward" if backward else "activation_forward"
     plain = getattr(formulas, direction)
-    rivals = {COMPILED: compiled(plain), LIGER: liger.provider(liger.activation, *inputs[-3:], backward)}
-    if backward:
-        rivals[KEPT] = liger.provider(liger.activation, *inputs[-3:], True, False)
-    return Work(inputs, getattr(implementation("activation", x), direction), plain, rivals)
+    return Work(inputs, getattr(implementation("activation", x), direction), plain, {COMPILED: compiled(plain)})
 
 
 def activation_cases(quick: bool) -> list[Case]:
@@ -146,9 +140,8 @@ def rope(heads: Heads, interleaved: bool, inverse: bool, device: str, dtype: tor
     options: dict = {"device": device, "dtype": dtype}
     q, k = (torch.randn(heads.tokens, count, heads.dim, **options) for count in (heads.queries, heads.keys))
     plain = formulas.rope_rotate
-    theirs = None if interleaved else liger.provider(liger.rope, q, k, table, batch, inverse)
     inputs = (q, k, table, positions, interleaved, inverse)
-    return Work(inputs, implementation("rope", q).rope_rotate, plain, {COMPILED: compiled(plain), LIGER: theirs})
+    return Work(inputs, implementation("rope", q).rope_rotate, plain, {COMPILED: compiled(plain)})
 
 
 def rope_cases(quick: bool) -> list[Case]:
@@ -215,8 +208,7 @@ def cross_entropy(backward: bool, rows: Rows, device: str, dtype: torch.dtype) -
         return losses.detach(), torch.autograd.grad(losses, leaf, upstream)
 
     plain = formulas.cross_entropy_both if backward else formulas.cross_entropy_forward
-    rivals = {COMPILED: compiled(plain), LIGER: liger.provider(liger.cross_entropy, backward)}
-    return Work((logits, targets), ours, plain, rivals)
+    return Work((logits, targets), ours, plain, {COMPILED: compiled(plain)})
 
 
 def with_gradients(loss: Callable[..., Tensor]) -> Function:
@@ -236,9 +228,8 @@ def head(rows: Rows, hidden: int, device: str, dtype: torch.dtype) -> Work:
     weight = torch.randn(rows.n, hidden, device=device, dtype=dtype) * hidden**-0.5
     targets = torch.randint(rows.n, (rows.m,), device=device)
     ours, plain = partial(linear_cross_entropy, vocab=VocabSlice(0, rows.n, rows.n)), formulas.linear_cross_entropy
-    fused = liger.provider(liger.linear_cross_entropy)
-    rivals = {COMPILED: with_gradients(compiled(plain)), LIGER: fused and with_gradients(fused)}
-    return Work((x, weight, targets), with_gradients(ours), with_gradients(plain), rivals)
+    theirs = with_gradients(compiled(plain))
+    return Work((x, weight, targets), with_gradients(ours), with_gradients(plain), {COMPILED: theirs})
 
 
 def cross_entropy_cases(quick: bool) -> list[Case]:

@@ -1,108 +1,18 @@
-"""The benches of memory-bound kernels without a GPU: shapes and bytes, formulas, Liger's calls, the gate, rows."""
+"""The benches of memory-bound kernels without a GPU: shapes and bytes, formulas, the gate, rows."""
 
-import re
-import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from testing import assert_same
 from torch import Tensor
 
-from bench.memory_bound import benches, cases, experts, formulas, liger
-from bench.memory_bound.case import COMPILED, LIGER, TORCH, Case, Rows, Work, each, flat
-from bench.memory_bound.cases import CASES, EPS, Heads
-
-
-class Function:
-    """An autograd Function of Liger-Kernel 0.8.5 in plain torch: it takes the same arguments, overwrites the same ones
-    and returns as many results. It has the formula of some tensors, and its backward by autograd.
-
-    given: what follows the tensors in a call of forward. overwritten: where the backward leaves gradients, of its own
-    arguments and then what was kept. nothing: how many results of the backward are None.
-    """
-
-    def __init__(
-        self, formula: Callable[..., Any], tensors: int, given: tuple = (), overwritten: tuple = (), nothing: int = 0
-    ) -> None:
-        self.formula, self.tensors, self.given = formula, tensors, given
-        self.overwritten, self.nothing = overwritten, nothing
-
-    def forward(self, ctx: Any, *arguments: Any) -> Any:
-        tensors, given = arguments[: self.tensors], arguments[self.tensors :]
-        assert given == self.given
-        ctx.save_for_backward(*tensors)
-        return self.formula(*tensors)
-
-    def backward(self, ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
-        assert all(ctx.needs_input_grad[: self.tensors])
-        leaves = [x.clone().requires_grad_() for x in ctx.saved_tensors]
-        found = torch.autograd.grad(self.formula(*leaves), leaves, [dy.clone() for dy in upstream])
-        for index, place in enumerate(self.overwritten):
-            (*upstream, *ctx.saved_tensors)[place].copy_(found[index])
-        return found[0] if self.tensors == 1 else (*found, *[None] * self.nothing)
-
-
-def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], weight, EPS)
-
-
-class Rope:
-    @staticmethod
-    def turn(q, k, cos, sin, sign):
-        for x in (q, k):  # (batch, heads, seq, d), in place
-            half = x.shape[-1] // 2
-            swapped = torch.cat([-x[..., half:], x[..., :half]], -1)
-            x.copy_(x * cos[:, None] + sign * swapped * sin[:, None])
-        return q, k
-
-    @classmethod
-    def forward(cls, ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
-        ctx.save_for_backward(cos, sin)
-        ctx.rotary_dim = cos.shape[-1]
-        return cls.turn(q, k, cos, sin, 1)
-
-    @classmethod
-    def backward(cls, ctx, dq, dk):
-        assert ctx.rotary_dim == dq.shape[-1]
-        return *cls.turn(dq, dk, *ctx.saved_tensors, -1), None, None, None, None, None
-
-
-class CrossEntropy:
-    @staticmethod
-    def forward(ctx, _input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction):
-        assert reduction == "none"
-        losses, gradient = formulas.cross_entropy_both(_input.detach(), target)
-        if _input.requires_grad:
-            _input.detach().copy_(gradient)
-        return losses, None, None, None
-
-
-class LinearCrossEntropy:
-    @staticmethod
-    def apply(_input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction):
-        assert reduction == "sum"
-        return F.cross_entropy(F.linear(_input, weight), target, reduction="sum"), None, None, None
-
-
-# by Liger-Kernel's module and name, without its Liger and Function
-FUNCTIONS: dict[str, Any] = {
-    "layer_norm.LayerNorm": Function(lambda x, *p: F.layer_norm(x, x.shape[-1:], *p, EPS), 3, (EPS,), nothing=1),
-    "rms_norm.RMSNorm": Function(rms_norm, 2, (EPS,), (0,), 5),
-    "fused_add_rms_norm.FusedAddRMSNorm": Function(lambda x, r, w: (rms_norm(x + r, w), x + r), 3, (EPS,), nothing=5),
-    "swiglu.SiLUMul": Function(lambda a, b: F.silu(a) * b, 2, (), (1, 2), 2),
-    "geglu.GELUMul": Function(lambda a, b: F.gelu(a, approximate="tanh") * b, 2, (), (1, 2), 2),
-    "relu_squared.ReLUSquared": Function(lambda x: F.relu(x).square(), 1),
-    "rope.Rope": Rope,
-    "cross_entropy.CrossEntropy": CrossEntropy,
-    "fused_linear_cross_entropy.FusedLinearCrossEntropy": LinearCrossEntropy,
-}
+from bench.memory_bound import benches, cases, experts
+from bench.memory_bound.case import COMPILED, TORCH, Case, Rows, Work, each, flat
+from bench.memory_bound.cases import CASES, Heads
 
 
 def tiny(case: Case) -> Case:
@@ -136,13 +46,6 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benches, "DEVICE", "cpu")
     monkeypatch.setattr(benches, "flush_buffer", lambda: torch.empty(16))
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def with_liger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Liger-Kernel is stood in for."""
-    shortened = re.compile("Liger(.*)Function")
-    monkeypatch.setattr(liger, "function", lambda module, name: FUNCTIONS[shortened.sub(rf"{module}.\1", name)])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -248,23 +151,17 @@ def test_values_and_predictions_by_hand():
     assert (row["value"], row["baseline_value"], row["unit"]) == (3355.4, 4194.3, "GB/s")
     assert (row["ratio"], row["bar"], row["ok"]) == (0.8, 0.9, False)
     head = replace(case, nbytes=None, flops=6 * 4096 * 16032 * 4096)
-    (row,) = benches.case_rows(head, {"tpformer": [3e-3], LIGER: [4e-3]})
-    assert (row["value"], row["unit"], row["bar"], row["ok"]) == (537.9, "TFLOP/s", 1.0, True)
+    (row,) = benches.case_rows(head, {"tpformer": [3e-3], COMPILED: [4e-3]})
+    assert (row["value"], row["unit"], row["bar"], row["ok"]) == (537.9, "TFLOP/s", None, True)
     row = benches.predictions(CASES["norm"])[0]
     # x in, y out, mean and rstd: 2 * 8192 * 4096 * 2 + 8 * 8192 bytes at 4.3e12
     assert row["value"] == pytest.approx(31.2, abs=0.1) and row["unit"] == "us"
 
 
-def test_operations_that_liger_has(with_liger):
-    built = {name: case.build("cpu", torch.float32) for name, case in TINY.items()}
-    found = Counter(name.partition(":")[0] for name, work in built.items() if work.rivals.get(LIGER) is not None)
-    assert found == {"norm": 6, "activation": 6, "rope": 2, "cross_entropy": 3}
-
-
 @pytest.mark.parametrize("name", TINY)
-def test_every_provider_gives_the_formula_each_time(name, on_cpu, with_liger, monkeypatch):
-    """The gate passes. In float64 each gives the formula as often as it is called: what it overwrites is restored, and
-    a backward's context outlives a call. torch.compile's is one graph, run op by op.
+def test_every_provider_gives_the_formula_each_time(name, on_cpu, monkeypatch):
+    """The gate passes. In float64 each gives the formula as often as it is called: what it overwrites is restored.
+    torch.compile's is one graph, run op by op.
 
     The rivals of what draws random numbers draw others.
     """
@@ -284,18 +181,4 @@ def test_every_provider_gives_the_formula_each_time(name, on_cpu, with_liger, mo
         for _ in range(2):
             calls[provider].prepare()  # type: ignore[misc]
             found = flat(calls[provider].run())
-            assert len(found) == len(wanted) or (LIGER in provider and found)
-            assert_same(found, wanted[: len(found)], provider)
-
-
-def test_liger_is_looked_up(monkeypatch):
-    if not liger.installed():
-        assert liger.provider(liger.function, "rope", "LigerRopeFunction") is None
-        assert "not installed" in benches.LIGER_NOTE
-    present = {name: ModuleType(name) for name in ("liger_kernel", "liger_kernel.ops", "liger_kernel.ops.rope")}
-    present["liger_kernel.ops.rope"].LigerRopeFunction = "it"  # type: ignore[attr-defined]
-    for name, module in present.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(liger.util, "find_spec", lambda name: present.get(name))
-    assert liger.function("rope", "LigerRopeFunction") == "it"
-    assert liger.provider(liger.function, "fused_add_rms_norm", "LigerFusedAddRMSNormFunction") is None
+            assert_same(found, wanted, provider)
