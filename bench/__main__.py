@@ -15,7 +15,6 @@ from . import (
     cpu,
     fused,
     gathered_experts,
-    generate,
     grouped_matmul,
     in_place,
     layer,
@@ -44,7 +43,6 @@ KERNELS: tuple[Bench, ...] = (
 BENCHES: tuple[Bench, ...] = (
     *(
         cpu.BENCH,
-        generate.BENCH,
         memory.BENCH,
         pretrain.BENCH,
         bubbles.BENCH,

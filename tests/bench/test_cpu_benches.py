@@ -16,7 +16,7 @@ from live import Live
 from testing import ROUNDING, build_small_split, on_every_rank
 from torch import Tensor, nn
 
-from bench import bubbles, generate, in_place, pretrain
+from bench import bubbles, in_place, pretrain
 from bench.__main__ import BENCHES
 from bench.data_parallel import messages, strategies
 from bench.layer_memory import Layer, expected_items
@@ -32,24 +32,6 @@ from tpformer.training.setup import build_model
 
 SMALL = GPTConfig(vocab_size=257, seq_length=16, n_layers=1, hidden_size=32, n_heads=2)
 TINY = GPTConfig(vocab_size=50, vocab_multiple=1, seq_length=16, n_layers=2, hidden_size=8, n_heads=2)
-
-
-def test_generate_has_its_rows_and_refuses_a_wrong_cache(monkeypatch):
-    for name, value in {"CONFIG": TINY, "CONTEXTS": (4, 9), "roofs": lambda: (1e9, 1e9)}.items():
-        monkeypatch.setattr(generate, name, value)
-    monkeypatch.setattr(generate, "timed", lambda function, repetitions: lambda: function() is None or 1e-3)
-    threads = torch.get_num_threads()
-    pairs = [(row["provider"], row["baseline"], row["ratio"]) for row in generate.rows(True)]
-    assert torch.get_num_threads() == threads
-    assert {("cached", "uncached", 1.0), ("8 texts", "1 text", 8.0), ("32 texts", "1 text", 32.0)} <= set(pairs)
-    # a layer: 12 h^2 weights, 9 h biases (3 h, h, 4 h, h) and 4 h of norms; then the table and the last norm
-    weights, kept = 2 * (12 * 64 + 13 * 8) + 50 * 8 + 2 * 8, 2 * 2 * 3 * 9 * 8
-    assert generate.predicted(9, 3, 1e9, 1e30) == pytest.approx(4 * (weights + kept) / 1e9)
-    generate.check(True)
-    right = generate.next_logits
-    monkeypatch.setattr(generate, "next_logits", lambda *arguments: right(*arguments) + 1e-11)
-    with pytest.raises(AssertionError, match="logits: error"):
-        generate.check(True)
 
 
 def test_in_place_has_its_row(forked, monkeypatch):
