@@ -7,8 +7,7 @@ from functools import partial
 
 import torch
 
-from harness.ratios import Row, compared, draw_ratios, ratios
-from harness.runner import Bench
+from harness.ratios import Row, compared, ratio_bench
 from harness.timing import FULL, QUICK, Call, copying, measure
 
 from .predict import present_machine
@@ -35,11 +34,10 @@ def rows(quick: bool) -> list[Row]:
     return found
 
 
-BENCH = Bench(
+BENCH = ratio_bench(
+    rows,
     name="ceilings",
     description="bytes/s of a copy, FLOP/s of large GEMMs in bfloat16, on random data, beside what is assumed (1 GPU)",
     device="cuda",
-    run=ratios(rows),
-    draw=draw_ratios,
     note="cold L2; torch.matmul is cuBLAS.",
 )

@@ -11,8 +11,7 @@ from statistics import median
 
 import torch
 
-from harness.ratios import Row, compared, draw_ratios, ratios
-from harness.runner import Bench
+from harness.ratios import Row, compared, ratio_bench
 from harness.timing import FULL, QUICK, Call, Effort, copying, measure
 from tpformer.kernels.cost import HOST_SECONDS, POLL_SECONDS, RELEASE_SECONDS
 from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
@@ -133,12 +132,11 @@ def rows(quick: bool) -> list[Row]:
     return [*release_rows(effort), poll_row(effort), *host_rows(effort.rounds), *copy_rows(effort.rounds)]
 
 
-BENCH = Bench(
+BENCH = ratio_bench(
+    rows,
     name="constants",
     description="seconds of releases, polls, the host's part of calls, copies beside GEMMs; the model's beside (1 GPU)",
     device="cuda",
-    run=ratios(rows),
-    draw=draw_ratios,
     note="A release: a turn of stores, a barrier and a release, less one of stores and a barrier alone. All is in the "
     "GPU's own memory, a lower bound for a link. The host's part of sequential calls has a collective in the model.",
 )

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.ranks import Calls, Ranks
-from harness.ratios import Row, compared, draw_ratios, ratios
-from harness.runner import Bench
+from harness.ratios import Row, compared, ratio_bench
 from harness.timing import interleave, timed
 from tpformer.config import OptimizerSection
 from tpformer.distributed import all_gather, all_reduce, build_mesh, reduce_scatter, use_backend
@@ -209,10 +208,9 @@ def rows(quick: bool) -> list[Row]:
     return found + collective_rows(QUICK_SIZES if quick else SIZES, rounds)
 
 
-BENCH = Bench(
+BENCH = ratio_bench(
+    rows,
     name="cpu",
     description="steps against plain PyTorch, what they rebuild, 2 ranks against 2 threads, shared memory against gloo",
     check=check,
-    run=ratios(rows),
-    draw=draw_ratios,
 )

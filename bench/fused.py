@@ -7,7 +7,7 @@ should bring on t GPUs.
 
 from functools import partial
 
-from harness.ratios import Row, draw_ratios, means, ratios, table
+from harness.ratios import Row, means, ratio_bench
 from harness.runner import Bench
 from harness.timing import FULL, QUICK
 from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
@@ -76,14 +76,13 @@ def rows(op: str, quick: bool) -> list[Row]:
 
 def fused_bench(op: str, what: str) -> Bench:
     """The bench of one operation."""
-    return Bench(
+    return ratio_bench(
+        partial(rows, op),
+        lambda: predicted_rows(operation_shapes(op)),
         name=op,
         description=f"{what} on 1 GPU: flag tax, virtual ranks, fewer SMs; and predictions for 8 GPUs",
         device="cuda",
         check=partial(check, op),
-        run=ratios(partial(rows, op)),
-        predict=lambda: table(predicted_rows(operation_shapes(op))),
-        draw=draw_ratios,
         note=f"{MODEL} {NOTES[op]} {COMMON_NOTE}",
     )
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from harness.accuracy import poisoned
-from harness.ratios import Row, compared, draw_ratios, means, ratios, table
-from harness.runner import Bench
+from harness.ratios import Row, compared, means, ratio_bench
 from harness.timing import FULL, QUICK, Call, measure
 from tpformer.ops.choice import Grouped, column_request, predicted_times
 
@@ -140,14 +139,13 @@ def predictions(quick: bool = False) -> list[Row]:
     return found
 
 
-BENCH = Bench(
+BENCH = ratio_bench(
+    rows,
+    predictions,
     name="all_gather_grouped_matmul",
     description="experts' GEMM fused with its all-gather on 1 GPU: its tax; and predictions for 8 GPUs",
     device="cuda",
     check=check,
-    run=ratios(rows),
-    predict=lambda: table(predictions()),
-    draw=draw_ratios,
     note=f"{MODEL} A shape is experts of a rank x N x K, then the tokens of all ranks. Tax: rank {RANK} of {RANKS} "
     "alone, its peers' flags set and their rows in its slot, against the grouped GEMM of rows that have been gathered. "
     "It contains that row blocks end with each rank's rows, and that every matrix is read once for each rank's rows. "

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.accuracy import poisoned, require_accurate
-from harness.ratios import Row, compared, draw_ratios, mean_row, ratios, table
-from harness.runner import Bench
+from harness.ratios import Row, compared, mean_row, ratio_bench
 from harness.timing import FULL, QUICK, Call, measure
 from tpformer.config import preset_config
 from tpformer.kernels.grouped_matmul.reference import grouped_matmul_cost
@@ -236,14 +235,13 @@ def predictions() -> list[Row]:
     return found
 
 
-BENCH = Bench(
+BENCH = ratio_bench(
+    rows,
+    predictions,
     name="grouped_matmul",
     description="the Triton grouped GEMM against torch's in bfloat16, cold L2: forward, gradients; every tile (1 GPU)",
     device="cuda",
     check=check,
-    run=ratios(rows),
-    predict=lambda: table(predictions()),
-    draw=draw_ratios,
     note="A shape is groups x N x K, then the tokens of all ranks. torch's grouped_mm and the loop copy the rows that "
     "an index names, which our kernel does not; the loop's host knows the sizes of the groups. The model: max(FLOPs / "
     "F, bytes / memory bandwidth), half a block of rows more for each group, and each matrix read once.",

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import tpformer
 from harness.ranks import Calls, Ranks
-from harness.ratios import Row, compared, draw_ratios, ratios
-from harness.runner import Bench
+from harness.ratios import Row, compared, ratio_bench
 from harness.timing import interleave, timed
 from tpformer.distributed import build_mesh
 from tpformer.distributed.dtensor import full_tensor
@@ -100,11 +99,10 @@ def rows(quick: bool) -> list[Row]:
     return compared("forward and backward of a Llama", shape, seconds, [(OURS, THEIRS, REQUIRED)], **options)
 
 
-BENCH = Bench(
+BENCH = ratio_bench(
+    rows,
     name="in_place",
     description="a model that is parallel in place against transformers' own tensor parallelism, on 2 CPU ranks",
-    run=ratios(rows),
-    draw=draw_ratios,
     obstacle=lambda: None if util.find_spec("transformers") else "transformers (pip install transformers)",
     note=NOTE,
 )

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.accuracy import require_accurate
-from harness.ratios import Row, compared, draw_ratios, ratios, table
-from harness.runner import Bench
+from harness.ratios import Row, compared, ratio_bench
 from harness.timing import FULL, QUICK, Call, measure
 from tpformer.config import MLP_ACTIVATIONS, preset_config
 from tpformer.kernels.activation.reference import activation_cost
@@ -224,14 +223,13 @@ def predictions() -> list[Row]:
     ]
 
 
-BENCH = Bench(
+BENCH = ratio_bench(
+    rows,
+    predictions,
     name="layer",
     description="forward and backward of a GPT-7B- and a Llama-8B-shaped block against plain PyTorch, compiled (1 GPU)",
     device="cuda",
     check=check,
-    run=ratios(rows),
-    predict=lambda: table(predictions()),
-    draw=draw_ratios,
     note="TFLOP/s: the model's FLOPs (6 per weight and token, attention over seq x seq; nothing recomputed counts) "
     "over the time of forward and backward, gradients of input and parameters included. Plain blocks use torch's SDPA "
     "and its random numbers for dropout; torch.compile in its default mode; fused qkv: one projection for q, k and v. "

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.accuracy import poisoned, require_accurate
-from harness.ratios import Row, compared, draw_ratios, mean_row, ratios, table
-from harness.runner import Bench
+from harness.ratios import Row, compared, mean_row, ratio_bench
 from harness.timing import FULL, QUICK, Call, measure
 from tpformer.kernels.cost import gemm_seconds
 from tpformer.ops.transports.interface import GATHER, SCATTER
@@ -157,14 +156,13 @@ def predictions() -> list[Row]:
     ]
 
 
-BENCH = Bench(
+BENCH = ratio_bench(
+    rows,
+    predictions,
     name="matmul",
     description="the Triton GEMM against cuBLAS in bfloat16, cold L2: forward, gradients, decoding; every tile (1 GPU)",
     device="cuda",
     check=check,
-    run=ratios(rows),
-    predict=lambda: table(predictions()),
-    draw=draw_ratios,
     note="The model of a GEMM: max(2 M N K / F, bytes / memory bandwidth), F what large GEMMs sustain "
     "(kernels/cost.py). Measured rows name the tile; tpformer (tile) is the one that select_tile picks.",
 )

@@ -9,8 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from harness.accuracy import poisoned, require_accurate
-from harness.ratios import Row, compared, draw_ratios, means, ratios
-from harness.runner import Bench
+from harness.ratios import Row, compared, means, ratio_bench
 from harness.timing import FULL, QUICK, Call, measure
 
 from .matmul import FORWARD, LIBRARY, OURS, Gemm, candidates
@@ -73,13 +72,12 @@ def rows(quick: bool) -> list[Row]:
     return [*found, *means([row for row in found if row["baseline"] == LARGE], case=TRIAL)]
 
 
-BENCH = Bench(
+BENCH = ratio_bench(
+    rows,
     name="matmul_trials",
     description="a fourth stage, and loads by warps of their own, beside our GEMM's large tile, cold L2 (1 GPU)",
     device="cuda",
     check=check,
-    run=ratios(rows),
-    draw=draw_ratios,
     note="Expected of what ships: 4 stages 1.01 to 1.02; producer warps 1.02 to 1.05 where waves are few, 0.95 with K "
     "below 1024, as each launch makes its descriptors.",
 )

@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
-from typing import TypedDict
+from typing import Any, TypedDict
 from xml.sax.saxutils import escape
 
 from .plot import FASTER, LINE, REQUIRED, SLOWER, TOP, WIDTH, line, text, ticks, write_document
-from .runner import Report
+from .runner import Bench, Report
 from .timing import Comparison, compare
 
 SMALLEST = 0.01  # the least ratio that is drawn: one from a difference of times may be negative
@@ -142,6 +142,14 @@ def ratios(rows: Callable[[bool], list[Row]]) -> Callable[[argparse.Namespace], 
         return Report([table(found)], {"rows": found}, problems, outcome)
 
     return run
+
+
+def ratio_bench(
+    rows: Callable[[bool], list[Row]], predictions: Callable[[], Sequence[Row]] | None = None, **described: Any
+) -> Bench:
+    """The bench of these rows; predictions: those that are shown where it cannot run. described: other fields."""
+    predict = None if predictions is None else lambda: table(predictions())
+    return Bench(run=ratios(rows), predict=predict, draw=draw_ratios, **described)
 
 
 def _drawn(row: Row) -> tuple[float | None, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.accuracy import require_accurate
-from harness.ratios import Row, compared, draw_ratios, means, ratios, table
+from harness.ratios import Row, compared, means, ratio_bench
 from harness.runner import Bench
 from harness.timing import FULL, QUICK, Call, Effort, copying, flush_buffer, measure
 
@@ -158,14 +158,13 @@ def predictions(cases: Cases) -> list[Row]:
 def bench(name: str, what: str) -> Bench:
     """The bench of the cases of this name."""
     cases = CASES[name]
-    return Bench(
+    return ratio_bench(
+        partial(rows, cases),
+        partial(predictions, cases),
         name=name,
         description=f"{what} in bfloat16 against a copy's bandwidth and torch.compile (1 GPU)",
         device="cuda",
         check=partial(check, cases),
-        run=ratios(partial(rows, cases)),
-        predict=lambda: table(predictions(cases)),
-        draw=draw_ratios,
         note=f"{NOTE}{NOTES.get(name, '')}".strip(),
     )
 
