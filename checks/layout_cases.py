@@ -85,7 +85,7 @@ class Case(NamedTuple):
         words += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
         words += [layout.transport] if layout.transport != "auto" else []
         words += ["CPU offload"] if layout.cpu_offload else []
-        words += [layout.all_reduce] if layout.all_reduce != "library" else []
+        words += [layout.exchange] if layout.exchange != "library" else []
         words += [] if self.tied else ["untied"]
         words += [self.model] if self.model else []
         words += ["SGD"] if self.sgd else []
@@ -146,13 +146,13 @@ CASES = (
     ),
     case(2, tp=2, pp=2, shard=2, zero=3, recompute="full", model=NEWER_MODEL),
     # all-reduces over replicas as messages: in each ZeRO stage, in a pipeline, and offloaded
-    *(case(2, replicate=4, all_reduce="tree"), case(1, replicate=2, shard=2, zero=1, all_reduce="driver")),
-    *(case(1, replicate=2, shard=2, zero=2, all_reduce="ring"), case(1, replicate=4, all_reduce="hierarchical")),
+    *(case(2, replicate=4, exchange="tree"), case(1, replicate=2, shard=2, zero=1, exchange="driver")),
+    *(case(1, replicate=2, shard=2, zero=2, exchange="ring"), case(1, replicate=4, exchange="hierarchical")),
     *(
-        case(1, replicate=2, shard=2, zero=3, all_reduce="butterfly"),
-        case(4, replicate=2, cpu_offload=True, all_reduce="all_pairs"),
+        case(1, replicate=2, shard=2, zero=3, exchange="butterfly"),
+        case(4, replicate=2, cpu_offload=True, exchange="all_pairs"),
     ),
-    case(1, pp=2, replicate=2, shard=2, schedule="ZBVZeroBubble", all_reduce="halving_doubling"),
+    case(1, pp=2, replicate=2, shard=2, schedule="ZBVZeroBubble", exchange="halving_doubling"),
     # another optimizer: on each axis, and on all
     *(case(4, sgd=True), case(tp=2, sgd=True), case(2, tp=4, sequence_parallel=False, sgd=True)),
     *(case(2, pp=2, schedule="ZBVZeroBubble", sgd=True), case(2, pp=4, schedule="1F1B", sgd=True)),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 REASON = "pipelines and FSDP2 need torch 2.13: in older ones V-shaped schedules hang, and FSDP2 holds other bytes"
-RUNS = {"bench", "models", "parallel", "planner", "regressions", "training"}  # folders of tests
+RUNS = {"bench", "lessons", "models", "parallel", "planner", "regressions", "training"}  # folders of tests
 
 
 def why_too_old(item: pytest.Item) -> str | None:

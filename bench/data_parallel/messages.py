@@ -1,7 +1,7 @@
 """What all-reduces send, beside their formulas, and how long they take on CPU processes, beside a fit.
 
 Belongs here: counts, the messages of each step for a picture, times. The algorithms are in
-tpformer/distributed/reductions.py, their formulas in algorithms.py.
+tpformer/lessons/reductions.py, their formulas in algorithms.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rich.table import Table
 from harness.ranks import Calls, Ranks
 from harness.runner import columns
 from tpformer.distributed import record_collectives
-from tpformer.distributed.algorithms import ALGORITHMS, HIERARCHICAL, Traffic, hierarchical
-from tpformer.distributed.reductions import RUNNABLE, Members, reduce_by
+from tpformer.lessons.algorithms import ALGORITHMS, HIERARCHICAL, Traffic, hierarchical
+from tpformer.lessons.reductions import RUNNABLE, Members, reduce_by
 
 RANKS, QUICK_RANKS = (2, 3, 4, 5, 6, 7, 8), (4,)
 COUNTED = 840  # values, which any of these numbers of ranks divides

@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.marks import filled, markdown
 from harness.provenance import RESULTS, ROOT
-from tpformer.distributed.reductions import RUNNABLE
+from tpformer.lessons.reductions import RUNNABLE
 
 from . import messages, pictures, servers, strategies
 from .strategies import write_csv

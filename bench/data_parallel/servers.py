@@ -1,6 +1,6 @@
 """Parameter servers: their messages beside the formula, and how long a step takes if one worker is slow.
 
-Belongs here: counts, times, and whose turn it is. The servers are in tpformer/training/parameter_server.py.
+Belongs here: counts, times, and whose turn it is. The servers are in tpformer/lessons/parameter_server.py.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.ranks import Calls, Ranks
-from tpformer.config import DataSection, ModelSection, OptimizerSection, RunConfig, TrainSection, check_config
-from tpformer.config.arrivals import Arrivals
+from tpformer.config import DataSection, ModelSection, OptimizerSection, RunConfig, TrainSection
 from tpformer.distributed import record_collectives
-from tpformer.distributed.algorithms import ALGORITHMS
+from tpformer.lessons.algorithms import ALGORITHMS
+from tpformer.lessons.arrivals import Arrivals
+from tpformer.lessons.parameter_server import ParameterServer
 from tpformer.parallel import Layout
 from tpformer.training.optimizer import build_optimizers
-from tpformer.training.parameter_server import ParameterServer
-from tpformer.training.setup import build_model, run_mesh
+from tpformer.training.setup import build_model, check_run, run_mesh
 
 RANKS = (2, 4, 8)
 TIMED_RANKS, MICROBATCHES, TAKES, SLOWER = 4, 64, 0.06, 4  # seconds of a microbatch, and times as long on one worker
@@ -49,15 +49,15 @@ class Waiting(ParameterServer):
 
 
 def settings(server: str, ranks: int) -> RunConfig:
-    """A run whose step is MICROBATCHES samples."""
+    """A run whose step is MICROBATCHES samples. server: of BARS."""
     config = RunConfig(
         model=ModelSection(**MODEL),
         data=DataSection(train=("unused",)),
-        parallel=Layout(data_parallel_replicate=ranks, parameter_server=server),
+        parallel=Layout(data_parallel_replicate=ranks, exchange=f"{server}_server"),
         optimizer=OptimizerSection(name="sgd", lr=0.01),
         train=TrainSection(global_batch_size=MICROBATCHES, microbatch_size=1, device="cpu", dtype="float32"),
     )
-    check_config(config)
+    check_run(config)
     return config
 
 

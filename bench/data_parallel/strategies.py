@@ -19,29 +19,27 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.ranks import Calls, Ranks
-from tpformer.config import DataSection, ModelSection, OptimizerSection, RunConfig, TrainSection, check_config
+from tpformer.config import DataSection, ModelSection, OptimizerSection, RunConfig, TrainSection
 from tpformer.distributed import record_collectives
+from tpformer.lessons import pipedream
 from tpformer.parallel import Layout
 from tpformer.training.data import build_stdlib
 from tpformer.training.optimizer import build_optimizers
-from tpformer.training.parameter_server import take_steps
 from tpformer.training.schedules import learning_rate
-from tpformer.training.setup import build_model, open_data, run_mesh
-from tpformer.training.step import batch, evaluate
-
-from . import pipedream
+from tpformer.training.setup import build_model, check_run, open_data, run_mesh
+from tpformer.training.step import batch, evaluate, take_steps
 
 RANKS, BATCH, STEPS, SEEDS = 4, 8, 200, (1, 2, 3)
 QUICK_STEPS, QUICK_SEEDS = 8, (1,)
 WINDOW = 10  # steps whose mean a point of a curve is
 RATE = 4e-3
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "synchronous": {"all_reduce": "ring"},
-    "bfloat16": {"compression": "bfloat16"},
-    "int8": {"compression": "int8"},
-    "top-k 1 %": {"compression": "topk", "compression_share": 0.01},
-    "PowerSGD 4": {"compression": "powersgd", "compression_rank": 4},
-    "stale server": {"parameter_server": "stale", "arrivals": "0,1,2,0,1,2,0,1,2,3"},
+STRATEGIES = {  # and their parallel.exchange
+    "synchronous": "ring",
+    "bfloat16": "bfloat16",
+    "int8": "int8",
+    "top-k 1 %": "topk share=0.01",
+    "PowerSGD 4": "powersgd rank=4",
+    "stale server": "stale_server arrivals=0,1,2,0,1,2,0,1,2,3",
 }
 PIPEDREAM, DEPTHS, FLUSHED = "PipeDream, 2 stages", (2, 4, 8), "1F1B with a flush"
 SMALL = 64  # bytes: the loss, a norm and counts are not gradients
@@ -53,21 +51,21 @@ def settings(strategy: str, seed: int, data: tuple[str, str], steps: int) -> Run
 
     A stale server makes an update of each rank's two samples, 4 in a step, with half the rate: the square root rule.
     """
-    options = STRATEGIES.get(strategy, {"all_reduce": "library"})
+    exchange = STRATEGIES.get(strategy, "library")
     config = RunConfig(
         model=ModelSection(
             vocab_size=257, seq_length=64, n_layers=2, hidden_size=64, n_heads=4, norm="rmsnorm", position="rope",
             tie_embeddings=False,
         ),
         data=DataSection(train=(data[0],), valid=(data[1],)),
-        parallel=Layout(data_parallel_replicate=RANKS, **options),
-        optimizer=OptimizerSection(lr=RATE / (2 if "parameter_server" in options else 1), warmup_steps=steps // 10),
+        parallel=Layout(data_parallel_replicate=RANKS, exchange=exchange),
+        optimizer=OptimizerSection(lr=RATE / (2 if strategy == "stale server" else 1), warmup_steps=steps // 10),
         train=TrainSection(
             steps=steps, seed=seed, global_batch_size=BATCH, microbatch_size=BATCH // RANKS, device="cpu",
             dtype="float32",
         ),
     )  # fmt: skip
-    check_config(config)
+    check_run(config)
     return config
 
 

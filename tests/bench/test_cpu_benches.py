@@ -24,7 +24,7 @@ from bench.plain import check_against_plain
 from harness.runner import main
 from tpformer.config import OptimizerSection
 from tpformer.distributed import build_mesh
-from tpformer.distributed.algorithms import Traffic
+from tpformer.lessons.algorithms import Traffic
 from tpformer.models import GPT, GPTConfig
 from tpformer.parallel import Action
 from tpformer.planner import schedule_order, simulate

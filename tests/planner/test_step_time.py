@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from tpformer.config import SCHEDULES, build_config
-from tpformer.distributed.algorithms import all_reduce_seconds
+from tpformer.distributed.links import all_reduce_seconds
 from tpformer.kernels.pack.format import packed_bytes
 from tpformer.planner.devices import load_device
 from tpformer.planner.kept import kept_by_kind
@@ -152,7 +152,7 @@ def test_the_rank_with_most_parameters_counts():
 def test_data_parallel_ranks_in_a_node_share_its_adapters():
     found = model({"tensor_parallel": 2, "data_parallel_replicate": 16})
     nbytes = 4 * found.elements(0)
-    expected = all_reduce_seconds("ring", nbytes, 4, 4, found.fast, found.slow)
+    expected = all_reduce_seconds(nbytes, 4, 4, found.fast, found.slow)
     assert found.collective(nbytes, replicas=True) == expected
 
 

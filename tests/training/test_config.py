@@ -82,12 +82,6 @@ def test_a_batch_that_cannot_be_is_refused_by_keys_each_of_which_mends_it(values
 RAMP = {"global_batch_size": 12, "batch_size_start": 4, "batch_size_ramp_steps": 2, "microbatch_size": 1}
 
 
-def served(server: str, train: dict | None = None, **parallel: object) -> dict[str, dict]:
-    """A run of three workers of a parameter server."""
-    train = {"global_batch_size": 12, "microbatch_size": 1, "device": "cpu", **(train or {})}
-    return {"parallel": {"parameter_server": server, "data_parallel_replicate": 3, **parallel}, "train": train}
-
-
 IMPOSSIBLE = [
     ({"modle": {}}, ["modle", "did you mean 'model'"]),
     ({"model": {"n_layer": 3}}, ["n_layer", "[model]", "did you mean 'n_layers'"]),
@@ -126,19 +120,6 @@ IMPOSSIBLE = [
     *(({"parallel": {"pack_activations": True}, "train": train}, ["only bfloat16 has an exponent of 8 bits"])
       for train in ({"dtype": "float16"}, {"dtype": "float32"}, {"device": "cpu"})),
     ({"parallel": {"pack_layers": "0"}}, ["pack_layers='0' chooses layers, but pack_activations is false"]),
-    (served("sync", tensor_parallel=2), ["not with tensor_parallel=2: leave one of them out"]),
-    (served("sync", data_parallel_replicate=1), ["not with data_parallel_replicate=1"]),
-    (served("sync", arrivals="0,1,2"), ["parallel.arrivals='0,1,2' is of parameter_server='stale'"]),
-    (served("none", staleness=5), ["parallel.staleness=5 is of parameter_server='stale'"]),
-    (served("stale", all_reduce="ring"), ["not with all_reduce='ring'"]),
-    (served("stale", reduce_dtype="bfloat16"), ["not with reduce_dtype='bfloat16'"]),
-    (served("stale", staleness=1), ["staleness=1 with 3 workers: ", "at least 2 are needed"]),
-    (served("stale", arrivals="0,1"), ["must name each of the 3 workers, 0 to 2"]),
-    (served("stale", arrivals="0,1,2,3"), ["must name each of the 3 workers, 0 to 2"]),
-    (served("stale", staleness=2, arrivals="0,0,0,0,1,2"), ["worker 1, whose parameters are 4 updates old"]),
-    (served("sync") | {"log": {"norm_interval": 2}}, ["not with log.norm_interval=2: leave that out"]),
-    (served("sync", train={"dtype": "bfloat16"}), ["not with train.dtype=bfloat16: leave that out"]),
-    (served("sync", train={"device": "cuda"}), ["not with train.device=cuda: leave that out"]),
     ({"model": {"n_layers": 2**40}}, ["n_layers=1099511627776 must be in [1, 1e4]"]),  # it took all memory
     ({"model": {"preset": []}}, ["unknown preset []; choose one of"]),  # it could be no key of a table
     ({"run": {"dir": " "}}, ["run.dir = ' ' names no directory"]),

@@ -54,7 +54,8 @@ def changed(config: RunConfig, key: str) -> RunConfig:
     hint, value = typing.get_type_hints(type(changed_section))[name], getattr(changed_section, name)
     new: object = (1.0, 2.0) if key == "data.weights" else ("other",)
     if typing.get_origin(hint) is not tuple:
-        new = not value if hint in (bool, bool | None) else "other" if hint in (str, str | None) else (value or 0) + 1
+        other = "ring" if key == "parallel.exchange" else "other"  # a name that is looked up
+        new = not value if hint in (bool, bool | None) else other if hint in (str, str | None) else (value or 0) + 1
     object.__setattr__(changed_section, name, new)  # without the section's own checks
     return dataclasses.replace(config, **{section: changed_section})
 

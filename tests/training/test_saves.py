@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tpformer.config import build_config
 from tpformer.parallel import local_part
-from tpformer.training import parameter_server, trainer
+from tpformer.training import step as step_module
+from tpformer.training import trainer
 from tpformer.training.checkpoint import Checkpointer, newest_good, steps
 from tpformer.training.model import ModelParts
 from tpformer.training.saves import TRIES
@@ -51,7 +52,7 @@ def step_of(values: dict, first_sample: int) -> int:
 
 def spoiled(values: dict, at: int, where: str):
     """On rank 1 a weight becomes NaN, before a step or behind its update."""
-    take_step = parameter_server.train_step
+    take_step = step_module.train_step
 
     def spoiled_step(model, *arguments, first_sample, **options):
         weight = local_part(next(model.parts[0].parameters()).detach()).view(-1)
@@ -63,7 +64,7 @@ def spoiled(values: dict, at: int, where: str):
             weight[0] = float("nan")
         return result
 
-    with mock.patch.object(parameter_server, "train_step", spoiled_step):
+    with mock.patch.object(step_module, "train_step", spoiled_step):
         return train(values_with(values, run={"dir": f"{values['run']['dir']}-{where}"}))
 
 

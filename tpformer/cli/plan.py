@@ -64,9 +64,8 @@ class Plan:
     """Price of one GPU for an hour."""
     top: int = 10
     """How many layouts to show."""
-    all_reduce: str = "ring"
-    """Algorithm of data-parallel reductions: ring, tree, butterfly, halving_doubling, parameter_server, hierarchical,
-    driver or all_pairs."""
+    all_reduce: str = "library"
+    """How data-parallel reductions are priced: library, or a lesson of docs/data_parallel.md by its name."""
     explain: str | None = None
     """A layout: its items and memory, or why it cannot work and the nearest that does."""
     within: str | None = None
@@ -124,21 +123,22 @@ def _check(options: Plan) -> None:
 
 def _question(options: Plan) -> "Question":
     """The model, batch and device of the options."""
-    from tpformer.distributed.algorithms import NAMES
+    from tpformer.parallel import exchange_named
     from tpformer.planner.calibration import calibrated
     from tpformer.planner.comparison import within
     from tpformer.planner.devices import load_device
     from tpformer.planner.search import Question
     from tpformer.planner.software import ours
 
-    if options.all_reduce not in NAMES:
-        raise ValueError(f"--all-reduce {options.all_reduce}: choose one of {', '.join(NAMES)}")
+    exchange = exchange_named(options.all_reduce)
+    if exchange.changes_losses:
+        raise ValueError(f"--all-reduce {options.all_reduce} has no model of its time: choose another")
     device = load_device(options.device, options.nodes_of)
     if options.calibrate:
         device = calibrated(device, Path(options.calibrate))
     device = device.scaled(device.factor)
     config = _config(options, device)
-    question = Question(config, options.gpus, device, ours(config.parallel, device), all_reduce=options.all_reduce)
+    question = Question(config, options.gpus, device, ours(config.parallel, device), exchange=exchange)
     return within(question, options.kinds[0]) if len(options.kinds) == 1 else question
 
 

@@ -37,9 +37,10 @@ def pretrain_command(arguments: Sequence[str]) -> None:
     check_datasets(config)
     resolved = resolve(config)
 
-    from tpformer.training.setup import open_data
+    from tpformer.training.setup import check_run, open_data
     from tpformer.training.trainer import pretrain
 
+    check_run(config)
     open_data(resolved)
     joined = launched()
 
@@ -58,10 +59,11 @@ def verify_command(arguments: Sequence[str]) -> None:
 
     import torch.distributed as dist
 
+    from tpformer.training.setup import check_run
     from tpformer.training.verify import check_memory, verify_config, verify_rank
 
     config = verify_config(config)
-    check_config(config)
+    check_run(config)
     check_memory(config)
 
     def work(config: RunConfig) -> None:

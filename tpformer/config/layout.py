@@ -16,9 +16,6 @@ from .ranges import check_range, check_ranges
 
 TRANSPORTS = ("auto", "sequential", "pipelined", "fused")
 RECOMPUTE = ("none", "mlp", "full")
-ALL_REDUCES = ("library", "driver", "all_pairs", "ring", "tree", "butterfly", "halving_doubling", "hierarchical")
-SERVERS = ("none", "sync", "stale")
-COMPRESSIONS = ("none", "bfloat16", "int8", "topk", "powersgd")
 
 
 class ScheduleKind(NamedTuple):
@@ -46,19 +43,11 @@ SCHEDULES = {
     "ZBVZeroBubble": ScheduleKind("ZBVZeroBubble", 2, v_shaped=True, splits_backward=True),
     "DualPipeV": ScheduleKind("DualPipeV", 2, v_shaped=True, splits_backward=True),
 }
-# Settings of sums over replicas. A model that is not trained, in one replica, has their defaults.
-REPLICA_SETTINGS = (
-    *("all_reduce", "compression", "error_feedback", "compression_share", "compression_rank"),
-    *("parameter_server", "staleness", "arrivals"),
-)
 CHOICES: dict[str, Iterable[str]] = {
     "transport": TRANSPORTS,
     "pipeline_schedule": SCHEDULES,
     "pipeline_split": ("parameters", "time"),
     "reduce_dtype": ("float32", "bfloat16"),
-    "all_reduce": ALL_REDUCES,
-    "compression": COMPRESSIONS,
-    "parameter_server": SERVERS,
     "recompute": RECOMPUTE,
 }
 
@@ -91,22 +80,8 @@ class Layout:
     """0 shares nothing, 1 optimizer state, 2 also gradients, 3 also parameters. Unset: 1 if data_parallel_shard > 1."""
     reduce_dtype: str = "float32"
     """float32 or bfloat16: how 16-bit runs add up gradients over data-parallel ranks (ZeRO 0, 1: and microbatches)."""
-    all_reduce: str = "library"
-    """How replicas add up: library; or driver, all_pairs, ring, tree, butterfly, halving_doubling, hierarchical."""
-    compression: str = "none"
-    """How replicas send less of gradients, which changes the run: none, bfloat16, int8, topk or powersgd."""
-    error_feedback: bool = True
-    """With compression: add what a gradient lost to the next step's gradient."""
-    compression_share: float = 0.01
-    """With topk: share of a unit's values that a replica sends."""
-    compression_rank: int = 4
-    """With powersgd: columns of the two thin matrices that stand for a matrix."""
-    parameter_server: str = "none"
-    """none; or sync or stale: ranks push gradients to servers and pull parameters, at once or late, to learn from."""
-    staleness: int = 16
-    """With a stale server: how many updates may come between a gradient's parameters and its own update."""
-    arrivals: str = ""
-    """With a stale server: ranks, such as "0,1,0,2"; gradients are taken in their order, again and again."""
+    exchange: str = "library"
+    """How gradients of replicas become one: library, or a lesson by its name and options (docs/data_parallel.md)."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory, and update there (FSDP2's CPU offload)."""
     recompute: str = "none"
@@ -166,86 +141,8 @@ class Layout:
         for name, choices in CHOICES.items():
             check_choice(f"parallel.{name}", getattr(self, name), choices)
         self._check_zero()
-        self._check_replicas()
-        self._check_server()
         if self.pipeline_parallel > 1:
             self._check_stages_per_rank()
-
-    def _check_replicas(self) -> None:
-        own = {"all_reduce": "library", "compression": "none"}
-        given = [f"{name}={value!r}" for name, default in own.items() if (value := getattr(self, name)) != default]
-        if given and self.data_parallel_replicate == 1:
-            raise ValueError(
-                f"parallel.{given[0]} is about sums over replicas, of which there is one: set data_parallel_replicate, "
-                f"or leave it out"
-            )
-        if len(given) == 2:
-            raise ValueError(f"parallel.{given[0]} and {given[1]}: a compression has its own exchange, leave out one")
-        if self.compression != "none" and self.reduce_dtype != "float32":
-            raise ValueError(
-                f"parallel.compression={self.compression!r} with reduce_dtype={self.reduce_dtype!r}: gradients are "
-                f"compressed from float32, leave reduce_dtype out"
-            )
-        if self.compression in ("int8", "topk") and self.tensor_parallel > 1:
-            # a shard holds parameters that tensor-parallel ranks share and some that they do not; a block's scale, or a
-            # choice of the largest, would make another part of the shared ones on each rank
-            raise ValueError(
-                f"parallel.compression={self.compression!r} with tensor_parallel={self.tensor_parallel}: what is left "
-                f"out would differ between tensor-parallel ranks, and with it their copies of norms and biases; choose "
-                f"bfloat16 or powersgd"
-            )
-        if not self.error_feedback and self.compression == "none":
-            raise ValueError("parallel.error_feedback=False without compression would do nothing: leave it out")
-        for name, of in (("compression_share", "topk"), ("compression_rank", "powersgd")):
-            if (value := getattr(self, name)) != getattr(Layout, name) and self.compression != of:
-                raise ValueError(f"parallel.{name}={value} is of compression={of!r}, and it is {self.compression!r}")
-
-    def _check_server(self) -> None:
-        for name in ("staleness", "arrivals"):
-            if (value := getattr(self, name)) != getattr(Layout, name) and self.parameter_server != "stale":
-                raise ValueError(f"parallel.{name}={value!r} is of parameter_server='stale': set that, or leave it out")
-        if self.parameter_server == "none":
-            return
-        ranks = self.data_parallel_replicate
-        wrong = {
-            name: value
-            for name in ("tensor_parallel", "pipeline_parallel", "data_parallel_shard", "cpu_offload")
-            + ("all_reduce", "compression", "reduce_dtype", "recompute_interval", "offload_activations")
-            if (value := getattr(self, name)) != getattr(Layout, name)
-        }
-        if wrong or ranks == 1:
-            given = ", ".join(f"{name}={value!r}" for name, value in wrong.items()) or "data_parallel_replicate=1"
-            raise ValueError(
-                f"parallel.parameter_server={self.parameter_server!r} is for whole models on data_parallel_replicate "
-                f"ranks, to learn from, and not with {given}: leave one of them out"
-            )
-        if self.parameter_server == "stale":
-            if self.staleness < ranks - 1:
-                raise ValueError(
-                    f"parallel.staleness={self.staleness} with {ranks} workers: each has an update between two of any "
-                    f"other even if they take turns, so that at least {ranks - 1} are needed"
-                )
-            workers = self.arrivals.split(",") if self.arrivals else list(map(str, range(ranks)))
-            if {worker.strip() for worker in workers} != set(map(str, range(ranks))):
-                raise ValueError(
-                    f"parallel.arrivals={shown(self.arrivals)} must name each of the {ranks} workers, 0 to "
-                    f'{ranks - 1}, and no others, such as "{",".join(map(str, range(ranks)))}"'
-                )
-
-    @property
-    def given_arrivals(self) -> list[int]:
-        """The workers that `arrivals` names, in order."""
-        return [int(worker) for worker in self.arrivals.split(",")] if self.arrivals else []
-
-    @property
-    def changes_the_run(self) -> bool:
-        """Whether losses depend on the layout: gradients are compressed, or late."""
-        return self.compression != "none" or self.parameter_server == "stale"
-
-    @property
-    def sums_replicas_itself(self) -> bool:
-        """Whether gradients are summed over replicas by something else than the library's all-reduce."""
-        return self.all_reduce != "library" or self.compression != "none"
 
     def _check_zero(self) -> None:
         shard, replicate = self.data_parallel_shard, self.data_parallel_replicate

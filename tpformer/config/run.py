@@ -22,6 +22,7 @@ from .layout import Layout
 from .presets import preset
 from .ranges import NO_FLOAT
 from .refused import without_refused
+from .renamed import with_exchange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +237,7 @@ def build_config(*layers: Values) -> RunConfig:
             check_known(name, sections, "section")
             if not isinstance(values, Mapping):
                 raise ValueError(f"{name} is a section: write its keys under [{name}], not {name} = {shown(values)}")
-            merged.setdefault(name, {}).update(values)
+            merged.setdefault(name, {}).update(with_exchange(values) if name == "parallel" else values)
     model = merged.get("model", {})
     if model.get("preset") is not None:
         fields = preset(model["preset"])

@@ -4,7 +4,6 @@ Belongs here: ValueErrors, with the numbers and the remedy, about settings of se
 model and no layout. Those have their own checks, and ranges.py has the ranges of single numbers.
 """
 
-from .arrivals import Arrivals
 from .checks import check_choice, check_packing
 from .layout import packed_layers, recomputed_layers
 from .ranges import check_ranges
@@ -41,8 +40,6 @@ def check_config(config: RunConfig, *, trains: bool = True) -> None:
     check_choice("train.cuda_graph", config.train.cuda_graph, CUDA_GRAPHS)
     _check_train(config)
     _check_recorded(config)
-    _check_compression(config)
-    _check_server(config)
     if not config.run.dir.strip():
         raise ValueError(f"run.dir = {config.run.dir!r} names no directory: give the run one of its own")
     if trains and not config.data.train:
@@ -120,49 +117,6 @@ def _check_recorded(config: RunConfig) -> None:
             f"log.timeline_step={config.log.timeline_step} records a pipeline, and parallel.pipeline_parallel=1 has "
             f"none: leave it out, or set log.profile_step for a trace"
         )
-
-
-def _check_compression(config: RunConfig) -> None:
-    """What is kept of a step's gradients must be in the next step's units, and be kept once a step."""
-    if config.parallel.compression == "none":
-        return
-    if config.train.dtype == "float16":
-        raise ValueError(
-            f"parallel.compression={config.parallel.compression!r} keeps errors of gradients, and train.dtype=float16 "
-            f'scales each step\'s in another way: set train.dtype = "bfloat16"'
-        )
-    if config.log.noise_interval:
-        raise ValueError(
-            f"log.noise_interval={config.log.noise_interval} takes gradients twice in a step, and "
-            f"parallel.compression={config.parallel.compression!r} keeps their errors once: leave one of them out"
-        )
-
-
-def _check_server(config: RunConfig) -> None:
-    """A parameter server works on CPU processes, in the dtype of the parameters, and measures no norms by layer."""
-    server, train = config.parallel.parameter_server, config.train
-    if server == "none":
-        return
-    found = {
-        "train.dtype": train.dtype if train.dtype in ("bfloat16", "float16") else None,
-        "train.device": train.device if train.device == "cuda" else None,
-        "model.n_experts": config.model.n_experts,
-        "log.norm_interval": config.log.norm_interval or None,
-        "log.noise_interval": config.log.noise_interval or None,
-    }
-    if given := [f"{key}={value}" for key, value in found.items() if value is not None]:
-        raise ValueError(
-            f"parallel.parameter_server={server!r} is for dense models in float32 or float64 on CPU processes, to "
-            f"learn from, and not with {', '.join(given)}: leave that out"
-        )
-    if given_order := config.parallel.given_arrivals:
-        # the largest batch: in the order of a smaller one workers stop earlier, which only brings others forward
-        workers, updates = config.parallel.data_parallel_replicate, train.global_batch_size // config.microbatch_size
-        arrivals = Arrivals(workers, updates, config.parallel.staleness, given_order)
-        while not arrivals.finished:
-            chosen = arrivals.choose(arrivals.computing)
-            assert chosen is not None  # all that may be next have arrived
-            arrivals.take(chosen)
 
 
 def _check_train(config: RunConfig) -> None:

@@ -3,6 +3,7 @@
 from tpformer.config import SCHEDULES, Layout
 
 from .clipping import clip_grad_norm_
+from .exchange import Exchange, exchange_named, exchange_of
 from .gradients import (
     gradient_norm,
     gradient_norms,
@@ -17,16 +18,19 @@ from .recording import Action, gather_actions
 from .sequential import pipeline_sequential
 from .split import split_stages
 from .tied import TiedParameter
-from .zero import apply_zero, prepare_backward, replica_sums, reshard, settle_compression
+from .zero import apply_zero, prepare_backward, reshard
 
 __all__ = [
     "SCHEDULES",
     "Action",
+    "Exchange",
     "Layout",
     "MasterWeights",
     "Pipeline",
     "TiedParameter",
     "apply_zero",
+    "exchange_named",
+    "exchange_of",
     "clip_grad_norm_",
     "gather_actions",
     "gradient_norm",
@@ -37,9 +41,7 @@ __all__ = [
     "pipeline_sequential",
     "prepare_backward",
     "reduce_partial_gradients",
-    "replica_sums",
     "reshard",
     "scale_gradients",
-    "settle_compression",
     "split_stages",
 ]

@@ -16,6 +16,7 @@ from tpformer.config import Layout
 from tpformer.distributed import indexed
 from tpformer.layers.keep import KEEP_OPTIONS
 
+from .exchange import exchange_named
 from .pipeline import Pipeline
 from .split import split_stages
 from .zero import apply_zero
@@ -44,6 +45,7 @@ def pipeline_sequential(
     left to the children.
     """
     layout.check()
+    exchange_named(layout.exchange).check(layout)
     for name in KEEP_OPTIONS:
         if getattr(layout, name) != getattr(Layout, name):
             raise ValueError(

@@ -5,7 +5,7 @@ Belongs here: what a stage means in FSDP2's terms, and the only uses of FSDP2's 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,39 +16,70 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tpformer.config import Layout
 
-from .replicas import ReplicaSum
+from .exchange import Exchange, exchange_named
 
 
-def _fsdp_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
+class ReplicaSum:
+    """FSDP2's all-reduce hook of one unit, for an Exchange that adds up over replicas itself.
+
+    add: Exchange.unit's. last: whether replicas add up now; prepare_backward sets it. Sums over microbatches wait here
+    until then.
+    """
+
+    def __init__(self, add: Callable[[Tensor], object]) -> None:
+        self.add, self.last = add, True
+        self._waiting: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> None:
+        """x: (elements,) of the reduce dtype, which FSDP2 adds to the gradients afterwards."""
+        if not self.last:
+            self._waiting = x.clone() if self._waiting is None else self._waiting.add_(x)
+            x.zero_()
+            return
+        if self._waiting is not None:
+            x += self._waiting
+            self._waiting = None
+        self.add(x)
+
+
+def _fsdp_mesh(mesh: DeviceMesh, exchange: Exchange) -> DeviceMesh:
     """The axes of a run's mesh that FSDP2 works on: dp_shard, and before it dp_replicate if FSDP2 sums over it."""
-    alone = mesh["dp_replicate"].size() == 1 or layout.sums_replicas_itself
+    alone = mesh["dp_replicate"].size() == 1 or exchange.sums_replicas
     return mesh["dp_shard"] if alone else mesh["dp_replicate", "dp_shard"]
 
 
 def uses_fsdp(layout: Layout, compute_dtype: torch.dtype) -> bool:
     """Whether a run with this layout and compute dtype needs FSDP2: to share, to offload, or for 16 bits in a pipeline
     or on several workers. One data-parallel rank in 16 bits has MasterWeights."""
-    shares = layout.data_parallel > 1 and layout.parameter_server == "none"
     several = layout.data_parallel > 1 or layout.pipeline_parallel > 1
-    return shares or layout.cpu_offload or (several and compute_dtype.itemsize < 4)
+    return layout.data_parallel > 1 or layout.cpu_offload or (several and compute_dtype.itemsize < 4)
 
 
 def apply_zero(
-    part: nn.Module, units: Iterable[nn.Module], mesh: DeviceMesh, layout: Layout, compute_dtype: torch.dtype
+    part: nn.Module,
+    units: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    layout: Layout,
+    compute_dtype: torch.dtype,
+    exchange: Exchange | None = None,
 ) -> None:
     """Lay a part of the model out over the data-parallel axes of `mesh` by FSDP2, as layout.zero says.
 
     units: modules of `part` in the order of its forward. Each is gathered and reduced as a whole; the rest of `part` is
-    one more unit.
+    one more unit. exchange: how replicas add up; unset: a new one of layout.exchange.
     Parameters keep the dtype they were built in (master weights) and compute in compute_dtype. Gradients are summed,
     not averaged: divide the loss by the target tokens of the global batch.
     Communication, for a unit of P parameters:
         all-gather of P * compute itemsize: stages 0 to 2 once a step; stage 3 in the forward and the backward of each
         microbatch (the rest of `part` in the forward only);
         reduce-scatter of P * reduce itemsize: stages 0 and 1 once a step, stages 2 and 3 once a microbatch;
-        all-reduce over dp_replicate, by layout.all_reduce, of what the reduce-scatter leaves: once a step, but once a
-        microbatch where stages 2 and 3 reduce in 16 bits, in which microbatches must not be added up.
+        all-reduce over dp_replicate, or the exchange's own sum, of what the reduce-scatter leaves: once a step, but
+        once a microbatch where stages 2 and 3 reduce in 16 bits, in which microbatches must not be added up.
     """
+    exchange = exchange or exchange_named(layout.exchange)
+    if exchange.takes_steps:
+        raise ValueError(f"parallel.exchange={layout.exchange!r} wants whole parameters on each rank: leave ZeRO out")
+    names = _unit_names(part, units := list(units))
     master = next((parameter.dtype for parameter in part.parameters()), compute_dtype)
     low = compute_dtype.itemsize < master.itemsize
     policy = MixedPrecisionPolicy(
@@ -56,7 +87,7 @@ def apply_zero(
         reduce_dtype=getattr(torch, layout.reduce_dtype) if low else master,
         cast_forward_inputs=False,
     )
-    options: dict[str, Any] = {"mesh": _fsdp_mesh(mesh, layout), "mp_policy": policy}
+    options: dict[str, Any] = {"mesh": _fsdp_mesh(mesh, exchange), "mp_policy": policy}
     if layout.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     shards = mesh["dp_shard"].size()
@@ -64,17 +95,26 @@ def apply_zero(
     sharded = [fully_shard(unit, reshard_after_forward=layout.zero == 3, **options) for unit in units]
     # the rest (embedding, last norm, head) is needed at both ends of a forward: torch keeps a root's parameters
     sharded.append(fully_shard(part, reshard_after_forward=None if layout.zero == 3 else False, **options))
-    for unit, before in zip(sharded, [sharded[-1], *sharded], strict=False):
+    for unit, before, name in zip(sharded, [sharded[-1], *sharded], names, strict=False):
         if options["mesh"].size() > 1:  # torch would divide the gradients of a single rank by 1, in a copy of them
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo lacks the operation that divides
         # left to itself, torch takes the unit that ended a forward before this one: with several microbatches in flight
         # it gathers units that are not needed, or stops gathering ahead (pytorch#164756)
         unit.set_modules_to_backward_prefetch([before])
-        if layout.sums_replicas_itself:
+        if exchange.sums_replicas and name:
             held = [each for group in _groups(fully_shard.state(unit)) for each in group.fsdp_params]
             shapes = [each.padded_sharded_param_size for each in held]
-            unit.set_all_reduce_hook(ReplicaSum(layout, mesh.get_group("dp_replicate"), shapes))
+            unit.set_all_reduce_hook(ReplicaSum(exchange.unit(name, shapes, mesh.get_group("dp_replicate"))))
+
+
+def _unit_names(part: nn.Module, units: Iterable[nn.Module]) -> list[str]:
+    """The name in the part of each unit, and last the names of the parameters that no unit has: two parts of a rank may
+    share some of them."""
+    found = {module: name for name, module in part.named_modules()}
+    names = [found[unit] for unit in units]
+    inner = tuple(f"{name}." for name in names)
+    return [*names, "+".join(name for name, _ in part.named_parameters() if not name.startswith(inner))]
 
 
 def _placement(parameter: nn.Parameter, shards: int) -> Shard | None:
@@ -96,8 +136,9 @@ def prepare_backward(part: nn.Module, zero_stage: int, *, last: bool) -> None:
         # sums over dp_shard may wait for the all-reduce only in a dtype that can add up microbatches
         reduces = last or fully_shard.state(part)._mp_policy.reduce_dtype.itemsize < 4
         part.set_requires_all_reduce(reduces)
-        for hook in _replica_sums(part):
-            hook.last = reduces
+        for group in parameter_groups(part):
+            if isinstance(group._all_reduce_hook, ReplicaSum):
+                group._all_reduce_hook.last = reduces
         part.set_is_last_backward(last or zero_stage >= 2)  # its reductions are complete when it returns
         part.set_reshard_after_backward(last or zero_stage == 3)
 
@@ -119,36 +160,6 @@ def _groups(state: Any) -> Iterable[Any]:
     """The groups of parameters of one of FSDP2's states; torch 2.11 has one group per state."""
     groups = getattr(state, "_fsdp_param_groups", None)
     return groups if groups is not None else filter(None, [state._fsdp_param_group])
-
-
-def replica_sums(part: nn.Module) -> dict[str, ReplicaSum]:
-    """What adds up the gradients of each of FSDP2's units over replicas; {} if it is the library.
-
-    By the unit's name in the part, or for what is left of the part, by its parameters' names: two parts of a rank may
-    share some of them.
-    """
-    units = {name: module for name, module in part.named_modules() if isinstance(module, FSDPModule)}
-    whole, inner = units.pop("", None), tuple(f"{name}." for name in units if name)
-    rest = [name for name, _ in part.named_parameters() if not name.startswith(inner)]
-    if whole is not None and rest:
-        units["+".join(rest)] = whole
-    hooks = {name: [g._all_reduce_hook for g in _groups(fully_shard.state(unit))] for name, unit in units.items()}
-    return {name: hook for name, found in hooks.items() for hook in found if isinstance(hook, ReplicaSum)}
-
-
-def settle_compression(parts: Iterable[nn.Module], skipped: Tensor) -> None:
-    """End a step for what compressions keep of it. skipped: a scalar, 1 if the step changed nothing, else 0."""
-    for part in parts:
-        for hook in _replica_sums(part) if isinstance(part, FSDPModule) else ():
-            if hook.compression is not None:
-                hook.compression.settle(skipped)
-
-
-def _replica_sums(part: FSDPModule) -> Iterator[ReplicaSum]:
-    """Those of a part's units, after its first forward."""
-    for group in parameter_groups(part):
-        if isinstance(group._all_reduce_hook, ReplicaSum):
-            yield group._all_reduce_hook
 
 
 def take_weight_gradients(part: nn.Module) -> None:

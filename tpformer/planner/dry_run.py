@@ -20,20 +20,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tpformer.config import RunConfig, check_config
+from tpformer.config import RunConfig
 from tpformer.distributed.mesh import AXES
 from tpformer.layers import SelfAttention
 from tpformer.layers.moe import routers
 from tpformer.models import GPT
 from tpformer.ops import WeightGradientQueue, default_chunk_tokens
-from tpformer.parallel import prepare_backward, reduce_partial_gradients
+from tpformer.parallel import exchange_named, prepare_backward, reduce_partial_gradients
 from tpformer.parallel.zero import reduce_accumulated, take_weight_gradients
 from tpformer.torch_private import forget_meshes
 from tpformer.training.data import read_sidecar
 from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.resolve import resolve, with_vocab_size
-from tpformer.training.setup import build_parts, default_dtype, run_mesh
+from tpformer.training.setup import build_parts, check_run, default_dtype, run_mesh
 from tpformer.words import dtype_name
 
 from .counting import Collective, CollectiveCounter, SavedBytes, StageCount, live_bytes
@@ -65,13 +65,11 @@ def plan_config(config: RunConfig) -> RunConfig:
 
     No dataset is opened: an unset vocabulary comes from data.tokenizer, from the sidecar of the first dataset, or from
     the preset.
-    Errors: check_config's, and ValueError if the vocabulary is unset and neither of these is there.
+    Errors: check_run's, and ValueError if the vocabulary is unset and neither of these is there.
     """
     data = config.data
-    if config.parallel.parameter_server != "none":
-        raise ValueError(
-            f"parallel.parameter_server={config.parallel.parameter_server!r} is not counted by a dry run: leave it out"
-        )
+    if exchange_named(config.parallel.exchange).takes_steps:
+        raise ValueError(f"parallel.exchange={config.parallel.exchange!r} is not counted by a dry run: leave it out")
     if config.model.vocab_size is None:
         known = data.train and (data.tokenizer is not None or read_sidecar(data.train[0]) is not None)
         if not known and config.model.known_vocab_size is None:
@@ -83,7 +81,7 @@ def plan_config(config: RunConfig) -> RunConfig:
     device = config.train.device or "cuda"
     dtype = dtype_name(default_dtype(config, device))
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, device=device, dtype=dtype))
-    check_config(config, trains=bool(data.train))
+    check_run(config, trains=bool(data.train))
     return config
 
 

@@ -18,7 +18,7 @@ from tpformer.layers.keep import regions
 from tpformer.models import GPTConfig
 from tpformer.ops import VocabSlice, default_chunk_tokens
 from tpformer.ops.offload import SMALLEST
-from tpformer.parallel import Layout, split_stages
+from tpformer.parallel import Layout, exchange_named, split_stages
 
 from .bubbles import Order, schedule_order
 from .counting import StageCount
@@ -224,9 +224,9 @@ def rank_memory(
         on_device.pop(1 if states[1].nbytes <= states[4].nbytes else 4)
     if layout.offload_activations:
         host += peak.in_flight * max(stage.offloaded for stage in stages)
-    if layout.compression != "none" and layout.error_feedback:  # of the step before, and of this one
-        errors = 2 * precision.reduce.itemsize * of_rank.total / layout.data_parallel_shard
-        on_device.append(("errors of compression", errors))
+    exchange, shard = exchange_named(layout.exchange), of_rank.total / layout.data_parallel_shard
+    if kept := exchange.kept_bytes(shard, precision.reduce.itemsize):
+        on_device.append(("what the exchange keeps", kept))
     parts = [*on_device, ("saved activations", float(peak.saved))]
     if peak.queued:
         parts.append(("queued weight gradients", float(peak.queued)))

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tpformer.config import SCHEDULES, RunConfig, check_config
+from tpformer.parallel import Exchange, exchange_of
 
 from .devices import Device
 from .layer_time import LayerModel
@@ -62,7 +63,7 @@ class Question(NamedTuple):
     device: Device
     software: Software = OURS
     space: Space = Space()
-    all_reduce: str = "ring"
+    exchange: Exchange = Exchange()
 
     @property
     def room(self) -> float:
@@ -149,7 +150,7 @@ def schedules(question: Question, shape: Mapping[str, Any]) -> Iterator[dict[str
         candidates += [{"schedule": name, "stages": stages} for stages in sizes]
     for schedule in candidates:
         try:
-            check_config(with_layout(question.config, {**shape, **schedule}), trains=False)
+            _check(with_layout(question.config, {**shape, **schedule}))
         except ValueError:
             continue
         yield schedule
@@ -164,15 +165,20 @@ def variants(question: Question, shape: Mapping[str, Any]) -> Iterator[dict[str,
                 yield {**shape, **schedule, "zero": zero}
 
 
+def _check(config: RunConfig) -> None:
+    check_config(config, trains=False)
+    exchange_of(config)
+
+
 def evaluate(question: Question, config: RunConfig) -> Choice:
     """A layout's Choice, whether it fits or not. ValueError for one that cannot work."""
-    check_config(config, trains=False)
+    _check(config)
     return _choice(question, model_of(question, config), most_memory(question, config))
 
 
 def model_of(question: Question, config: RunConfig) -> StepModel:
     """The model of a layout's time."""
-    return StepModel(config, question.device, question.software, all_reduce=question.all_reduce)
+    return StepModel(config, question.device, question.software, exchange=question.exchange)
 
 
 def range_of(question: Question, config: RunConfig) -> tuple[float, float]:
@@ -206,7 +212,7 @@ def why_not(question: Question, config: RunConfig) -> str | None:
         node = question.device.gpus_per_node
         return f"some of the tp={config.parallel.tensor_parallel} ranks would not be in the same node of {node} GPUs"
     try:
-        check_config(config, trains=False)
+        _check(config)
     except ValueError as error:
         return str(error)
     need = most_memory(question, config).total

@@ -14,8 +14,8 @@ from operator import add
 from typing import Any, NamedTuple, TypeVar
 
 from tpformer.config import RunConfig, packed_layers, recomputed_layers
-from tpformer.distributed.algorithms import Link, all_reduce_seconds
-from tpformer.parallel import Action
+from tpformer.distributed.links import Link
+from tpformer.parallel import Action, Exchange, exchange_named
 
 from .bubbles import simulate
 from .costs import model_flops_utilization
@@ -90,6 +90,7 @@ class StepModel:
     """The times of a configuration on a device. train.dtype and vocab_size must be set.
 
     without: terms that are left out, which shows what they are worth; "bubble" leaves out the schedule.
+    exchange: whose all-reduce data parallelism takes, where the configuration names none for its replicas.
     """
 
     def __init__(
@@ -98,13 +99,14 @@ class StepModel:
         device: Device,
         software: Software = OURS,
         without: frozenset[str] = NOTHING,
-        all_reduce: str = "ring",
+        exchange: Exchange | None = None,
     ) -> None:
         self.config, self.model, self.layout = config, config.model, config.parallel
-        for key in ("compression", "parameter_server"):
-            if (value := getattr(self.layout, key)) != "none":
-                raise ValueError(f"parallel.{key}={value!r} has no model of its time: plan without it")
-        self.device, self.software, self.without, self.all_reduce = device, software, without, all_reduce
+        self.exchange, own = exchange or Exchange(), exchange_named(self.layout.exchange)
+        if own.changes_losses or own.takes_steps:
+            raise ValueError(f"parallel.exchange={self.layout.exchange!r} has no model of its time: plan without it")
+        self.own = self.exchange if self.layout.exchange == type(self.layout).exchange else own
+        self.device, self.software, self.without = device, software, without
         self.layer = LayerModel(config, device, software)
         self.m = config.n_microbatches
         self.ranges = stage_ranges(config.model, self.layout.pipeline_split, self.layout.n_stages)
@@ -114,7 +116,7 @@ class StepModel:
 
     def variant(self, config: RunConfig) -> StepModel:
         """The model of another schedule, ZeRO stage or offloading of the same shape, which shares what is equal."""
-        other = StepModel(config, self.device, self.software, self.without, self.all_reduce)
+        other = StepModel(config, self.device, self.software, self.without, self.exchange)
         other._shared = self._shared
         return other
 
@@ -329,9 +331,8 @@ class StepModel:
         inside = max(1, min(ranks, self.device.gpus_per_node // distance))
         while ranks % inside:
             inside -= 1
-        own = layout.all_reduce if replicas else "library"
-        algorithm = self.all_reduce if own == "library" else own
-        return all_reduce_seconds(algorithm, nbytes, inside, ranks // inside, self.fast, self.slow)
+        exchange = self.own if replicas else self.exchange
+        return exchange.seconds(nbytes, inside, ranks // inside, self.fast, self.slow)
 
     def data_parallel(self, rank: int) -> float:
         """Seconds of gathers and reductions of a rank that no computation hides."""

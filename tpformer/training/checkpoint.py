@@ -4,7 +4,7 @@ They are written while training goes on, and verified before they are loaded. A 
 DCP's files, trainer.json (the step and the trainer's own numbers) and manifest.json (size and SHA-256 of every file).
 It is written under a temporary name and renamed when complete, so an interrupted save leaves the previous ones whole.
 Tensors have the same global names on every part and rank: model.NAME, and optimizer.NAME.KEY for each key of a
-parameter's optimizer state. What compressed sums of gradients keep is each rank's own: sums.RANK.UNIT.KEY.
+parameter's optimizer state. What an exchange of gradients keeps is each rank's own: sums.NAME.
 """
 
 import json
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
 from tpformer.distributed.mesh import joining
+from tpformer.parallel import Exchange
 from tpformer.processes.files import file_sha256, naming
 from tpformer.words import listed
 
@@ -50,12 +51,12 @@ from .checkpoint_files import (
 from .checkpoint_metadata import METADATA, CheckpointError
 from .checkpoint_tensors import (
     check_pairs,
+    exchange_tensors,
     first_not_finite,
+    load_exchange,
     load_optimizer,
-    load_sums,
     model_tensors,
     optimizer_tensors,
-    sum_tensors,
 )
 
 T = TypeVar("T")
@@ -97,12 +98,13 @@ def load_checkpoint(
     path: Path,
     parts: Sequence[nn.Module],
     optimizers: Sequence[Optimizer] = (),
+    exchange: Exchange | None = None,
     *,
     group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Fill parts, and optimizers if given, in place from a checkpoint of any layout. Returns the checkpoint's `extra`.
+    """Fill parts, and optimizers and exchange if given, in place from a checkpoint. Returns the checkpoint's `extra`.
 
-    group: its ranks' parts together must be the whole model. None stands for this process alone.
+    group: its ranks' parts together must be the whole model, in any layout. None stands for this process alone.
     Communication: one all-gather of names and errors; each rank reads for itself.
     CheckpointError, on all ranks, for names or shapes that the model and the checkpoint do not share.
     """
@@ -121,7 +123,8 @@ def load_checkpoint(
             loaded |= {name.removeprefix(MODEL) for name in tensors}
             if optimizers:
                 load_optimizer(path, part, optimizers[index], states)
-                load_sums(path, part)
+        if exchange is not None:
+            load_exchange(path, exchange)
         return loaded, set(saved_tensors(path, MODEL)), read_note(path)[1]
 
     results = _on_every_rank(group, load)
@@ -189,6 +192,7 @@ class Checkpointer:
         parts: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         extra: Mapping[str, Any] | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         """Start saving. Training may go on at once. First waits for the save before; if that failed, it is reported.
 
@@ -196,6 +200,7 @@ class Checkpointer:
         parts: this rank's, with one optimizer each. Names are global: a parameter in several parts or on several ranks
         must be equal in all, and is written once. extra: numbers, strings, lists and dicts, equal on all ranks, such as
         the loss scale. The learning rate and the position in the data follow from the step, so they need no saving.
+        exchange: what it keeps is saved, too.
         Memory: one copy of this rank's parameters and optimizer state in host memory until the save is done.
         Errors: ValueError for an optimizer that is not its part's, or whose state holds what is no tensor; TypeError
         for an extra that JSON cannot hold; FloatingPointError, on all ranks and before anything is written, if a
@@ -206,7 +211,8 @@ class Checkpointer:
         note = json.dumps({"step": step, "extra": dict(extra or {})})
         tensors: dict[str, Tensor] = {}
         for part, optimizer in zip(parts, optimizers, strict=True):
-            tensors |= model_tensors(part) | optimizer_tensors(part, optimizer) | sum_tensors(part)
+            tensors |= model_tensors(part) | optimizer_tensors(part, optimizer)
+        tensors |= {} if exchange is None else exchange_tensors(exchange)
         if offenders := [each for each in _on_every_rank(self._group, lambda: first_not_finite(parts)) if each]:
             raise FloatingPointError(f"checkpoint of step {step} is not saved: {offenders[0]} is not finite")
         temporary = self.directory / f".saving-{step}"
@@ -320,7 +326,13 @@ class Checkpointer:
         if other := [rank for rank, digest in enumerate(found) if digest != found[0]]:
             raise CheckpointError(f"{path} of rank {other[0]} is another one than that of rank 0: they must share it")
 
-    def load(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
-        """Fill this rank's parts (and optimizers) from a step's checkpoint, as load_checkpoint; returns its `extra`."""
+    def load(
+        self,
+        step: int,
+        parts: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer] = (),
+        exchange: Exchange | None = None,
+    ) -> dict[str, Any]:
+        """Fill what this rank has from a step's checkpoint, as load_checkpoint; returns its `extra`."""
         self.settle()
-        return load_checkpoint(step_path(self.directory, step), parts, optimizers, group=self._group)
+        return load_checkpoint(step_path(self.directory, step), parts, optimizers, exchange, group=self._group)

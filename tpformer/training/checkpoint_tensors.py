@@ -1,6 +1,6 @@
 """The tensors of a checkpoint by their global names, and what is checked of them.
 
-Belongs here: what a model part, its optimizer and its compressed sums hold that has to be saved. Files are in
+Belongs here: what a model part, its optimizer and its exchange hold that has to be saved. Files are in
 checkpoint_files.py, saving and loading in checkpoint.py.
 """
 
@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tpformer.parallel import local_part, replica_sums
-from tpformer.parallel.compression import Compression
+from tpformer.parallel import Exchange, local_part
 from tpformer.torch_private import foreach_norm
 from tpformer.words import listed
 
@@ -100,37 +98,21 @@ def load_optimizer(path: Path, part: nn.Module, optimizer: Optimizer, saved: Map
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _compressions(part: nn.Module) -> dict[str, Compression]:
-    """What compresses the sums of each of FSDP2's units, by a name with this rank in it, and of how many: each rank
-    loses its own."""
-    found = {name: hook.compression for name, hook in replica_sums(part).items()}
-    place = f"{dist.get_rank()}-of-{dist.get_world_size()}" if found else ""
-    return {f"{place}.{type(each).__name__}.{name}.": each for name, each in found.items() if each is not None}
+def exchange_tensors(exchange: Exchange) -> dict[str, Tensor]:
+    """What this rank's exchange keeps for the next step, by global name."""
+    return {SUMS + name: value for name, value in exchange.state().items()}
 
 
-def sum_tensors(part: nn.Module) -> dict[str, Tensor]:
-    """What compressed sums keep for the next step, by global name; {} without compression."""
-    found = _compressions(part).items()
-    return {f"{SUMS}{name}{key}": value for name, each in found for key, value in each.state.items()}
-
-
-def load_sums(path: Path, part: nn.Module) -> None:
-    """Give compressed sums what the checkpoint has of them. One without compression has nothing, one of another
-    compression nothing that serves; what PowerSGD begins with is drawn again for another rank of its matrices.
-
-    CheckpointError if it is of another layout, whose ranks have lost other parts of the gradients.
-    """
+def load_exchange(path: Path, exchange: Exchange) -> None:
+    """Give an exchange what the checkpoint has of it. CheckpointError if that is of another layout."""
     saved = saved_tensors(path, SUMS)
-    for name, each in _compressions(part).items():
-        kind = type(each).__name__
-        own = {key.removeprefix(name): entry for key, entry in saved.items() if key.startswith(name)}
-        fits = {key: entry for key, entry in own.items() if tuple(entry.size) == each.shapes.get(key)}
-        lost = {key for key in own.keys() - fits.keys() if not key.startswith("right.")}
-        if lost or (not own and any(key.split(".")[1] == kind for key in saved)):
-            raise CheckpointError(
-                f"{path} holds what compression has left out of gradients, for the ranks of another layout: go on in "
-                f"the layout that saved it, or without compression (--parallel.compression none --run.changes "
-                f"parallel.compression)"
-            )
-        each.state = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in fits.items()}
-        read_tensors(path, {f"{SUMS}{name}{key}": value for key, value in each.state.items()})
+    try:
+        taken = exchange.load(
+            {
+                name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+                for name, entry in saved.items()
+            }
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{path} {error}") from None
+    read_tensors(path, {SUMS + name: value for name, value in taken.items()})

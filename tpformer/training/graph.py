@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from tpformer.config import RunConfig
+from tpformer.parallel import exchange_named
 from tpformer.parallel.zero import uses_fsdp
 
 from .model import ModelParts
 from .optimizer import LocalUpdate
-from .parameter_server import take_steps
 from .setup import default_dtype
-from .step import LossScaler, StepResult
+from .step import LossScaler, StepResult, take_steps
 
 WARM_UP = 2  # steps before a capture: kernels compile, optimizers make their state, workspaces grow
 
@@ -38,7 +38,7 @@ def why_no_graph(config: RunConfig, device: str) -> str | None:
     obstacles = {
         "there is no GPU": device != "cuda",
         "a pipeline's schedule is the host's": layout.pipeline_parallel > 1,
-        "a parameter server's exchange is the host's": layout.parameter_server != "none",
+        "the steps of parallel.exchange are the host's": exchange_named(layout.exchange).takes_steps,
         "FSDP2 gathers and frees parameters from the host": uses_fsdp(layout, default_dtype(config, device)),
         "with parallel.pack_activations the host asks whether values overflowed": layout.pack_activations,
         "with parallel.offload_activations the host owns memory of the step": layout.offload_activations,
@@ -73,8 +73,7 @@ def build_steps(
     optimizers: Sequence[LocalUpdate],
     report: Callable[[str], object] = print,
 ) -> Step:
-    """What takes the steps of a resolved run: train_step without its first two arguments, a parameter server's, or a
-    graph of the first. report: is told if a capture fails."""
+    """What takes the steps of a resolved run: take_steps', or a graph of them. report: is told if a capture fails."""
     steps = take_steps(model, optimizers)
     if why_no_graph(config, device) is not None:
         return steps

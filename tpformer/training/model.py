@@ -19,6 +19,7 @@ from tpformer.models import GPT
 from tpformer.ops import packing_report, unpacked_activations
 from tpformer.ops.cross_entropy import IGNORE_INDEX
 from tpformer.parallel import (
+    Exchange,
     Layout,
     MasterWeights,
     Pipeline,
@@ -28,7 +29,6 @@ from tpformer.parallel import (
     prepare_backward,
     reduce_partial_gradients,
     reshard,
-    settle_compression,
 )
 
 NO_TARGET = -1  # token 0 that is no target: what fills up a batch, and gives no loss
@@ -63,7 +63,7 @@ class ModelParts:
     parts: in the order of layout.stages_of(pipeline rank). Apply FSDP2 to them before. mesh: the run's; None for a
     single process without process groups. microbatch_size: samples in a forward of one data-parallel rank.
     n_microbatches: forwards in a step, until set_samples changes it. dtype: that of the activations. router_bias_rate:
-    how far a step moves a router's bias. timeout: that of the process groups made here.
+    how far a step moves a router's bias. timeout: that of the process groups made here. exchange: that of the parts.
     With a pipeline, constructing it is collective over the world.
     """
 
@@ -78,7 +78,9 @@ class ModelParts:
         dtype: torch.dtype = torch.float32,
         router_bias_rate: float = 0.0,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        exchange: Exchange | None = None,
     ) -> None:
+        self.exchange = exchange or Exchange()
         self.parts, self.layout, self.mesh = list(parts), layout, mesh
         self.config, self.microbatch_size, self.n_microbatches = parts[0].config, microbatch_size, n_microbatches
         self.groups = {axis: mesh.get_group(axis) for axis in AXES if mesh is not None and mesh[axis].size() > 1}
@@ -133,12 +135,8 @@ class ModelParts:
         return replica * self.layout.data_parallel_shard + shard
 
     def own_samples(self, first: int, global_batch_size: int) -> tuple[int, int]:
-        """(first, number) of this data-parallel rank's samples of a global batch that begins with sample `first`: all
-        of them with a stale parameter server, where ranks share them out as they go."""
-        if self.layout.parameter_server == "stale":
-            return first, global_batch_size
-        share = global_batch_size // self.layout.data_parallel
-        return first + self.data_rank * share, share
+        """(first, number) of this data-parallel rank's samples of a global batch that begins with sample `first`."""
+        return self.exchange.samples(first, global_batch_size, self.data_rank, self.layout.data_parallel)
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of all parts, in their order."""
@@ -171,7 +169,7 @@ class ModelParts:
         numbers = self._packing_numbers(loss.device)
         if repeated := bool(numbers[3]):
             self.drop_gradients()
-            settle_compression(self.parts, torch.ones(()))  # what it keeps of such gradients is not used
+            self.exchange.settle(torch.ones(()))  # what it keeps of such gradients is not used
             with unpacked_activations():
                 loss = self._gradients(batch, first_sample, loss_scale)
         self.packing = torch.cat([numbers[:3], torch.tensor([int(repeated)], device=numbers.device)])

@@ -40,12 +40,9 @@ _TABLE = {
     ("data", REFUSED): "weights mask train_contents valid_contents",
     ("parallel", CONTINUED): "tensor_parallel sequence_parallel transport transport_table pipeline_parallel "
     "pipeline_schedule pipeline_stages_per_rank pipeline_split data_parallel_replicate data_parallel_shard zero_stage "
-    "all_reduce cpu_offload recompute recompute_layers recompute_interval pack_activations "
+    "exchange cpu_offload recompute recompute_layers recompute_interval pack_activations "
     "pack_layers offload_activations",
-    (
-        "parallel",
-        REFUSED,
-    ): "parameter_server staleness arrivals reduce_dtype compression error_feedback compression_share compression_rank",
+    ("parallel", REFUSED): "reduce_dtype",
     (
         "optimizer",
         REFUSED,
@@ -57,10 +54,9 @@ _TABLE = {
     ("checkpoint", CONTINUED): "interval keep",
     ("log", CONTINUED): "interval norm_interval noise_interval tensorboard plot timeline_step profile_step wandb",
 }
-# What decides, with compressed or late gradients, whose errors are kept, or of which samples an update is.
-LAYOUT_KEYS = {f"parallel.{key}" for key in ("tensor_parallel", "pipeline_parallel", "pipeline_schedule")} | {
-    f"parallel.{key}" for key in ("data_parallel_replicate", "data_parallel_shard", "zero_stage")
-}
+# What decides the losses, too, with an exchange that changes them.
+_LAYOUT = "tensor_parallel pipeline_parallel pipeline_schedule data_parallel_replicate data_parallel_shard zero_stage"
+LAYOUT_KEYS = {"train.microbatch_size", "parallel.exchange", *(f"parallel.{key}" for key in _LAYOUT.split())}
 VERDICTS = {f"{section}.{key}": verdict for (section, verdict), keys in _TABLE.items() for key in keys.split()}
 
 
@@ -219,12 +215,18 @@ def _verdict(key: str, before: RunConfig, start: Start) -> str:
         return CONTINUED if getattr(before.data, CONTENTS[use]) or not getattr(before.data, use) else REFUSED
     if key == "data.valid_contents" and not (before.data.valid and start.config.data.valid):
         return CONTINUED  # no validation loss stands beside one of other data
-    changing = before.parallel.changes_the_run or start.config.parallel.changes_the_run
-    if changing and (key == "train.microbatch_size" or key in LAYOUT_KEYS):
+    if key in LAYOUT_KEYS and any(_changes_losses(each) for each in (before, start.config)):
         return REFUSED
     if key == "data.tokenizer":
         return REFUSED if _other_tokenizer(before, start) else CONTINUED
     return VERDICTS.get(key, REFUSED)
+
+
+def _changes_losses(config: RunConfig) -> bool:
+    """Whether its losses depend on how gradients of replicas become one, and with it on the layout."""
+    from tpformer.parallel import exchange_named
+
+    return exchange_named(config.parallel.exchange).changes_losses
 
 
 def _other_tokenizer(before: RunConfig, start: Start) -> str | None:

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpformer.config import RunConfig, check_packing
+from tpformer.config import RunConfig, check_config, check_packing
 from tpformer.distributed import build_mesh, initialize
 from tpformer.distributed.agreement import Decides
 from tpformer.distributed.mesh import DEFAULT_TIMEOUT, PROGRAM
@@ -17,7 +17,7 @@ from tpformer.layers import TensorParallel, keep
 from tpformer.layers.keep import KEEP_OPTIONS
 from tpformer.models import GPT
 from tpformer.ops import use_measured_table
-from tpformer.parallel import apply_zero, split_stages
+from tpformer.parallel import Exchange, apply_zero, exchange_of, split_stages
 from tpformer.parallel.zero import uses_fsdp
 from tpformer.processes.cpu import keep_freed_memory, share_cores
 from tpformer.words import dtype_name
@@ -25,6 +25,12 @@ from tpformer.words import dtype_name
 from .data import BlendedSamples, Samples, TokenSamples, dataset_paths
 from .model import ModelParts
 from .resolve import open_dataset
+
+
+def check_run(config: RunConfig, *, trains: bool = True) -> None:
+    """ValueError, with the remedy, for a run that cannot work: check_config's, and its exchange's."""
+    check_config(config, trains=trains)
+    exchange_of(config)
 
 
 def device_type(config: RunConfig) -> str:
@@ -95,9 +101,10 @@ def tensor_parallel(mesh: DeviceMesh, sequence_parallel: bool, transport: str) -
     return TensorParallel(mesh["tp"], sequence_parallel, transport) if mesh["tp"].size() > 1 else None
 
 
-def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
+def build_parts(config: RunConfig, mesh: DeviceMesh, exchange: Exchange | None = None) -> list[GPT]:
     """This rank's parts of a resolved configuration's model, sharded over the mesh, on the meta device.
 
+    exchange: how gradients of its replicas become one; unset: the configuration's.
     It also loads the configured table of measured transports. Without one, a table loaded before is forgotten.
     """
     use_measured_table(config.parallel.transport_table or None)
@@ -107,7 +114,7 @@ def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
     architecture = config.model.architecture
     ranges = split_stages(architecture.layer_costs(layout.pipeline_split), layout.n_stages)
     tp = tensor_parallel(mesh, layout.sequence_parallel, layout.transport)
-    parts = []
+    exchange, parts = exchange or exchange_of(config), []
     for stage in layout.stages_of(mesh["pp"].get_local_rank()):
         part = GPT(
             architecture,
@@ -121,18 +128,21 @@ def build_parts(config: RunConfig, mesh: DeviceMesh) -> list[GPT]:
             dtype=torch.float32 if compute.itemsize < 4 else compute,
         )
         keep(part, **{name: getattr(layout, name) for name in KEEP_OPTIONS})
-        if uses_fsdp(layout, compute):
-            apply_zero(part, part.layers.values(), mesh, layout, compute)
+        if uses_fsdp(layout, compute) and not exchange.takes_steps:
+            apply_zero(part, part.layers.values(), mesh, layout, compute, exchange)
         parts.append(part)
     return parts
 
 
-def build_model(config: RunConfig, mesh: DeviceMesh, *, initial: bool = True) -> ModelParts:
+def build_model(
+    config: RunConfig, mesh: DeviceMesh, *, initial: bool = True, exchange: Exchange | None = None
+) -> ModelParts:
     """This rank's parts of a resolved configuration's model, on its device. Collective.
 
-    initial: give them initial values. Without them every parameter has to be loaded.
+    initial: give them initial values. Without them every parameter has to be loaded. exchange: as for build_parts.
     """
-    parts = build_parts(config, mesh)
+    exchange = exchange or exchange_of(config)
+    parts = build_parts(config, mesh, exchange)
     for part in parts:
         part.to_empty(device="cpu" if config.parallel.cpu_offload else mesh.device_type)
         if initial:
@@ -146,6 +156,7 @@ def build_model(config: RunConfig, mesh: DeviceMesh, *, initial: bool = True) ->
         dtype=default_dtype(config),
         router_bias_rate=config.train.router_bias_rate,
         timeout=group_timeout(config),
+        exchange=exchange,
     )
 
 

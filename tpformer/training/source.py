@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpformer.config import GPTConfig, Layout, RunConfig, build_config, preset
-from tpformer.config.layout import REPLICA_SETTINGS
 from tpformer.weights.families import family_of
 from tpformer.weights.family import FREE, Family, meaning, read_json
 from tpformer.weights.folder import inside
@@ -216,7 +215,7 @@ def source_config(path: str | Path, overrides: Values | None = None) -> RunConfi
         "cpu_offload": False,
         "pack_activations": False,
         "pack_layers": "",
-        **{name: getattr(Layout, name) for name in REPLICA_SETTINGS},
+        "exchange": Layout.exchange,
     }
     alone["train"] = {"microbatch_size": None}
     return read_run_config(found.path, alone, overrides or {})

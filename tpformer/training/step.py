@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tpformer.ops.embedding import check_ids
-from tpformer.parallel import local_norms, settle_compression
+from tpformer.parallel import local_norms
 
 from .data import Samples, TokenSamples
 from .experts import settle_experts
@@ -110,13 +111,18 @@ def train_step(
     clip = clipping(norm, clip_norm)
     for optimizer in optimizers:
         optimizer.update(lr, skipped, clip / scale)
-    settle_compression(model.parts, skipped)
+    model.exchange.settle(skipped)
     loads = settle_experts(model, skipped)
     packing = None if model.packing is None else model.packing.to(norm.device)
     if scaler is not None:
         scaler.update(skipped)
     next_scale = None if scaler is None else scaler.scale.clone()
     return StepResult(loss, norm, skipped, local, measured, next_scale, loads, packing)
+
+
+def take_steps(model: ModelParts, optimizers: Sequence[LocalUpdate]) -> Callable[..., StepResult]:
+    """What takes a model's steps: train_step without its first two arguments, or what its exchange has in its place."""
+    return model.exchange.steps(partial(train_step, model, optimizers), model, optimizers)
 
 
 def why_skipped(model: ModelParts, batch: Tensor, result: StepResult) -> str | None:

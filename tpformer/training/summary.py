@@ -35,9 +35,8 @@ def summary(config: RunConfig, device: torch.device, step: int) -> str:
     if parallel.data_parallel > 1:
         replicas, shards = parallel.data_parallel_replicate, parallel.data_parallel_shard
         layout.append(f"data_parallel {replicas} x {shards}, ZeRO-{parallel.zero}")
-    for key in ("all_reduce", "compression", "parameter_server"):
-        if (value := getattr(parallel, key)) != getattr(Layout, key):
-            layout.append(f"{key} {value}")
+    if parallel.exchange != Layout.exchange:
+        layout.append(f"exchange {parallel.exchange}")
     if parallel.pack_activations:
         layout.append("activations packed")
     active = "" if model.n_experts is None else f" ({model.n_active_parameters / 1e6:.2f}M active)"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpformer.config import RunConfig, check_config
+from tpformer.config import RunConfig
 from tpformer.distributed import all_reduce, check_all, close, indexed
 from tpformer.distributed.mesh import AXES
 from tpformer.parallel import local_part
@@ -39,7 +39,7 @@ from .results import Launched, Tally
 from .run_directory import Start, check_run_directory, check_steps, read_start, write_run
 from .saves import ADVICE, PAUSE_SECONDS, NotSaved, RunLost, Saves
 from .schedules import batch_size, learning_rate, samples_before
-from .setup import build_model, default_dtype, device_type, group_timeout, join_ranks, open_data, run_mesh
+from .setup import build_model, check_run, default_dtype, device_type, group_timeout, join_ranks, open_data, run_mesh
 from .source import open_source
 from .step import LossScaler, evaluate, why_skipped
 from .summary import mfu, notices, summary
@@ -55,7 +55,7 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        check_config(config)
+        check_run(config)
         self.config = config = resolve(config)
         self.directory = Path(config.run.dir)
         device = device_type(config)
@@ -146,7 +146,7 @@ class Trainer:
             saves.check_damaged(self.checkpointer.directory)
             return 0
         self.watchdog.progress(step, "loading the checkpoint")
-        extra = self.checkpointer.load(step, self.model.parts, self.optimizers)
+        extra = self.checkpointer.load(step, self.model.parts, self.optimizers, self.model.exchange)
         self.tally.load_state_dict(extra)
         if self.scaler is not None and "scaler" in extra:
             self.scaler.load_state_dict(extra["scaler"])
@@ -164,7 +164,7 @@ class Trainer:
         extra = self.tally.state_dict()
         if self.scaler is not None:
             extra["scaler"] = self.scaler.state_dict()
-        self.checkpointer.save(self.step, self.model.parts, self.optimizers, extra)
+        self.checkpointer.save(self.step, self.model.parts, self.optimizers, extra, self.model.exchange)
 
     def validate(self) -> float:
         """Mean loss over the first validation_samples samples of every validation dataset, equal on all ranks."""

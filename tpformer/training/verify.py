@@ -27,7 +27,7 @@ from tpformer.distributed import close
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.distributed.mesh import AXES
 from tpformer.models import GPT
-from tpformer.parallel import Layout
+from tpformer.parallel import Layout, exchange_named
 
 from .deciding import decides
 from .model import ModelParts
@@ -83,14 +83,14 @@ def verify_config(config: RunConfig) -> RunConfig:
 
     If a training dataset does not exist, data.train becomes RANDOM. ValueError if the vocabulary is unknown then.
     With data.mask a random half of such tokens are targets. Activations are not packed, which only bfloat16 ones can
-    be, and which changes no bits. ValueError for compressed gradients, whose run is another.
+    be, and which changes no bits. ValueError for an exchange whose run is another.
     """
-    for key in ("compression", "parameter_server"):
-        if (value := getattr(config.parallel, key)) != "none":
-            raise ValueError(
-                f"parallel.{key}={value!r} changes the run on purpose, or how its steps are taken: verify the layout "
-                f"without it"
-            )
+    exchange = exchange_named(config.parallel.exchange)
+    if exchange.changes_losses or exchange.takes_steps:
+        raise ValueError(
+            f"parallel.exchange={config.parallel.exchange!r} changes the run on purpose, or how its steps are taken: "
+            f"verify the layout without it"
+        )
     train = dataclasses.replace(config.train, dtype="float64", device=config.train.device or "cpu")
     data = dataclasses.replace(config.data, valid=())
     parallel = dataclasses.replace(config.parallel, pack_activations=False, pack_layers="")

@@ -1,7 +1,7 @@
 """Training by a parameter server, to learn from: workers push gradients and pull parameters, at once or late.
 
-Belongs here: the steps of `parallel.parameter_server`, on CPU processes. Every data-parallel rank is a worker, and the
-server of a part of the parameters. In which order late gradients are taken is in tpformer/config/arrivals.py.
+Belongs here: the steps of both servers, on CPU processes. Every data-parallel rank is a worker, and the
+server of a part of the parameters. In which order late gradients are taken is in arrivals.py.
 """
 
 from __future__ import annotations
@@ -10,29 +10,23 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tpformer.config.arrivals import Arrivals
 from tpformer.distributed import all_reduce
 from tpformer.distributed.collectives import combine
-from tpformer.distributed.reductions import Members
 from tpformer.parallel import local_norms, scale_gradients
+from tpformer.training.model import ModelParts, summed_loss
+from tpformer.training.optimizer import LocalUpdate
+from tpformer.training.step import StepResult, clipping
 
-from .model import ModelParts, summed_loss
-from .optimizer import LocalUpdate
-from .step import StepResult, clipping, train_step
+from .arrivals import Arrivals
+from .reductions import Members
 
 PUSH, PULL, TICKET = range(1, 4)  # tags
 DONE, APPLY, SKIP = 0.0, 1.0, 2.0  # what a push begins with
-
-
-def take_steps(model: ModelParts, optimizers: Sequence[LocalUpdate]) -> Callable[..., StepResult]:
-    """What takes a step of a run: train_step, or a parameter server's."""
-    if model.layout.parameter_server == "none":
-        return partial(train_step, model, optimizers)
-    return ParameterServer(model, optimizers).step
 
 
 def owners_of(sizes: Sequence[int], servers: int) -> list[int]:
@@ -47,14 +41,15 @@ def owners_of(sizes: Sequence[int], servers: int) -> list[int]:
 class ParameterServer:
     """Takes the steps of a run on data-parallel ranks, each of which is a worker and the server of whole parameters.
 
-    "sync": each worker pushes its gradient of the global batch's loss, each server adds up in the order of workers,
-    updates, and gives parameters back: the step of synchronous data parallelism.
-    "stale": each microbatch's gradient, of the mean loss over its own targets, is an update by itself. A worker that
-    gets parameters goes on with the next microbatch that nobody has, so a slow one computes fewer. A step ends when all
-    microbatches have had their updates; then all ranks hold the same parameters again.
-    Memory: the optimizer's state of the own parameters; "stale" has a second copy of the model.
-    Communicates: for each update a push to and a pull from each other server, of its parameters; "stale" also 8 bytes
-    from rank 0 to each other server, and at the end of a step a message that a worker is done and all parameters once.
+    sync_server: each worker pushes its gradient of the global batch's loss, each server adds up in the order of
+    workers, updates, and gives parameters back: the step of synchronous data parallelism.
+    stale_server: each microbatch's gradient, of the mean loss over its own targets, is an update by itself. A worker
+    that gets parameters goes on with the next microbatch that nobody has, so a slow one computes fewer. A step ends
+    when all microbatches have had their updates; then all ranks hold the same parameters again.
+    Memory: the optimizer's state of the own parameters; stale_server has a second copy of the model.
+    Communicates: for each update a push to and a pull from each other server, of its parameters; stale_server also 8
+    bytes from rank 0 to each other server, and at the end of a step a message that a worker is done and all parameters
+    once.
     Errors: RuntimeError that names the rank, if one dies or does not answer within the group's timeout.
     """
 
@@ -63,15 +58,16 @@ class ParameterServer:
         self.dtype = next(self.part.parameters()).dtype
         if next(self.part.parameters()).is_cuda:
             raise ValueError(
-                "parallel.parameter_server works on CPU processes, to learn from, and this run has a GPU: set "
-                'train.device = "cpu"'
+                f"parallel.exchange={model.layout.exchange!r} works on CPU processes, to learn from, and this run has "
+                f'a GPU: set train.device = "cpu"'
             )
-        self.model, self.layout, self.group = model, model.layout, model.groups["dp_replicate"]
+        self.exchange: Any = model.exchange
+        self.model, self.group = model, model.groups["dp_replicate"]
         self.rank, self.ranks = self.group.rank(), self.group.size()
         self.others = [rank for rank in range(self.ranks) if rank != self.rank]
         self.members = Members("the parameter server's exchange", self.group, tuple(range(self.ranks)))
         self.owners = owners_of([parameter.numel() for parameter in model.parameters()], self.ranks)
-        self.worker = copy.deepcopy(self.part) if self.layout.parameter_server == "stale" else self.part
+        self.worker = copy.deepcopy(self.part) if self.exchange.changes_losses else self.part
         self.arrivals: Arrivals | None = None
         """Of the last step, if it was a stale one."""
 
@@ -98,17 +94,16 @@ class ParameterServer:
         scaler: None = None,
         watch: None = None,
     ) -> StepResult:
-        """Take a step, as train_step. batch: this rank's slice, but for "stale" the whole global batch.
+        """Take a step, as train_step. batch: this rank's slice, but for stale_server the whole global batch.
 
-        "stale": lr and clip_norm hold for each update; norm is the largest of them; an update whose gradient is not
-        finite changes nothing, and then `skipped` is 1, though others have changed parameters.
+        stale_server: lr and clip_norm hold for each update; norm is the largest of them; an update whose gradient is
+        not finite changes nothing, and then `skipped` is 1, though others have changed parameters.
         """
         for parameter, owner in zip(self.part.parameters(), self.owners, strict=True):
             if owner != self.rank:
                 self.optimizer.state.pop(parameter, None)  # a checkpoint gave all ranks all of it
-        if self.layout.parameter_server == "sync":
-            return self._sync(batch, first_sample, lr, clip_norm)
-        return self._stale(batch, first_sample, lr, clip_norm)
+        take = self._stale if self.exchange.changes_losses else self._sync
+        return take(batch, first_sample, lr, clip_norm)
 
     # all at once
 
@@ -153,7 +148,7 @@ class ParameterServer:
 
     def _stale(self, batch: Tensor, first_sample: int, lr: float, clip_norm: float) -> StepResult:
         size = self.model.microbatch_size
-        self.arrivals = Arrivals(self.ranks, len(batch) // size, self.layout.staleness, self.layout.given_arrivals)
+        self.arrivals = Arrivals(self.ranks, len(batch) // size, self.exchange.staleness, self.exchange.given)
         server = Server(self, self.arrivals, lr)
         parameters = list(self.worker.parameters())
         give(parameters, self.flat(list(self.part.parameters())))

@@ -18,8 +18,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from tpformer.distributed.collectives import record
+
 from .algorithms import HIERARCHICAL, levels
-from .collectives import record
 
 Message = tuple[int, Tensor]  # the other rank, by its place among the members, and what is sent, or written
 

@@ -12,6 +12,9 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from tpformer.distributed import links
+from tpformer.distributed.links import Link
+
 
 class Traffic(NamedTuple):
     """What one all-reduce sends."""
@@ -24,17 +27,6 @@ class Traffic(NamedTuple):
     """Values in all messages together."""
     busiest: float
     """Values that the rank with the most to send sends."""
-
-
-class Link(NamedTuple):
-    """A way between ranks: seconds of an empty message, and bytes/s of each rank's sends."""
-
-    latency: float
-    bandwidth: float
-
-    def seconds(self, steps: float, nbytes: float) -> float:
-        """Alpha-beta: steps * latency + bytes / bandwidth."""
-        return steps * self.latency + nbytes / self.bandwidth
 
 
 def driver(ranks: int, values: float) -> Traffic:
@@ -131,11 +123,7 @@ def all_reduce_seconds(algorithm: str, nbytes: float, inside: int, nodes: int, f
     if algorithm == HIERARCHICAL:
         here, across = ring(inside, nbytes), ring(nodes, nbytes / inside)
         return fast.seconds(here.steps, here.busiest) + slow.seconds(across.steps, across.busiest)
-    found = ALGORITHMS[algorithm](ranks, nbytes)
-    if nodes == 1:
-        return fast.seconds(found.steps, found.busiest)
     if algorithm == "ring":
-        bandwidth, hops = min(fast.bandwidth, inside * slow.bandwidth), found.steps * nodes / ranks
-        latency = hops * slow.latency + (found.steps - hops) * fast.latency
-        return latency + found.busiest / bandwidth
-    return slow.seconds(found.steps, found.busiest)
+        return links.all_reduce_seconds(nbytes, inside, nodes, fast, slow)
+    found = ALGORITHMS[algorithm](ranks, nbytes)
+    return (fast if nodes == 1 else slow).seconds(found.steps, found.busiest)

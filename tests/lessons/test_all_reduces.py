@@ -10,11 +10,9 @@ from small_runs import take_step as step_of
 from testing import assert_identical, assert_same, on_every_rank
 
 from tpformer.config import RunConfig
-from tpformer.config.layout import ALL_REDUCES
 from tpformer.distributed import record_collectives
-from tpformer.distributed.algorithms import ALGORITHMS
-from tpformer.distributed.reductions import RUNNABLE
-from tpformer.parallel.replicas import ranks_of_a_node
+from tpformer.lessons.algorithms import ALGORITHMS
+from tpformer.lessons.all_reduces import ranks_of_a_node
 from tpformer.training.checkpoint import Checkpointer
 from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import LocalUpdate
@@ -35,7 +33,7 @@ def take_step(model: ModelParts, optimizers: list[LocalUpdate], step: int) -> fl
 
 def save(directory, step: int, model: ModelParts, optimizers: list[LocalUpdate]) -> None:
     checkpointer = Checkpointer(directory)
-    checkpointer.save(step, model.parts, optimizers)
+    checkpointer.save(step, model.parts, optimizers, exchange=model.exchange)
     checkpointer.wait()
 
 
@@ -58,7 +56,7 @@ def losses_of_one_process(ranks) -> list[float]:
 @pytest.mark.parametrize(("algorithm", "zero"), [("ring", 1), ("butterfly", 3), ("driver", 2)])
 def test_replicas_send_what_the_algorithm_says_once_a_step(ranks, losses_of_one_process, algorithm, zero):
     """Two replicas of two shards, and two microbatches, after which all that the shards have is reduced."""
-    parallel = {"data_parallel_replicate": 2, "data_parallel_shard": 2, "zero_stage": zero, "all_reduce": algorithm}
+    parallel = {"data_parallel_replicate": 2, "data_parallel_shard": 2, "zero_stage": zero, "exchange": algorithm}
     config = config_of(**parallel)
     _, sent, held = zip(*ranks(4).run(train, config, 2), strict=True)
     cost = ALGORITHMS[algorithm](2, 4 * config.model.n_parameters / 2)
@@ -70,13 +68,12 @@ def test_replicas_send_what_the_algorithm_says_once_a_step(ranks, losses_of_one_
 
 @on_every_rank(4)
 def test_the_ranks_of_a_node() -> None:
-    assert ALL_REDUCES == ("library", *RUNNABLE)
     group = dist.new_group([0, 2, 3])
     if dist.get_rank() == 1:
         return
     for local, found in ((4, 3), (1, 1)):
         with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": str(local)}):
             assert ranks_of_a_node(group) == found
-    said = r"the ranks \[0, 2, 3\] are on the machines \[0, 1, 1\]: choose another all_reduce"
+    said = r"the ranks \[0, 2, 3\] are on the machines \[0, 1, 1\]: choose another exchange"
     with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": "2"}), pytest.raises(ValueError, match=said):
         ranks_of_a_node(group)

@@ -1,7 +1,7 @@
 """Sums of gradients over replicas in fewer bytes, with what was lost kept for the next step (error feedback).
 
 Belongs here: what is rounded, cut off or approximated before it is sent, and the exchange that goes with it.
-replicas.py calls it for one unit of FSDP2 at a time.
+compressed.py has FSDP2 call it for one unit at a time.
 
 In each of them all replicas end with the same bits, and the sum of all errors that are kept is the sum of the gradients
 less what was given out: nothing is lost, it comes later.
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpformer.config import Layout
 from tpformer.distributed import all_gather, all_reduce
 from tpformer.distributed.collectives import combine, record
 
@@ -231,21 +230,3 @@ class PowerSGD(Compression):
             return []
         total = all_reduce(torch.cat([part.reshape(-1) for part in parts]), self.group)
         return [each.view_as(part) for each, part in zip(total.split([p.numel() for p in parts]), parts, strict=True)]
-
-
-def compression_of(layout: Layout, group: ProcessGroup, shapes: Sequence[tuple[int, ...]]) -> Compression | None:
-    """What a layout asks for; None if gradients are sent as they are.
-
-    shapes: of the shards of a unit's parameters, in FSDP2's order.
-    """
-    common = group, layout.error_feedback
-    elements = sum(math.prod(shape) for shape in shapes)
-    if layout.compression == "bfloat16":
-        return BFloat16(*common, elements)
-    if layout.compression == "int8":
-        return Int8(*common, elements)
-    if layout.compression == "topk":
-        return TopK(*common, elements, layout.compression_share)
-    if layout.compression == "powersgd":
-        return PowerSGD(*common, layout.compression_rank, shapes)
-    return None

@@ -1,7 +1,7 @@
 """The order in which a stale parameter server takes the gradients of its workers.
 
 Belongs here: the order of updates, bounded staleness, and which microbatch a worker computes next. No tensors, no
-processes: tpformer/training/parameter_server.py asks it, and a given order is checked by it before a run starts.
+processes: parameter_server.py asks it, and servers.py has it check a given order before a run starts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Arrivals:
         if stale > self.bound:
             raise ValueError(
                 f"update {len(self.order)} is of worker {worker}, whose parameters are {stale} updates old, and "
-                f"parallel.staleness={self.bound}: raise it, or let the worker come earlier in parallel.arrivals"
+                f"staleness={self.bound}: raise it, or let the worker come earlier in arrivals"
             )
         self.order.append(worker)
         self.staleness.append(stale)

@@ -8,15 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from small_runs import build
-from test_replicas import config_of, save, take_step, train
+from test_all_reduces import config_of, save, take_step, train
 from testing import assert_identical, on_every_rank
 
-from tpformer.config import Layout, check_config
-from tpformer.config.layout import COMPRESSIONS
 from tpformer.distributed import record_collectives
-from tpformer.distributed.reductions import reduce_by
-from tpformer.parallel import replica_sums
-from tpformer.parallel.compression import BLOCK, Compression, compression_of
+from tpformer.lessons.compression import BLOCK, Compression
+from tpformer.lessons.reductions import reduce_by
+from tpformer.parallel import exchange_named, exchange_of
 from tpformer.training.checkpoint import CheckpointError, load_checkpoint
 from tpformer.training.checkpoint_files import step_path
 
@@ -27,10 +25,11 @@ SHARDED = {"data_parallel_replicate": 2, "data_parallel_shard": 2}
 PIPELINED = {"n_layers": 4, "data_parallel_replicate": 2, "pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble"}
 
 
-def made(kind: str, **options: object) -> Compression:
-    found = compression_of(Layout(compression=kind, **options), dist.group.WORLD, SHAPES)
-    assert found is not None
-    return found
+KINDS = ("bfloat16", "int8", "topk", "powersgd")
+
+
+def made(text: str) -> Compression:
+    return exchange_named(text).compression(dist.group.WORLD, SHAPES)
 
 
 def drawn(step: int, rank: int) -> torch.Tensor:
@@ -75,7 +74,7 @@ def bytes_of(kind: str, ranks: int) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("kind", COMPRESSIONS[1:])
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_lost_is_kept_unless_a_step_is_skipped_and_what_is_sent_is_counted(ranks, kind, size):
     """All that went in, less all that came out, is what all ranks keep, after every step."""
     found = ranks(size).run(sums, kind, 4)
@@ -109,28 +108,26 @@ def test_without_loss_it_is_the_sum_bit_for_bit() -> None:
         if kind == "int8":  # of one rank alone, whose largest magnitude in a block is 127
             x = x.mul(30).round().clamp(-127, 127) * (dist.get_rank() == 1)
             x[::BLOCK] = 127 * (dist.get_rank() == 1)
-        share = {"compression_share": 1.0} if kind == "topk" else {}
         expected = reduce_by("all_pairs", x.clone(), dist.group.WORLD)
-        compression = made(kind, error_feedback=False, **share)
+        compression = made(f"{kind} feedback=false" + " share=1.0" * (kind == "topk"))
         compression.add(x)
         compression.settle(GOES_ON)
         assert not any(name in compression.state for name in ("error", "second"))
         assert torch.equal(x, expected), kind
 
 
-@pytest.mark.parametrize(("kind", "parallel"), [("int8", SHARDED), ("topk", SHARDED), ("powersgd", PIPELINED)])
+@pytest.mark.parametrize(("kind", "parallel"), [("int8", SHARDED), ("topk", SHARDED), ("powersgd rank=1", PIPELINED)])
 @on_every_rank(4)
 def test_a_run_learns_and_goes_on_bit_for_bit(tmp_path, kind, parallel):
-    rank = {"compression_rank": 1} if kind == "powersgd" else {}
-    config = config_of(**parallel, compression=kind, **rank)
+    config = config_of(**parallel, exchange=kind)
     model, optimizers = build(config)
     first = take_step(model, optimizers, 1)
     save(tmp_path, 1, model, optimizers)
-    states = [hook.compression.state for part in model.parts for hook in replica_sums(part).values()]
+    states = [each.state for each in model.exchange.units.values()]
     assert states and all(state["error"].any() for state in states), "something is lost"
     assert take_step(model, optimizers, 2) < first
     again, its_optimizers = build(config)
-    load_checkpoint(step_path(tmp_path, 1), again.parts, its_optimizers, group=dist.group.WORLD)
+    load_checkpoint(step_path(tmp_path, 1), again.parts, its_optimizers, again.exchange, group=dist.group.WORLD)
     take_step(again, its_optimizers, 2)
     assert_identical(*([parameter.to_local() for parameter in each.parameters()] for each in (again, model)))
 
@@ -151,51 +148,61 @@ def test_powersgd_sees_what_comes_after_zeros() -> None:
 @on_every_rank(4)
 def test_errors_are_for_the_layout_that_saved_them(tmp_path):
     """PowerSGD of another rank draws its factors again; without compression errors are not needed."""
-    saved = {**SHARDED, "compression": "powersgd", "compression_rank": 1}
+    saved = {**SHARDED, "exchange": "powersgd rank=1"}
     model, optimizers = build(config_of(**saved))
     take_step(model, optimizers, 1)
     save(tmp_path, 1, model, optimizers)
-    for other, kept in ((saved, {"error", "right"}), ({**saved, "compression_rank": 2}, {"error"}), (SHARDED, set())):
+    for other, kept in (
+        (saved, {"error", "right"}),
+        ({**SHARDED, "exchange": "powersgd rank=2"}, {"error"}),
+        (SHARDED, set()),
+    ):
         model, optimizers = build(config_of(**other))
-        load_checkpoint(step_path(tmp_path, 1), model.parts, optimizers, group=dist.group.WORLD)
-        states = [hook.compression.state for hook in replica_sums(model.parts[0]).values() if hook.compression]
+        load_checkpoint(step_path(tmp_path, 1), model.parts, optimizers, model.exchange, group=dist.group.WORLD)
+        states = [each.state for each in getattr(model.exchange, "units", {}).values()]
         assert all(state["error"].any() for state in states)
         assert {key.partition(".")[0] for state in states for key in state} == kept
     model, optimizers = build(config_of(**saved | {"data_parallel_replicate": 4, "data_parallel_shard": 1}))
     words = "for the ranks of another layout: go on in the layout that saved it, or without compression"
     with pytest.raises(CheckpointError, match=words):
-        load_checkpoint(step_path(tmp_path, 1), model.parts, optimizers, group=dist.group.WORLD)
+        load_checkpoint(step_path(tmp_path, 1), model.parts, optimizers, model.exchange, group=dist.group.WORLD)
 
 
 @on_every_rank(4)
 def test_a_run_that_loses_nothing_is_the_run_without_compression() -> None:
-    lossless = {"compression": "topk", "compression_share": 1.0, "error_feedback": False}
-    runs = [train(config_of(data_parallel_replicate=4, **each), 2) for each in (lossless, {"all_reduce": "all_pairs"})]
+    both = ("topk share=1.0 feedback=false", "all_pairs")
+    runs = [train(config_of(data_parallel_replicate=4, exchange=each), 2) for each in both]
     assert_identical(*([losses, parameters] for losses, _, parameters in runs))
 
 
-@pytest.mark.parametrize(("parallel", "words"), [
-    ({"all_reduce": "ring", "data_parallel_replicate": 1}, "='ring' is about sums over replicas, of which .* one"),
-    ({"all_reduce": "star"}, "parallel.all_reduce='star': choose one of library, driver"),
-    ({"compression": "int8", "data_parallel_replicate": 1}, "compression='int8' is about sums over replicas"),
-    ({"compression": "int8", "all_reduce": "ring"}, "a compression has its own exchange, leave out one"),
-    ({"compression": "int8", "reduce_dtype": "bfloat16"}, "compressed from float32, leave reduce_dtype out"),
-    ({"compression_share": 0.5}, "compression_share=0.5 is of compression='topk', and it is 'none'"),
-    ({"compression": "topk", "compression_rank": 2}, "compression_rank=2 is of compression='powersgd'"),
+@pytest.mark.parametrize(("exchange", "parallel", "words"), [
+    ("ring", {"data_parallel_replicate": 1}, "='ring' is about sums over replicas, of which .* one"),
+    ("star", {}, "parallel.exchange='star': choose one of library, driver"),
+    ("gzip", {}, "parallel.exchange='gzip': choose one of library, .* bfloat16"),
+    ("", {}, "parallel.exchange='': choose one of library, driver"),
+    ("library twice", {}, "parallel.exchange='library twice': library has no options"),
+    ("int8", {"data_parallel_replicate": 1}, "exchange='int8' is about sums over replicas"),
+    ("int8", {"reduce_dtype": "bfloat16"}, "compressed from float32, leave reduce_dtype out"),
+    ("ring share=0.5", {}, "exchange='ring share=0.5': ring has no options: leave 'share=0.5' out"),
+    ("topk rank=2", {}, "exchange='topk rank=2': unknown option of topk 'rank': known: feedback, share"),
+    ("topk shar=2", {}, "exchange='topk shar=2': unknown option of topk 'shar': did you mean 'share'"),
+    ("topk share", {}, "exchange='topk share': 'share' is not one OPTION=VALUE more"),
+    ("topk share=0.5 share=1", {}, "'share=1' is not one OPTION=VALUE more"),
     # a shard has parameters that tensor-parallel ranks share, which would drift apart
-    ({"compression": "int8", "tensor_parallel": 2}, "their copies of norms and biases; choose bfloat16"),
-    ({"error_feedback": False}, "error_feedback=False without compression would do nothing"),
-    ({"compression": "gzip"}, "parallel.compression='gzip': choose one of none, bfloat16"),
-    ({"compression": "topk", "compression_share": 1.5}, "parallel.compression_share"),
+    ("int8", {"tensor_parallel": 2}, "their copies of norms and biases; choose bfloat16"),
+    ("int8 feedback=no", {}, "exchange='int8 feedback=no': feedback='no': write true or false"),
+    ("topk share=much", {}, "share='much': write a value such as 0.01"),
+    ("topk share=1.5", {}, r"share=1.5 must be in \(0, 1\]"),
+    ("powersgd rank=0", {}, "rank=0 must be at least 1"),
 ])  # fmt: skip
-def test_settings_that_contradict_each_other_are_refused(parallel, words):
+def test_settings_that_contradict_each_other_are_refused(exchange, parallel, words):
     with pytest.raises(ValueError, match=words):
-        config_of(**{"data_parallel_replicate": 2, **parallel})
+        exchange_of(config_of(**{"data_parallel_replicate": 2, **parallel}, exchange=exchange))
 
 
 @pytest.mark.parametrize(("section", "key", "value"), [("train", "dtype", "float16"), ("log", "noise_interval", 5)])
 def test_what_would_keep_wrong_errors_is_refused(section, key, value):
-    config = config_of(data_parallel_replicate=2, compression="int8")
+    config = config_of(data_parallel_replicate=2, exchange="int8")
     changed = dataclasses.replace(getattr(config, section), **{key: value})
-    with pytest.raises(ValueError, match="parallel.compression='int8' keeps"):
-        check_config(dataclasses.replace(config, **{section: changed}))
+    with pytest.raises(ValueError, match="parallel.exchange='int8' keeps"):
+        exchange_of(dataclasses.replace(config, **{section: changed}))

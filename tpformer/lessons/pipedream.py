@@ -2,7 +2,7 @@
 stages.
 
 Belongs here: the order of a pipeline without flush, the versions of weights that its stages hold, and training in that
-order. What is compared with it is in strategies.py.
+order. What is compared with it is in bench/data_parallel/strategies.py.
 
 A stage alternates between the forward of one minibatch and the backward of another, and updates its weights after each
 backward. So a minibatch meets other weights on its way back than on its way there, unless a stage keeps those of its
@@ -58,7 +58,8 @@ def schedule(replicas: Sequence[int], minibatches: int) -> list[Action]:
     workers = [(stage, worker) for stage in range(stages) for worker in range(replicas[stage])]
     running: dict[tuple[int, int], Action] = {}
     flying, last = dict.fromkeys(workers, 0), dict.fromkeys(workers, "B")
-    now, found = 0, []
+    now = 0
+    found: list[Action] = []
 
     def choose(stage: int, worker: int) -> Action | None:
         full = flying[stage, worker] >= in_flight(replicas, stage)
@@ -84,12 +85,12 @@ def schedule(replicas: Sequence[int], minibatches: int) -> list[Action]:
         for action in [each for each in running.values() if each.end == now]:
             finish(action)
         for place in workers:
-            if place not in running and (action := choose(*place)) is not None:
-                found.append(action)
-                running[place] = action
-                ready[action.kind][action.stage].remove(action.minibatch)
-                flying[place] += action.kind == "F"
-                last[place] = action.kind
+            if place not in running and (begun := choose(*place)) is not None:
+                found.append(begun)
+                running[place] = begun
+                ready[begun.kind][begun.stage].remove(begun.minibatch)
+                flying[place] += begun.kind == "F"
+                last[place] = begun.kind
         now = min((action.end for action in running.values()), default=now)
     return found
 

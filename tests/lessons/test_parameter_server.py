@@ -11,26 +11,24 @@ import pytest
 import torch
 from small_runs import build, run_config
 from testing import assert_identical, assert_same
-from tiny_runs import losses, values_with
 
-from tpformer.config import RunConfig, build_config
-from tpformer.config.arrivals import Arrivals
+from tpformer.config import RunConfig
 from tpformer.distributed import record_collectives
-from tpformer.distributed.algorithms import ALGORITHMS
 from tpformer.distributed.dtensor import full_tensor
-from tpformer.parallel import local_norms, scale_gradients
+from tpformer.lessons.algorithms import ALGORITHMS
+from tpformer.lessons.arrivals import Arrivals
+from tpformer.lessons.parameter_server import ParameterServer, owners_of
+from tpformer.parallel import exchange_named, local_norms, scale_gradients
 from tpformer.training.optimizer import build_optimizer
-from tpformer.training.parameter_server import ParameterServer, owners_of
 from tpformer.training.step import train_step
-from tpformer.training.trainer import Trainer
 from tpformer.training.verify import one_process
 
 MODEL = {"vocab_size": 128, "seq_length": 8, "n_layers": 2, "hidden_size": 16, "n_heads": 2, "dropout": 0.1}
 BATCH, BAD = 12, 5
 
 
-def config_of(server: str, ranks: int, optimizer: str = "adamw", **parallel: object) -> RunConfig:
-    layout = {"data_parallel_replicate": ranks, "parameter_server": server, **parallel}
+def config_of(exchange: str, ranks: int, optimizer: str = "adamw") -> RunConfig:
+    layout = {"data_parallel_replicate": ranks, "exchange": exchange}
     train = {"global_batch_size": BATCH, "microbatch_size": 1, "dtype": "float64"}
     return run_config(layout, MODEL, {"name": optimizer}, **train)
 
@@ -42,7 +40,7 @@ def rows_of(first: int, share: int) -> torch.Tensor:
 def train(config: RunConfig, steps: int, kind: type[ParameterServer] = ParameterServer) -> SimpleNamespace:
     """What a rank finds in the steps of a run. sent: bytes of each message of the last step."""
     model, optimizers = build(config)
-    server = kind(model, optimizers) if config.parallel.parameter_server != "none" else None
+    server = kind(model, optimizers) if model.exchange.takes_steps else None
     results, orders, staleness = [], [], []
     for step in range(1, steps + 1):
         first, share = model.own_samples(BATCH * (step - 1), BATCH)
@@ -50,7 +48,7 @@ def train(config: RunConfig, steps: int, kind: type[ParameterServer] = Parameter
         with record_collectives() as calls:
             batch = rows_of(first, share)
             results.append(server.step(batch, **options) if server else train_step(model, optimizers, batch, **options))
-        if config.parallel.parameter_server == "stale":
+        if model.exchange.changes_losses:
             orders.append(server.arrivals.order)
             staleness += server.arrivals.staleness
     return SimpleNamespace(
@@ -65,8 +63,8 @@ def train(config: RunConfig, steps: int, kind: type[ParameterServer] = Parameter
 
 def test_at_once_it_is_data_parallelism_and_sends_what_the_formula_says(ranks):
     """Each rank's part is not exactly a P-th, so the busiest sends a little more."""
-    config = config_of("sync", 3)
-    expected, found = ranks(3).run(train, config_of("none", 3), 3)[0], ranks(3).run(train, config, 3)
+    config = config_of("sync_server", 3)
+    expected, found = ranks(3).run(train, config_of("library", 3), 3)[0], ranks(3).run(train, config, 3)
     for mine in found:
         assert_same(mine.numbers, expected.numbers, "losses and norms")
         assert_same(mine.parameters, expected.parameters, "parameters")
@@ -80,13 +78,13 @@ def test_at_once_it_is_data_parallelism_and_sends_what_the_formula_says(ranks):
 
 def simulate(config: RunConfig, steps: int, orders: list[list[int]] | None = None, bad: int = -1) -> list[torch.Tensor]:
     """One process: each worker has parameters of its own, and the server's are updated in the given order. orders: of
-    each step, or None: by parallel.arrivals. bad: the sample whose gradient updates nothing."""
+    each step, or None: by the exchange's arrivals. bad: the sample whose gradient updates nothing."""
     model = one_process(config, "cpu")
     model.parts[0].init_weights()
     (part,), ranks = model.parts, config.parallel.data_parallel_replicate
     optimizer = build_optimizer(part, config.optimizer)
     for step in range(1, steps + 1):
-        arrivals = itertools.cycle(map(int, config.parallel.arrivals.split(",")))
+        arrivals = itertools.cycle(exchange_named(config.parallel.exchange).given)
         pattern = arrivals if orders is None else iter(orders[step - 1])
         copies, waiting = [copy.deepcopy(part) for _ in range(ranks)], list(range(ranks, BATCH))
         has = {rank: rank for rank in range(ranks)}
@@ -130,7 +128,7 @@ class SlowWorker(ParameterServer):
 @pytest.mark.parametrize(("bound", "its_share"), [(2, 4), (16, 1)])
 def test_a_slow_worker_delays_the_others_by_the_bound_alone(ranks, bound, its_share):
     """The others' updates go on while it computes, until one more would be too stale. At once it has a third."""
-    config = config_of("stale", 3, staleness=bound)
+    config = config_of(f"stale_server staleness={bound}", 3)
     found = ranks(3).run(train, config, 2, SlowWorker)
     orders, staleness = found[0].orders, found[0].staleness
     assert [order.count(2) for order in orders] == [its_share] * 2 and len(staleness) == 2 * BATCH
@@ -175,7 +173,7 @@ class Spoiled(ParameterServer):
 @pytest.mark.parametrize(("arrivals", "optimizer"), [("2,1,2,2,0", "sgd"), ("", "adamw")])
 def test_late_it_is_its_simulation_in_which_a_gradient_that_is_not_finite_changes_nothing(ranks, arrivals, optimizer):
     """In the order of arrivals, or in any other; there one gradient is no number, which is told."""
-    config = config_of("stale", 3, optimizer, arrivals=arrivals)
+    config = config_of(f"stale_server arrivals={arrivals}", 3, optimizer)
     for found in ranks(3).run(train, config, 2, ParameterServer if arrivals else Spoiled):
         assert found.skipped == [float(not arrivals), 0] and 3 < found.numbers[0][0] < 6
         expected = simulate(config, 2) if arrivals else simulate(config, 2, found.orders, BAD)
@@ -202,29 +200,7 @@ def train_beside_a_dying_worker(server: str) -> None:
 
 
 def test_a_worker_that_dies_is_named(commands, tmp_path):
-    heard = lost_ranks.heard(commands, tmp_path, train_beside_a_dying_worker, 3, ("sync", "stale"))
+    heard = lost_ranks.heard(commands, tmp_path, train_beside_a_dying_worker, 3, ("sync_server", "stale_server"))
     for said in heard.values():
         assert len(said) == 2 and any("the parameter server's exchange failed on rank" in each for each in said), said
         assert any(": rank 2 has died, or did not answer in time" in each for each in said), said
-
-
-def losses_of_runs(values: dict, servers: list[dict]) -> list[list[list[tuple]]]:
-    """For each server: the losses of a whole run of four steps, and of one that stops after two and is resumed."""
-    found = []
-    for number, server in enumerate(servers):
-        for name, ends in (("whole", [4]), ("parts", [2, 4])):
-            run = {"dir": f"{values['run']['dir']}-{name}-{number}", "resume": True}
-            for steps in ends:
-                Trainer(build_config(values, {"run": run, "parallel": server, "train": {"steps": steps}})).run()
-            found.append(losses(run["dir"]))
-    return list(zip(found[::2], found[1::2], strict=True))
-
-
-def test_a_run_that_is_resumed_is_one_that_was_not(ranks, done, tiny_values):
-    optimizer = {"schedule": "constant", "warmup_steps": 0, "lr": 3e-3}
-    values = values_with(tiny_values, data={"valid": []}, optimizer=optimizer, train={"microbatch_size": 1})
-    servers = [{"parameter_server": "sync"}, {"parameter_server": "stale", "arrivals": "0,1,1"}]
-    servers = [{"data_parallel_replicate": 2, **server} for server in servers]
-    for whole, parts in ranks(2).run(losses_of_runs, values, servers)[0]:
-        assert whole == parts and len(whole) == 4 and whole[-1][1] < whole[0][1]
-    done("generate", f"{tiny_values['run']['dir']}-whole-1", "--max-new-tokens", "3")  # in one process, without workers
