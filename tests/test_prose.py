@@ -77,7 +77,8 @@ def test_links_paths_and_targets_exist():
         text = path.read_text()
         for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
             assert (path.parent / link).exists(), f"{name(path)} links to {link}"
-        for mention in re.findall(rf"`((?:{roots})/[\w./-]*)`", text):
+        of_log = path.parent.name == "log"  # whose entries may name what is gone since
+        for mention in [] if of_log else re.findall(rf"`((?:{roots})/[\w./-]*)`", text):
             assert (ROOT / mention).exists(), f"{name(path)} mentions {mention}"
         for target in re.findall(r"`make ([\w-]+)`", text):
             assert target in targets, f"{name(path)} mentions make {target}"
