@@ -53,6 +53,12 @@ def dropped(sample_index: tuple[int, ...], of_another: bool) -> None:
     block(torch.zeros(2, 3, 24, dtype=torch.float64), dropout_key=key)
 
 
+def with_layer(layer: nn.Module) -> GPT:
+    model = GPT(CONFIG)
+    model.layers["0"] = layer
+    return model
+
+
 def balanced(x: torch.Tensor, positions: Positions | None = None) -> None:
     with layers.balance_losses():
         moe.make_moe("balance")(x, positions)
@@ -91,6 +97,8 @@ REFUSED: list[Refusal] = [
     (lambda: kept(GPT, CONFIG, pack_activations=True, pack_layers="7"), "'7' selects none of the 1 layers"),
     (lambda: kept(GPT, CONFIG, pack_layers="0"), "pack_activations is false"),
     (lambda: keep(torch.nn.Linear(2, 2)), "Linear contains no TransformerBlock: give a model that does"),
+    (lambda: keep(nn.Sequential(GPT(CONFIG)), recompute="mlp"), "Sequential has a GPT in it, at '0': give that one"),
+    (lambda: keep(with_layer(nn.Identity()), recompute="mlp"), "layer 0 is a Identity, which is no TransformerBlock: "),
     (lambda: kept(transformer_block, 8, 2, recompute="full", recompute_interval=2), "only a GPT runs its layers"),
     (lambda: kept(transformer_block, 8, 2, offload_activations=True), "ops.Offload around each"),
     (lambda: kept(transformer_block, 8, 2, recompute="mlp", recompute_layers="1"), "'1' selects none of the 1 layers"),

@@ -14,8 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tpformer.distributed import record_collectives
-from tpformer.layers import TensorParallel
-from tpformer.layers.children import others_hook
+from tpformer.layers import TensorParallel, keep
+from tpformer.layers.children import others_hook, unwrapped
+from tpformer.layers.keep import KeepLayers
+from tpformer.layers.keep_block import Keep
 from tpformer.models import GPT, GPTConfig
 from tpformer.planner.storages import Saved
 
@@ -150,3 +152,15 @@ def test_one_input_is_kept_for_each_region():
     # a region has consecutive layers alone: of "0,2,3" it is the last two
     selected = [saved_bytes(recompute_layers="0,2,3", recompute_interval=k) for k in (1, 2)]
     assert selected[0] - selected[1] == row_bytes
+
+
+def test_what_is_kept_is_said_through_wrappers_and_of_blocks_alone() -> None:
+    """What was said before is forgotten, and other people's layers keep their attributes."""
+    model = GPT(GPTConfig(**CONFIG))
+    keep(torch.compile(model, backend="eager"), **FULL, recompute_interval=2, offload_activations=True)
+    assert model.keep.regions == {str(i): i - i % 2 for i in range(LAYERS)} and model.keep.offload is not None
+    model.layers["1"], model.layers["2"] = torch.compile(model.layers["1"], backend="eager"), nn.Identity()
+    model.layers["2"].keep = "its own"
+    keep(model, recompute="mlp", recompute_layers="1")
+    assert model.keep == KeepLayers() and model.layers["2"].keep == "its own"
+    assert [unwrapped(model.layers[i]).keep for i in "01"] == [Keep(), Keep("mlp")]

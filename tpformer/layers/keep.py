@@ -74,8 +74,8 @@ def keep(
 ) -> Model:
     """Say what a model's TransformerBlocks keep for the backward; the model itself is returned.
 
-    model: a GPT or a part of one, a block, or any module that contains blocks. Call it before blocks are wrapped, by
-    FSDP2 for example. What was said before is forgotten.
+    model: a GPT or a part of one, a block, or any module that contains blocks, also within torch.compile's or FSDP2's
+    wrappers. What was said before is forgotten.
     recompute: what the backward of a layer computes again: "none", "mlp" or "full" (Keep). recompute_layers: which
     layers do so, in the notation of config.selected_layers; "" is all. Layers of a GPT have their numbers in the whole
     model, others are counted in the order of modules().
@@ -84,34 +84,52 @@ def keep(
     pack_activations, pack_layers: whether activations wait for the backward in packed form, and of which layers, in the
     same notation. Only in bfloat16.
     offload_activations: whether a GPT's activations wait for the backward in pinned host memory (ops.Offload).
-    Errors: ValueError, before anything is changed, for a model without a block, for layers that do not exist or are
-    chosen for nothing, and for regions or offload where no model runs the layers.
+    Errors: ValueError, before anything is changed, for a model without a block, for layers that do not exist, are no
+    blocks or are chosen for nothing, and for regions or offload where no model runs the layers.
     """
-    runs_layers = isinstance(getattr(model, "keep", None), KeepLayers)
-    kept = [each for each in model.modules() if isinstance(getattr(each, "keep", None), Keep)]
-    named: dict[int, nn.Module] = dict(enumerate(kept))
-    total: int = len(kept)
-    if runs_layers:
-        named = {int(name): layer for name, layer in model.layers.items()}
-        total = model.config.n_layers
-    elif not kept:
-        raise ValueError(f"{type(model).__name__} contains no TransformerBlock: give a model that does")
-    elif recompute_interval > 1 or offload_activations:
-        raise ValueError(
-            f"recompute_interval={recompute_interval}, offload_activations={offload_activations} of a "
-            f"{type(model).__name__}: only a GPT runs its layers itself; use ops.recompute around several layers, and "
-            f"ops.Offload around each"
-        )
+    runner = unwrapped(model)
+    runs_layers = isinstance(getattr(runner, "keep", None), KeepLayers)
+    named, total = _layers_of(runner) if runs_layers else _blocks_in(model, recompute_interval, offload_activations)
     check_choice("recompute", recompute, RECOMPUTE)
     recomputed = recomputed_layers(recompute, recompute_layers, recompute_interval, total)
     packed = packed_layers(pack_activations, pack_layers, total)
     found = regions(named, recomputed, recompute_interval) if recompute_interval > 1 else {}
-    for index, layer in named.items():
-        mode = recompute if index in recomputed and not found else "none"
-        layer.keep = Keep(mode, index in packed)
+    said = {i: Keep(recompute if i in recomputed and not found else "none", i in packed) for i in named}
+    others = {i: layer for i, layer in named.items() if not isinstance(getattr(layer, "keep", None), Keep)}
+    for index, layer in others.items():
+        if said[index] != Keep():
+            raise ValueError(
+                f"layer {index} is a {type(layer).__name__}, which is no TransformerBlock: leave it out of "
+                f"recompute_layers and pack_layers, or use ops.recompute in it"
+            )
+    for index in named.keys() - others.keys():
+        named[index].keep = said[index]
     if runs_layers:
-        model.keep = KeepLayers(found, ops.Offload if offload_activations else None)
+        runner.keep = KeepLayers(found, ops.Offload if offload_activations else None)
     return model
+
+
+def _layers_of(runner: Any) -> tuple[dict[int, Any], int]:
+    """(the layers of a GPT's part by their numbers, without what wraps them; the number of layers of the whole GPT)."""
+    layers = {int(name): unwrapped(layer) for name, layer in runner.layers.items()}
+    return layers, runner.config.n_layers
+
+
+def _blocks_in(model: nn.Module, interval: int, offload: bool) -> tuple[dict[int, Any], int]:
+    """(the blocks in a module that is no GPT, by their numbers; their number). ValueError if there is none, if they are
+    a GPT's, and for what takes somebody who runs them."""
+    for path, each in model.named_modules():
+        if isinstance(getattr(each, "keep", None), KeepLayers):
+            raise ValueError(f"{type(model).__name__} has a {type(each).__name__} in it, at {path!r}: give that one")
+    blocks = [each for each in model.modules() if isinstance(getattr(each, "keep", None), Keep)]
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} contains no TransformerBlock: give a model that does")
+    if interval > 1 or offload:
+        raise ValueError(
+            f"recompute_interval={interval}, offload_activations={offload} of a {type(model).__name__}: only a GPT "
+            f"runs its layers itself; use ops.recompute around several layers, and ops.Offload around each"
+        )
+    return dict(enumerate(blocks)), len(blocks)
 
 
 KEEP_OPTIONS = tuple(
