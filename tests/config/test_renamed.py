@@ -34,7 +34,9 @@ def test_a_run_of_an_earlier_version_has_its_exchange(used, exchange):
 
 @pytest.mark.parametrize(("values", "words"), [
     ({"compression_share": 0.5}, r'compression_share is one key now, .* write exchange = "NAME share=0.5" under'),
-    ({"compression": "int8", "all_reduce": "ring"}, 'all_reduce, compression are one key now, .* exchange = "NAME"'),
+    ({"compression": "int8", "all_reduce": "ring"}, 'compression are one key now, .* exchange = "ring or int8"'),
+    ({"all_reduce": "int8"}, "parallel.all_reduce='int8': choose one of library, driver, all_pairs"),
+    ({"compression": "ring"}, "parallel.compression='ring': choose one of none, bfloat16, int8"),
     ({"compression": "topk", "compression_rank": 2}, 'write exchange = "topk rank=2"'),
     ({"parameter_server": "stale", "exchange": "ring"}, 'write exchange = "stale_server"'),
     ({"error_feedback": False}, 'write exchange = "NAME feedback=false"'),

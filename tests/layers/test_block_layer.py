@@ -25,6 +25,7 @@ from tpformer.distributed.dtensor import full_tensor
 from tpformer.kernels.dropout.reference import dropout_apply
 from tpformer.kernels.philox.reference import philox_key
 from tpformer.layers import ColumnParallelLinear, Positions, RMSNorm, SelfAttention, TensorParallel, TransformerBlock
+from tpformer.layers.keep_block import Keep
 from tpformer.planner.storages import Saved
 
 BATCH, SEQ, HIDDEN, HEADS = 2, 6, 24, 6
@@ -344,3 +345,37 @@ def test_a_block_is_composed_of_parts() -> None:
     for wrong in (lambda: TransformerBlock(HIDDEN, HEADS), lambda: TransformerBlock(hidden_size=8, n_heads=2)):
         with pytest.raises(TypeError, match=r"takes its parts, .*transformer_block\(hidden_size, n_heads"):
             wrong()
+
+
+class OfSizes(TransformerBlock):
+    def __init__(self, hidden_size: int, heads: int) -> None:
+        norms = (RMSNorm(hidden_size) for _ in range(2))
+        super().__init__(SelfAttention(hidden_size, heads), layers.MLP(hidden_size), *norms)
+
+
+def test_subclasses_seeds_and_blocks_of_earlier_versions() -> None:
+    assert OfSizes(8, 2)(torch.ones(1, 3, 8)).shape == (1, 3, 8)
+    torch.manual_seed(0)  # parts draw in the order in which x meets them
+    parts = [layers.LayerNorm(8), SelfAttention(8, 2), layers.LayerNorm(8), layers.MLP(8)]
+    torch.manual_seed(0)
+    block = layers.transformer_block(8, 2)
+    own = [block.input_layernorm, block.self_attn, block.post_attention_layernorm, block.mlp]
+    assert_identical(*([p for part in each for p in part.parameters()] for each in (own, parts)))
+    with pytest.raises(AttributeError, match=r"recompute of a TransformerBlock is said by .*keep\(module, recompute="):
+        block.recompute = "full"
+    old = block.__getstate__()
+    del old["keep"]
+    block = TransformerBlock.__new__(TransformerBlock)
+    block.__setstate__(old | {"recompute": "mlp", "pack_activations": True})
+    assert block.keep == Keep("mlp", True)
+
+
+def test_a_compiled_block_keeps_what_is_said_later() -> None:
+    block, (x, _) = make_block("gelu-layernorm"), inputs()
+    run, found = torch.compile(block, backend="eager"), []
+    for mode in ("none", "full", "mlp", "none"):
+        layers.keep(run, recompute=mode)
+        with Saved(*block.parameters()).recording() as saved:
+            run(x.requires_grad_())
+        found.append(saved.total())
+    assert found[0] == found[3] > found[2] > found[1]

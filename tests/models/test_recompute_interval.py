@@ -164,3 +164,10 @@ def test_what_is_kept_is_said_through_wrappers_and_of_blocks_alone() -> None:
     keep(model, recompute="mlp", recompute_layers="1")
     assert model.keep == KeepLayers() and model.layers["2"].keep == "its own"
     assert [unwrapped(model.layers[i]).keep for i in "01"] == [Keep(), Keep("mlp")]
+    with pytest.raises(AttributeError, match=r"offload_activations of a GPT is said by .*keep\(module, off"):
+        model.offload = None
+    old = model.__getstate__()
+    del old["keep"]
+    model = GPT.__new__(GPT)  # of an earlier version
+    model.__setstate__(old | {"regions": {"0": 0, "1": 0}, "offload": None})
+    assert model.keep == KeepLayers({"0": 0, "1": 0})

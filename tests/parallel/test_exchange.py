@@ -1,6 +1,9 @@
 """The protocol of an Exchange: its default changes nothing, and one of a user's own is asked for all of it."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -8,12 +11,17 @@ import torch.distributed as dist
 from small_runs import run_config, take_step
 from testing import assert_identical, assert_same, on_every_rank
 
+from tpformer.config import RunConfig
 from tpformer.distributed import all_reduce
 from tpformer.distributed.links import Link
-from tpformer.parallel import Exchange, exchange_named
+from tpformer.models import GPT
+from tpformer.parallel import Exchange, Layout, exchange_named
+from tpformer.training import graph
 from tpformer.training.checkpoint import Checkpointer
+from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizers
 from tpformer.training.setup import build_model, run_mesh
+from tpformer.training.step import train_step
 
 MODEL = {"vocab_size": 128, "seq_length": 8, "hidden_size": 16, "n_heads": 2, "n_layers": 2}
 PARALLEL = {"data_parallel_replicate": 2, "data_parallel_shard": 2}
@@ -84,3 +92,30 @@ def test_the_default_does_nothing() -> None:
     assert found.seconds(8.0, 2, 2, fast, slow) == 3 * 2 + 3 + 12
     with pytest.raises(TypeError, match="Exchange leaves sums over replicas to FSDP2"):
         found.unit("layers.0", [], None)
+
+
+class Refusing(Exchange):
+    takes_steps = True
+
+    def check(self, layout: Layout, run: RunConfig | None = None) -> None:
+        raise ValueError(f"not with {layout.data_parallel} ranks, {run is not None}")
+
+
+def test_who_builds_a_model_asks_the_exchange_that_was_handed_in() -> None:
+    config = run_config({}, MODEL, global_batch_size=2, microbatch_size=1)
+    mesh: Any = None
+    with pytest.raises(ValueError, match="not with 1 ranks, True"):
+        build_model(config, mesh, exchange=Refusing())
+    parts, layout = [GPT(config.model.architecture, device="meta")], Layout(data_parallel_replicate=2, exchange="ring")
+    with pytest.raises(ValueError, match="exchange='ring': give the Exchange that the parts were built with"):
+        ModelParts(parts, layout, microbatch_size=1)
+    model: Any = SimpleNamespace(exchange=Refusing())
+    with mock.patch.multiple(graph, why_no_graph=lambda *_: None, StepGraph=mock.Mock(side_effect=AssertionError)):
+        assert graph.build_steps(config, "cuda", model, []).func is train_step
+
+
+@pytest.mark.parametrize("other, same", [
+    ("topk share=0.01", True), ("topk  share=0.01 feedback=true", True), ("topk share=0.02", False), ("int8", False),
+])  # fmt: skip
+def test_exchanges_are_compared_by_what_they_do(other: str, same: bool) -> None:
+    assert (exchange_named("topk") == exchange_named(other)) is same

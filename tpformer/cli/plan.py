@@ -65,7 +65,7 @@ class Plan:
     top: int = 10
     """How many layouts to show."""
     all_reduce: str = "library"
-    """How data-parallel reductions are priced: library, or a lesson of docs/data_parallel.md by its name."""
+    """How data-parallel reductions are priced: library, or an all-reduce of docs/data_parallel.md, such as ring."""
     explain: str | None = None
     """A layout: its items and memory, or why it cannot work and the nearest that does."""
     within: str | None = None

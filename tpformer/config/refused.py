@@ -57,7 +57,9 @@ def without_refused_options(arguments: Sequence[str]) -> list[str]:
     """The same of `--section.key VALUE` and `--section.key=VALUE` on a command line."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for key, (only, _) in REFUSED.items():
-        parser.add_argument(f"--{key}", f"--{key.replace('_', '-')}", dest=key, type=_value, default=only)
+        parser.add_argument(
+            f"--{key}", f"--{key.replace('_', '-')}", dest=key, type=_value, default=only, nargs="?", const=None
+        )
     found, kept = parser.parse_known_args(arguments)
     for key, value in vars(found).items():
         check_refused(key, value)

@@ -6,6 +6,8 @@ Belongs here: every key that a TOML file may still have, and no name that the re
 from collections.abc import Mapping
 from typing import Any
 
+from .checks import check_choice
+
 # until 2026-11-28 [parallel] had these keys, with these values where a run did not use them
 _DEFAULTS: dict[str, Any] = {
     "all_reduce": "library",
@@ -16,6 +18,11 @@ _DEFAULTS: dict[str, Any] = {
     "compression_rank": 4,
     "staleness": 16,
     "arrivals": "",
+}
+_VALUES = {
+    "all_reduce": "driver all_pairs ring tree butterfly halving_doubling hierarchical",
+    "compression": "bfloat16 int8 topk powersgd",
+    "parameter_server": "sync stale",
 }
 _OPTIONS = {
     "error_feedback": ("feedback", "bfloat16 int8 topk powersgd"),
@@ -36,9 +43,11 @@ def with_exchange(values: Mapping[str, Any]) -> Mapping[str, Any]:
     kept = {key: value for key, value in values.items() if key not in given}
     if not used:
         return kept
+    for key in _VALUES.keys() & used.keys():
+        check_choice(f"parallel.{key}", used[key], (_DEFAULTS[key], *_VALUES[key].split()))
     names = [str(used[key]) for key in ("all_reduce", "compression") if key in used]
     names += [f"{used['parameter_server']}_server"] if "parameter_server" in used else []
-    name = names[0] if len(names) == 1 else "NAME"
+    name = names[0] if len(names) == 1 else " or ".join(names) or "NAME"
     options = {key: _OPTIONS[key] for key in used if key in _OPTIONS}
     words = [f"{option}={str(used[key]).lower().replace(' ', '')}" for key, (option, _) in options.items()]
     text = " ".join([name, *words])

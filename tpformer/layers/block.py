@@ -12,7 +12,7 @@ from .attention import SelfAttention
 from .cache import LayerCache, require_cache
 from .children import call_rows, fusable, unwrapped, why_called
 from .dropout import DropoutKey
-from .keep_block import Keep
+from .keep_block import Keep, said_by_keep
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import MLP
 from .module import ParallelModule
@@ -32,8 +32,8 @@ class TransformerBlock(ParallelModule):
     Communication, per rank, B = tokens * hidden_size * itemsize: with sequence_parallel the forward has 2 all-gathers
              and 2 reduce-scatters of B, the backward the same and 2 more all-gathers, because column inputs are
              gathered again; otherwise forward and backward each have 2 all-reduces of B.
-    Memory:  20 bytes * tokens * hidden / t in 16 bits with GELU and ffn = 4 * hidden, and two statistics a row; less
-             as layers.keep says: it recomputes, packs or offloads.
+    Memory:  as layers.keep says, at first 20 bytes * tokens * hidden / t in 16 bits with MHA, GELU and
+             ffn = 4 * hidden, and statistics (Keep).
     Dropout: in training, if p > 0. With a `dropout_key` it is the same in every layout. Without one, on one rank only,
              it is drawn from torch's generator, as nn.Dropout's is.
     attention: a SelfAttention, as a rule; forward's `positions` and `key_padding_mask` are its. mlp: an MLP or a MoE.
@@ -45,11 +45,12 @@ class TransformerBlock(ParallelModule):
     Errors:  ValueError for parts on different ranks, and for dropout outside [0, 1).
     """
 
-    keep = Keep()  # what waits for the backward: layers.keep sets it
+    recompute, pack_activations = said_by_keep("recompute"), said_by_keep("pack_activations")
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """TypeError for sizes, of which transformer_block makes a block."""
-        if args[:1] and isinstance(args[0], int) or "hidden_size" in options:
+        sizes = args[:1] and isinstance(args[0], int) or "hidden_size" in options
+        if sizes and cls.__init__ is TransformerBlock.__init__:
             raise TypeError(
                 f"{cls.__name__} takes its parts, an attention, an MLP and two norms: "
                 f"tpformer.layers.transformer_block(hidden_size, n_heads, ...) makes one of sizes"
@@ -68,10 +69,18 @@ class TransformerBlock(ParallelModule):
         super().__init__(common_tp(attention, mlp, input_layernorm, post_attention_layernorm))
         check_range("model.dropout", dropout, "dropout")
         self.dropout = dropout
+        self.keep = Keep()  # what waits for the backward: layers.keep sets it
         self.input_layernorm: Any = input_layernorm
         self.self_attn: Any = attention
         self.post_attention_layernorm: Any = post_attention_layernorm
         self.mlp: Any = mlp
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Do what nn.Module does; a block that was saved before there was `keep` has its options as attributes."""
+        super().__setstate__(state)
+        recompute, packs = (self.__dict__.pop(name, None) for name in ("recompute", "pack_activations"))
+        if "keep" not in self.__dict__:
+            self.keep = Keep(recompute or "none", bool(packs))
 
     def forward(
         self,

@@ -53,6 +53,8 @@ def transformer_block(
     check_choice("norm", norm, NORMS)
     place: dict = {"tp": TensorParallel.of(tp), "device": device, "dtype": dtype}
     stds: dict = {"init_std": init_std, "output_init_std": output_init_std}
+    # the order in which parts without a seed of init_weights draw their values
+    input_layernorm = NORMS[norm](hidden_size, eps=norm_eps, **place)
     attention = SelfAttention(
         hidden_size,
         n_heads,
@@ -70,10 +72,10 @@ def transformer_block(
         **stds,
         **place,
     )
+    post_attention_layernorm = NORMS[norm](hidden_size, eps=norm_eps, **place)
     mlp: MLP | MoE
     if moe is None:
         mlp = MLP(hidden_size, ffn_hidden_size=ffn_hidden_size, activation=activation, bias=bias, **stds, **place)
     else:
         mlp = MoE(hidden_size, activation=activation, **stds, **place, **moe)
-    norms = (NORMS[norm](hidden_size, eps=norm_eps, **place) for _ in range(2))
-    return TransformerBlock(attention, mlp, *norms, dropout=dropout)
+    return TransformerBlock(attention, mlp, input_layernorm, post_attention_layernorm, dropout=dropout)

@@ -2,7 +2,8 @@
 
 Belongs here: `keep`, and what runs the layers of a model. A block holds a Keep (keep_block.py), which runs its forward;
 a model of many blocks holds a KeepLayers, which runs them. Each one's default keeps what operations save, as it is.
-Neither changes a bit of a result or of a gradient.
+Neither changes a bit of a result or of a gradient, but for how sums of packed norms are rounded on a GPU
+(docs/memory.md).
 """
 
 from __future__ import annotations

@@ -25,6 +25,15 @@ from .positions import Positions
 Sites = list[ops.Dropout | None]
 
 
+def said_by_keep(name: str) -> property:
+    """What stands where a module had this option: AttributeError, with what to write, if somebody sets it."""
+
+    def refuse(self: nn.Module, value: Any) -> None:
+        raise AttributeError(f"{name} of a {type(self).__name__} is said by tpformer.layers.keep(module, {name}=...)")
+
+    return property(fset=refuse)
+
+
 class Block(Protocol):
     """What a Keep asks of a block; TransformerBlock says what each means."""
 
@@ -50,7 +59,7 @@ class Keep:
     qk_norm the first two keep 4 more, for the queries and keys before their norms (in general
     2 (n_heads + n_kv_heads) head_dim / hidden), and one more statistic of each head.
     `python -m bench memory` counts these.
-    pack: what is kept of bfloat16 takes 0.755 as much, in every mode (ops/packing.py). The bits are the same.
+    pack: what is kept of bfloat16 takes 0.755 as much, in every mode (ops/packing.py). The values are the same.
     torch.compile leaves such a block alone. On a GPU see ops.packing_report.
     """
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from tpformer.config import Layout, check_known
@@ -26,7 +26,7 @@ class Lesson(Exchange):
     """The values that numbers among the options may have, as in config/ranges.py."""
 
     name: str
-    text: str
+    text: str = field(compare=False)
 
     @classmethod
     def of(cls, name: str, text: str, options: Sequence[str]) -> Self:

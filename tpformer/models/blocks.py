@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import nn
 
-from tpformer import ops
+from tpformer import layers, ops
 from tpformer.config import GPTConfig
-from tpformer.layers import RopeScaling, TransformerBlock, transformer_block
+from tpformer.layers import RopeScaling, TransformerBlock
 
 
 def transformer_blocks(config: GPTConfig, part: range, **options: Any) -> nn.ModuleDict:
@@ -21,7 +21,7 @@ def gpt_block(config: GPTConfig, layer: int = 0, *, balance: float = 0.0, **opti
     scaling = RopeScaling(
         config.rope_scaling_factor, config.rope_low_frequency, config.rope_high_frequency, config.rope_original_length
     )
-    return transformer_block(
+    return layers.transformer_block(
         config.hidden_size,
         config.n_heads,
         n_kv_heads=config.n_kv_heads,

@@ -27,6 +27,7 @@ from tpformer.layers.cache import require_cache
 from tpformer.layers.children import Features, call_column, call_rows, fusable, fusable_norm, keeps_forward
 from tpformer.layers.embedding import makes_loss
 from tpformer.layers.keep import KeepLayers
+from tpformer.layers.keep_block import said_by_keep
 from tpformer.layers.norm import NORMS
 from tpformer.ops.cross_entropy import IGNORE_INDEX
 from tpformer.ops.sequence import flat_rows
@@ -69,7 +70,8 @@ class GPT(ParallelModule):
     by then.
     """
 
-    keep = KeepLayers()  # how the layers run: layers.keep sets it
+    recompute, pack_activations = said_by_keep("recompute"), said_by_keep("pack_activations")
+    offload, regions = said_by_keep("offload_activations"), said_by_keep("recompute_interval")
 
     def __init__(
         self,
@@ -89,6 +91,7 @@ class GPT(ParallelModule):
             raise ValueError("GPTConfig.vocab_size is unset: give it, or let a run take it from its data")
         config.check_ranks(self.tp.size)
         self.config, self.seed = config, seed
+        self.keep = KeepLayers()  # how the layers run: layers.keep sets it
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
         self.balance = BalanceLoss(balance_loss, self.tp)
         part = range(config.n_layers) if part is None else part
@@ -114,6 +117,13 @@ class GPT(ParallelModule):
         if torch.device(device).type != "meta":
             self.to_empty(device=device)
             self.init_weights()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Do what nn.Module does; a model that was saved before there was `keep` has its options as attributes."""
+        super().__setstate__(state)
+        found, offload = (self.__dict__.pop(name, None) for name in ("regions", "offload"))
+        if "keep" not in self.__dict__:
+            self.keep = KeepLayers(found or {}, offload)
 
     def init_weights(self) -> None:
         """Fill the parameters from (seed, name, global index), the same values in every layout."""

@@ -78,7 +78,7 @@ def apply_zero(
     """
     exchange = exchange or exchange_named(layout.exchange)
     if exchange.takes_steps:
-        raise ValueError(f"parallel.exchange={layout.exchange!r} wants whole parameters on each rank: leave ZeRO out")
+        raise ValueError(f"a {type(exchange).__name__} wants whole parameters on each rank: leave ZeRO out")
     names = _unit_names(part, units := list(units))
     master = next((parameter.dtype for parameter in part.parameters()), compute_dtype)
     low = compute_dtype.itemsize < master.itemsize

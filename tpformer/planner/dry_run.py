@@ -148,7 +148,8 @@ class _Rank:
         self.mesh = run_mesh(config, "cpu")
         # dropout would need the values of sample indices, which fake tensors lack; it keeps and sends no bytes
         model = dataclasses.replace(config.model, dropout=0.0)
-        parts = build_parts(dataclasses.replace(config, parallel=layout, model=model), self.mesh)
+        exchange = exchange_named(layout.exchange)
+        parts = build_parts(dataclasses.replace(config, parallel=layout, model=model), self.mesh, exchange)
         if config.train.device == "cuda" and self.dtype.itemsize == 2:
             for module in (module for part in parts for module in part.modules()):
                 if isinstance(module, SelfAttention):
@@ -167,6 +168,7 @@ class _Rank:
             microbatch_size=config.microbatch_size,
             n_microbatches=config.n_microbatches,
             dtype=self.dtype,
+            exchange=exchange,
         )
         self.pipelined = layout.pipeline_parallel > 1
         splits = self.pipelined and layout.schedule.splits_backward

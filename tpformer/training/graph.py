@@ -75,7 +75,7 @@ def build_steps(
 ) -> Step:
     """What takes the steps of a resolved run: take_steps', or a graph of them. report: is told if a capture fails."""
     steps = take_steps(model, optimizers)
-    if why_no_graph(config, device) is not None:
+    if model.exchange.takes_steps or why_no_graph(config, device) is not None:
         return steps
     return StepGraph(steps, model, optimizers, strict=config.train.cuda_graph == "on", report=report)
 

@@ -80,6 +80,8 @@ class ModelParts:
         timeout: timedelta = DEFAULT_TIMEOUT,
         exchange: Exchange | None = None,
     ) -> None:
+        if exchange is None and layout.exchange != Layout.exchange:
+            raise ValueError(f"parallel.exchange={layout.exchange!r}: give the Exchange that the parts were built with")
         self.exchange = exchange or Exchange()
         self.parts, self.layout, self.mesh = list(parts), layout, mesh
         self.config, self.microbatch_size, self.n_microbatches = parts[0].config, microbatch_size, n_microbatches

@@ -194,7 +194,7 @@ def _changes(before: RunConfig, start: Start) -> dict[str, str]:
     for section, values in new.items():
         for key, value in values.items():
             name, was = f"{section}.{key}", old[section][key]
-            if was == value or VERDICTS.get(name) == REQUESTED:
+            if was == value or VERDICTS.get(name) == REQUESTED or (name == "parallel.exchange" and _same(was, value)):
                 continue
             if section == "data" and key in CONTENTS.values():
                 use = key.removesuffix("_contents")
@@ -227,6 +227,13 @@ def _changes_losses(config: RunConfig) -> bool:
     from tpformer.parallel import exchange_named
 
     return exchange_named(config.parallel.exchange).changes_losses
+
+
+def _same(was: str, now: str) -> bool:
+    """Whether two texts of parallel.exchange name the same exchange, with the same options."""
+    from tpformer.parallel import exchange_named
+
+    return exchange_named(was) == exchange_named(now)
 
 
 def _other_tokenizer(before: RunConfig, start: Start) -> str | None:

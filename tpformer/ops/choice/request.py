@@ -1,7 +1,7 @@
 """What a linear asks of a transport: its operation, its sizes, and the ranks that share it.
 
 Belongs here: what is known of a linear before it runs. choose.py answers a request; TensorParallel of the layers makes
-them, and `python -m bench gathered_experts`.
+them, and `python -m bench all_gather_grouped_matmul`.
 """
 
 from typing import NamedTuple

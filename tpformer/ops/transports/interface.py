@@ -5,7 +5,7 @@ Letters: M rows (tokens) in total, t ranks; K and N are those of this rank's GEM
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ def finish_rows(y: Tensor, finish: Finish) -> tuple[Tensor, Normed | None]:
 Kept: TypeAlias = Tensor | Packed  # what a forward has kept
 
 
-class Transport:
+class Transport(ABC):
     """Linears over one group, opened once by whoever builds a layer (TensorParallel.column_transport, row_transport).
 
     Grad mode is off; tensors have any strides, one dtype, and equal shapes on all ranks.
