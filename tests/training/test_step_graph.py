@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from graphs import recorded
+from kept import kept
 from tiny_runs import rows, values_with
 from torch import Tensor
 
@@ -33,7 +34,7 @@ class Run:
     """A model on one rank, and what takes its steps: train_step, or a graph of it."""
 
     def __init__(self, captures: bool, config=GPT2, dtype=torch.float32, optimizer="adamw", micro=2, **options) -> None:
-        part = GPT(config, dtype=torch.float32, **options)
+        part = kept(GPT, config, dtype=torch.float32, **options)
         part.init_weights()
         self.model = ModelParts([part], microbatch_size=micro, n_microbatches=4 // micro, dtype=dtype)
         momentum = {"momentum": 0.9} if optimizer == "sgd" else {}
