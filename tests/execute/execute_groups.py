@@ -14,7 +14,7 @@ import test_matmul_reduce_scatter_kernel as scatters
 import torch
 from execution import FEW, GATHER_ALONE, SCHEDULES, SHIPPED, TRIES, Try, communicate, executing, run_group, trying
 
-from checks import protocol as closed_forms
+from bench import protocol as closed_forms
 from checks.execute.schedule import Schedule
 from tpformer.kernels.all_gather_matmul import plan
 from tpformer.kernels.configurations import TILES
