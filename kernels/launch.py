@@ -20,10 +20,6 @@ DTYPES = {
     torch.float16: triton.language.float16,
     torch.float32: triton.language.float32,
 }
-ONLY_32 = (
-    "the kernels compute in float32: give bfloat16, float16 or float32, or call the reference of the same name, which "
-    "computes in float64, too"
-)
 
 
 class Tile(NamedTuple):
@@ -103,8 +99,16 @@ def require_matrices(*matrices: Tensor) -> None:
 def triton_dtype(dtype: torch.dtype) -> triton.language.dtype:
     """Triton's name of a dtype. Errors: ValueError for one that the kernels do not take."""
     if dtype not in DTYPES:
-        raise ValueError(f"an operand is {dtype}, and {ONLY_32}")
+        raise only_float32(dtype)
     return DTYPES[dtype]
+
+
+def only_float32(operand: object) -> ValueError:
+    """The error for an operand of another dtype, which it describes."""
+    return ValueError(
+        f"an operand is {operand}, and the kernels compute in float32: give bfloat16, float16 or float32, or call the "
+        f"reference of the same name, which computes in float64, too"
+    )
 
 
 def require_no_float64(values: Iterable[Any]) -> None:
@@ -113,7 +117,7 @@ def require_no_float64(values: Iterable[Any]) -> None:
         if isinstance(x, tuple):
             require_no_float64(x)
         elif isinstance(x, Tensor) and x.dtype == torch.float64 and x.dim():
-            raise ValueError(f"an operand is {tuple(x.shape)} {x.dtype}, and {ONLY_32}")
+            raise only_float32(f"{tuple(x.shape)} {x.dtype}")
 
 
 def operand(x: Tensor, block: tuple[int, int], tile: Tile) -> Any:
