@@ -135,11 +135,11 @@ def test_closed_forms_of_the_protocol_are_exact() -> None:
 
 @pytest.mark.parametrize("field, wrong", [("waits", 1), ("releases", 1), ("sent", 2), ("tiles", 1)])
 def test_a_wrong_closed_form_is_found(field: str, wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = closed_forms.tiled_exchange
+    right = closed_forms.tiled_traffic
 
     def off(*arguments):
         return (found := right(*arguments))._replace(**{field: getattr(found, field) + wrong})
 
-    monkeypatch.setattr(closed_forms, "tiled_exchange", off)
+    monkeypatch.setattr(closed_forms, "tiled_traffic", off)
     with pytest.raises(AssertionError, match="the closed form says"):
         closed_forms.gate()
