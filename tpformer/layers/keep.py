@@ -96,7 +96,7 @@ def keep(
     packed = packed_layers(pack_activations, pack_layers, total)
     found = regions(named, recomputed, recompute_interval) if recompute_interval > 1 else {}
     said = {i: Keep(recompute if i in recomputed and not found else "none", i in packed) for i in named}
-    others = {i: layer for i, layer in named.items() if not isinstance(getattr(layer, "keep", None), Keep)}
+    others = {i: layer for i, layer in named.items() if not isinstance(layer, TransformerBlock)}
     for index, layer in others.items():
         if said[index] != Keep():
             raise ValueError(
@@ -122,7 +122,7 @@ def _blocks_in(model: nn.Module, interval: int, offload: bool) -> tuple[dict[int
     for path, each in model.named_modules():
         if isinstance(getattr(each, "keep", None), KeepLayers):
             raise ValueError(f"{type(model).__name__} has a {type(each).__name__} in it, at {path!r}: give that one")
-    blocks = [each for each in model.modules() if isinstance(getattr(each, "keep", None), Keep)]
+    blocks = [each for each in model.modules() if isinstance(each, TransformerBlock)]
     if not blocks:
         raise ValueError(f"{type(model).__name__} contains no TransformerBlock: give a model that does")
     if interval > 1 or offload:
@@ -164,7 +164,7 @@ def _run_region(layers: list[nn.Module], x: Tensor, positions: Positions, dropou
     blocks = [layer for layer in layers if keeps_forward(layer, TransformerBlock)]
     hooked = any(others_hook(hooks) for layer in layers for hooks in (forward_pre_hooks(layer), forward_hooks(layer)))
     draws = hooked or len(blocks) < len(layers) or any(block.draws(dropout_key) for block in blocks)
-    skip_end = keeps_forward(layers[-1], TransformerBlock) and not others_hook(forward_hooks(layers[-1]))
+    skip_end = layers[-1] in blocks and not others_hook(forward_hooks(layers[-1]))
     first = unwrapped(layers[0])
     packs = isinstance(first, TransformerBlock) and first.keep.packs(x)
     with packing(x, layers) if packs else nullcontext():

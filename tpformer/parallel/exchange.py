@@ -72,8 +72,9 @@ def exchange_named(text: str) -> Exchange:
     return import_module("tpformer.lessons").lesson(text)
 
 
-def exchange_of(config: RunConfig) -> Exchange:
-    """A new Exchange for a run. ValueError, with the remedy, for an unknown one, or one that cannot serve the run."""
-    exchange = exchange_named(config.parallel.exchange)
+def exchange_of(config: RunConfig, exchange: Exchange | None = None) -> Exchange:
+    """The Exchange of a run: that given, or a new one of its name. ValueError, with the remedy, for an unknown one, or
+    one that cannot serve the run."""
+    exchange = exchange or exchange_named(config.parallel.exchange)
     exchange.check(config.parallel, config)
     return exchange

@@ -141,8 +141,7 @@ def build_model(
 
     initial: give them initial values. Without them every parameter has to be loaded. exchange: as for build_parts.
     """
-    exchange = exchange or exchange_of(config)
-    exchange.check(config.parallel, config)
+    exchange = exchange_of(config, exchange)
     parts = build_parts(config, mesh, exchange)
     for part in parts:
         part.to_empty(device="cpu" if config.parallel.cpu_offload else mesh.device_type)
