@@ -76,12 +76,16 @@ class Case(NamedTuple):
         layout, words = self.layout, []
         if layout.tensor_parallel > 1:
             words.append(f"TP{layout.tensor_parallel}" + ("" if layout.sequence_parallel else " without SP"))
+        if layout.context_parallel > 1:
+            words.append(f"CP{layout.context_parallel}")
         if layout.pipeline_parallel > 1:
             words.append(f"PP{layout.pipeline_parallel} {layout.pipeline_schedule}")
         if layout.data_parallel > 1:
             replicate, shard = layout.data_parallel_replicate, layout.data_parallel_shard
             hybrid = f"{replicate}x{shard}" if min(replicate, shard) > 1 else f"{replicate * shard}"
             words.append(f"DP{hybrid} ZeRO-{layout.zero}")
+        elif layout.context_parallel > 1 and layout.zero != 1:
+            words.append(f"ZeRO-{layout.zero}")
         words += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
         words += [layout.transport] if layout.transport != "auto" else []
         words += ["CPU offload"] if layout.cpu_offload else []
@@ -102,6 +106,7 @@ def case(
         "schedule": "pipeline_schedule",
         "replicate": "data_parallel_replicate",
         "shard": "data_parallel_shard",
+        "cp": "context_parallel",
         "zero": "zero_stage",
     }
     made = Layout(**{short.get(key, key): value for key, value in layout.items()})  # type: ignore[arg-type]

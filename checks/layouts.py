@@ -119,7 +119,8 @@ def setup(runs: Mapping[str, RunConfig]) -> Calls:
 
     def call(config: RunConfig) -> Trained:
         layout = config.parallel
-        degrees = (layout.pipeline_parallel, layout.data_parallel_replicate, layout.data_parallel_shard)
+        data = (layout.data_parallel_replicate, layout.data_parallel_shard, layout.context_parallel)
+        degrees = (layout.pipeline_parallel, *data)
         if degrees not in meshes:
             meshes[degrees] = run_mesh(config, "cpu")
         gc.collect()  # frees the model of the run before, which refers to itself

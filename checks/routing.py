@@ -22,8 +22,8 @@ Key = tuple[int, int, int]  # step, layer, global sample
 
 
 class Routed(NamedTuple):
-    """A sample's tokens in one layer and step. experts: (seq, K). gaps: (seq,), how near another choice was; on one
-    rank only, which has all scores."""
+    """A sample's tokens in one layer and step. experts: (seq, K), -1 for tokens of other context-parallel ranks. gaps:
+    (seq,), how near another choice was; on one rank only, which has all scores."""
 
     experts: np.ndarray
     gaps: np.ndarray | None
@@ -48,7 +48,7 @@ def recording(model: ModelParts, batch: int) -> Iterator[dict[Key, Routed]]:
         yield found
     for hook in hooks:
         hook.remove()
-    begun: _Forward | None = None
+    begun, context = None, model.parts[0].tp.shares_tokens
     left: list[int] = []
     for event in events:
         if isinstance(event, _Forward):
@@ -57,7 +57,7 @@ def recording(model: ModelParts, batch: int) -> Iterator[dict[Key, Routed]]:
             begun, left = event, list(event.layers)
             continue
         assert begun is not None
-        _add(found, begun, batch, left.pop(0), *event)
+        _add(found, begun, batch, left.pop(0), context, *event)
     if left:
         raise ValueError(f"layers {left} routed nothing in {begun}")
 
@@ -71,7 +71,13 @@ def _begin(events: list[Any]) -> Any:
 
 
 def _add(
-    found: dict[Key, Routed], begun: _Forward, batch: int, layer: int, router: ops.Router, decided: Decided
+    found: dict[Key, Routed],
+    begun: _Forward,
+    batch: int,
+    layer: int,
+    context: ops.Context | None,
+    router: ops.Router,
+    decided: Decided,
 ) -> None:
     assert decided.routing is not None
     experts = decided.routing.experts
@@ -80,12 +86,16 @@ def _add(
         chosen_by = decided.scores if router.bias is None else decided.scores + router.bias
         gaps = _gaps(chosen_by, experts, router.policy).numpy()
     length = len(experts) // len(begun.samples)
+    size, rank = (1, 0) if context is None else context[1:]
+    own = np.arange(length) if context is None else ops.own_tokens(length * size, size, rank).numpy()
     for place, sample in enumerate(begun.samples):
         tokens = slice(place * length, (place + 1) * length)
         key = (sample // batch + 1, layer, sample)
         if key in found:
             raise ValueError(f"step, layer and sample {key} were routed twice")
-        found[key] = Routed(experts[tokens].numpy().copy(), None if gaps is None else gaps[tokens].copy())
+        whole = np.full((length * size, experts.shape[1]), -1, np.int32)
+        whole[own] = experts[tokens].numpy()
+        found[key] = Routed(whole, None if gaps is None or size > 1 else gaps[tokens].copy())
 
 
 def _gaps(values: Tensor, experts: Tensor, policy: ops.Policy) -> Tensor:
@@ -109,9 +119,11 @@ def joined(ranks: Sequence[Mapping[Key, Routed]]) -> dict[Key, Routed]:
     whole: dict[Key, Routed] = {}
     for rank in ranks:
         for key, routed in rank.items():
-            if key in whole and not np.array_equal(whole[key].experts, routed.experts):
+            before = whole.setdefault(key, Routed(routed.experts.copy(), routed.gaps)).experts
+            both = (before >= 0) & (routed.experts >= 0)
+            if not np.array_equal(before[both], routed.experts[both]):
                 raise ValueError(f"ranks disagree on the experts of step, layer and sample {key}")
-            whole.setdefault(key, routed)
+            np.maximum(before, routed.experts, out=before)
     return whole
 
 

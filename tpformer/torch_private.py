@@ -138,6 +138,14 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     _set_pg_timeout(timeout, group)
 
 
+def view_of(mesh: DeviceMesh, axes: tuple[str, ...], sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """The ranks of several axes of a mesh, in order, laid out on axes of other sizes and names. Collective.
+
+    FSDP2 takes such a mesh beside tensor-parallel DTensors only if both come from one mesh. names: new ones.
+    """
+    return mesh[axes]._flatten("_".join(axes))._unflatten(0, sizes, names)
+
+
 def forget_meshes() -> None:
     """Empty DTensor's caches: call it when the process group has been destroyed and another one follows.
 
@@ -216,6 +224,50 @@ def methods_of_the_object() -> Iterator[Any]:
 def held_by(tensor: DTensor) -> Tensor:
     """The very tensor that a DTensor holds. to_local() makes another object of the same memory for a parameter."""
     return tensor._local_tensor
+
+
+def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(result, log-sum-exp (batch, heads, queries)) of (batch, heads, tokens, head_dim) on a CPU. The public function
+    gives no log-sum-exp. is_causal: query i sees the keys up to i; mask: what is added to scores, of q's dtype."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=mask)
+
+
+def flash_on_cpu_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of flash_on_cpu, whose result and log-sum-exp may be those over further keys, too."""
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask)
+
+
+def flash_varlen(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, most: int, most_keys: int, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """(result, log-sum-exp (heads, tokens)) of (tokens, heads, head_dim) on CUDA: sequences between boundaries, causal
+    from their ends. torch.nn.attention.varlen has it with aux_request, but its backward takes no other log-sum-exp."""
+    left, right = (-1 if window is None else window - 1), (-1 if window is None else 0)
+    options = {"return_debug_mask": False, "window_size_left": left, "window_size_right": right}
+    return torch.ops.aten._flash_attention_forward(q, k, v, queries, keys, most, most_keys, 0.0, True, **options)[:2]
+
+
+def flash_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    most: int,
+    most_keys: int,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of flash_varlen."""
+    left, right = (-1 if window is None else window - 1), (-1 if window is None else 0)
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)  # of no dropout
+    backward, options = torch.ops.aten._flash_attention_backward, {"window_size_left": left, "window_size_right": right}
+    return backward(dout, q, k, v, out, lse, queries, keys, most, most_keys, 0.0, True, *state, **options)
 
 
 unscale = torch._amp_foreach_non_finite_check_and_unscale_  # what GradScaler does to gradients

@@ -10,6 +10,7 @@ from pool import PROCESS_GROUP_TIMEOUT
 from testing import on_every_rank
 
 from tpformer.distributed import build_mesh, initialize
+from tpformer.distributed.mesh import AXES
 
 
 @on_every_rank(2)
@@ -18,7 +19,7 @@ def test_every_group_of_the_mesh_has_the_timeout() -> None:
     asked = timedelta(seconds=77)
     mesh = build_mesh("cpu", tensor_parallel=2, timeout=asked)
     assert mesh.get_group("tp") is dist.group.WORLD
-    wanted = {"pp": asked, "dp_replicate": asked, "dp_shard": asked, "tp": PROCESS_GROUP_TIMEOUT}
+    wanted = {**dict.fromkeys(AXES, asked), "tp": PROCESS_GROUP_TIMEOUT}
     groups = {name: mesh.get_group(name)._get_backend(torch.device("cpu")) for name in wanted}
     assert {name: group.options._timeout for name, group in groups.items()} == wanted
 
@@ -26,7 +27,8 @@ def test_every_group_of_the_mesh_has_the_timeout() -> None:
 @on_every_rank(2)
 def test_wrong_world_size_has_numbers_and_remedy() -> None:
     product = (
-        r"^pipeline_parallel 1 \* data_parallel_replicate 1 \* data_parallel_shard 1 \* tensor_parallel 3 = 3 ranks"
+        r"^pipeline_parallel 1 \* data_parallel_replicate 1 \* data_parallel_shard 1 \* context_parallel 1 "
+        r"\* tensor_parallel 3 = 3 ranks"
     )
     remedy = ", but the world has 2: start 3 processes or change one of the sizes$"
     for words, sizes in (

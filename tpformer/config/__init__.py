@@ -11,7 +11,7 @@ from .architecture import (
     check_rope_scaling,
     default_ffn_size,
 )
-from .checks import check_choice, check_known, check_packing, check_positive
+from .checks import check_choice, check_context_length, check_known, check_packing, check_positive
 from .experts import check_expert_ranks, check_router
 from .layout import RECOMPUTE, SCHEDULES, TRANSPORTS, Layout, packed_layers, recomputed_layers, selected_layers
 from .presets import PRESETS, preset, preset_config
@@ -53,6 +53,7 @@ __all__ = [
     "batch_sizes",
     "build_config",
     "check_choice",
+    "check_context_length",
     "check_packing",
     "check_config",
     "check_expert_ranks",

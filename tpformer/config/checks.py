@@ -29,6 +29,15 @@ def check_packing(dtype: str) -> None:
         )
 
 
+def check_context_length(seq_length: int, ranks: int, names: tuple[str, str] = ("seq_length", "ranks")) -> None:
+    """ValueError unless context-parallel ranks can share a sample's tokens. names: of the two in the message."""
+    if seq_length % (2 * ranks):
+        raise ValueError(
+            f"{names[0]}={seq_length} tokens cannot be shared by {names[1]}={ranks} context-parallel ranks: each has 2 "
+            f"of {2 * ranks} equal chunks, so make it a multiple of {2 * ranks}"
+        )
+
+
 def check_known(name: str, names: Iterable[str], kind: str, where: str = "") -> None:
     """ValueError, with the nearest of the names, unless the name is one of them. where: the message's beginning."""
     names = tuple(names)

@@ -75,9 +75,11 @@ class Layout:
     data_parallel_replicate: int = 1
     """Groups of ranks that hold the same shards and train on different samples."""
     data_parallel_shard: int = 1
-    """Ranks that train on different samples and share the states that zero_stage names."""
+    """Ranks that train on different samples and share, with context-parallel ones, the states of zero_stage."""
+    context_parallel: int = 1
+    """Ranks that share the tokens of each sample, for samples that are too long for one."""
     zero_stage: int | None = None
-    """0 shares nothing, 1 optimizer state, 2 also gradients, 3 also parameters. Unset: 1 if data_parallel_shard > 1."""
+    """0 shares nothing, 1 optimizer state, 2 also gradients, 3 also parameters. Unset: 1 if several ranks share."""
     reduce_dtype: str = "float32"
     """float32 or bfloat16: how 16-bit runs add up gradients over data-parallel ranks (ZeRO 0, 1: and microbatches)."""
     exchange: str = "library"
@@ -103,14 +105,30 @@ class Layout:
         return self.data_parallel_replicate * self.data_parallel_shard
 
     @property
+    def copies(self) -> int:
+        """Ranks that compute with the same parameters on other tokens."""
+        return self.data_parallel * self.context_parallel
+
+    @property
+    def replicas(self) -> int:
+        """Groups of these ranks with equal shards: all of them are, if nothing is shared."""
+        return self.copies if self.zero == 0 else self.data_parallel_replicate
+
+    @property
+    def shards(self) -> int:
+        """Ranks among which ZeRO divides states."""
+        return self.copies // self.replicas
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.pipeline_parallel * self.data_parallel * self.tensor_parallel
+        return self.pipeline_parallel * self.copies * self.tensor_parallel
 
     @property
     def zero(self) -> int:
         """The ZeRO stage in effect."""
-        return int(self.data_parallel_shard > 1) if self.zero_stage is None else self.zero_stage
+        sharing = self.data_parallel_shard * self.context_parallel
+        return int(sharing > 1) if self.zero_stage is None else self.zero_stage
 
     @property
     def schedule(self) -> ScheduleKind:
@@ -151,7 +169,7 @@ class Layout:
                 f"parallel.zero_stage=0 shares nothing, but parallel.data_parallel_shard={shard}: set "
                 f"data_parallel_replicate={replicate * shard} and data_parallel_shard=1, or zero_stage to 1, 2 or 3"
             )
-        if self.zero > 0 and shard == 1 and replicate > 1:
+        if self.zero > 0 and self.shards == 1 and replicate > 1:
             raise ValueError(
                 f"parallel.zero_stage={self.zero} shares over data_parallel_shard, which is 1: set "
                 f"data_parallel_shard={replicate} and data_parallel_replicate=1 (or a hybrid whose product is "

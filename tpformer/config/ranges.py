@@ -46,6 +46,7 @@ RANGES = {
     "parallel.pipeline_stages_per_rank": COUNT,
     "parallel.data_parallel_replicate": COUNT,
     "parallel.data_parallel_shard": COUNT,
+    "parallel.context_parallel": COUNT,
     "parallel.zero_stage": "[0, 3]",
     "parallel.recompute_interval": COUNT,
     "optimizer.lr": AMOUNT,

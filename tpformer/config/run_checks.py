@@ -4,7 +4,7 @@ Belongs here: ValueErrors, with the numbers and the remedy, about settings of se
 model and no layout. Those have their own checks, and ranges.py has the ranges of single numbers.
 """
 
-from .checks import check_choice, check_packing
+from .checks import check_choice, check_context_length, check_packing
 from .layout import packed_layers, recomputed_layers
 from .ranges import check_ranges
 from .run import OptimizerSection, RunConfig, TrainSection, batch_sizes
@@ -98,12 +98,16 @@ def _check_batch(config: RunConfig) -> None:
             f"which {data_parallel} data-parallel ranks cannot share in microbatches of {given}: make train.{name} a "
             f"multiple of {unit}"
         )
-    tokens = samples * config.model.seq_length
+    length, cp = config.model.seq_length, config.parallel.context_parallel
+    if cp > 1:
+        check_context_length(length, cp, ("model.seq_length", "parallel.context_parallel"))
+    tokens = samples * length // cp
     if config.parallel.sequence_parallel and tokens % tp:
+        shared = f" / {cp} context-parallel ranks" if cp > 1 else ""
         raise ValueError(
-            f"train.microbatch_size * model.seq_length = {samples} * {config.model.seq_length} = {tokens} tokens "
-            f"cannot be split over parallel.tensor_parallel={tp} ranks: make it a multiple of {tp}, or set "
-            f"parallel.sequence_parallel = false"
+            f"train.microbatch_size * model.seq_length{shared} = {samples} * {length}{f' / {cp}' * (cp > 1)} = "
+            f"{tokens} tokens cannot be split over parallel.tensor_parallel={tp} ranks: make it a multiple of {tp}, or "
+            f"set parallel.sequence_parallel = false"
         )
 
 

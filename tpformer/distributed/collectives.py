@@ -84,18 +84,36 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Te
         return x
     size = state.size
     check_divisible(x.shape[0] if x.dim() else None, size)
-    flat = x.detach().reshape(-1)
-    nbytes = flat.numel() * x.dtype.itemsize
-    record("reduce_scatter", nbytes)
-    shape = (x.shape[0] // size, *x.shape[1:])
-    if not (state.shared and x.is_cpu):
-        output = x.new_empty(shape)
-        reduce_scatter_single(output, flat.view(x.shape), group=group)
-        return output
-    slots = state.reduce.slots(group, "reduce_scatter", x, size)
-    reduced = reduce_own_part(slots, flat, state, "reduce_scatter", torch.add)
+    record("reduce_scatter", x.numel() * x.dtype.itemsize)
+    if state.shared and x.is_cpu:
+        return _scatter_shared(x, group, state, "reduce_scatter")
+    output = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    reduce_scatter_single(output, x.detach().contiguous(), group=group)
+    return output
+
+
+def scatter_sum(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """reduce_scatter whose sum runs in rank order, floating point in at least float32, on every device: deterministic.
+
+    Communicates: one all-to-all; each rank receives (ranks - 1) / ranks * x.nbytes, as in a reduce-scatter.
+    Errors: those of reduce_scatter.
+    """
+    if group is None or (state := collective_state(group)).size == 1:
+        return x
+    check_divisible(x.shape[0] if x.dim() else None, state.size)
+    record("all_to_all", x.numel() * x.dtype.itemsize)
+    if state.shared and x.is_cpu:
+        return _scatter_shared(x, group, state, "scatter_sum")
+    parts = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(parts, x.detach().contiguous(), group=group)
+    return combine(list(parts.chunk(state.size)), torch.add)
+
+
+def _scatter_shared(x: torch.Tensor, group: dist.ProcessGroup, state: CollectiveState, name: str) -> torch.Tensor:
+    slots = state.reduce.slots(group, name, x, state.size)
+    reduced = reduce_own_part(slots, x.detach().reshape(-1), state, name, torch.add)
     state.reduce.end()
-    return reduced.resize_(shape)
+    return reduced.resize_(x.shape[0] // state.size, *x.shape[1:])
 
 
 def check_divisible(rows: int | None, size: int) -> None:

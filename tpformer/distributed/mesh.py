@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpformer.launchers import REMEDY, STORE_VARIABLE, JoinError, adopt
-from tpformer.torch_private import set_group_timeout
+from tpformer.torch_private import set_group_timeout, view_of
 
 from .agreement import Decides, agree
-from .groups import REGISTRY
+from .groups import REGISTRY, close
 from .shared_memory import TIMEOUT_SECONDS
 
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # outer to inner: tp ranks are neighbours
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outer to inner: tp ranks are neighbours
 DEFAULT_TIMEOUT = timedelta(seconds=TIMEOUT_SECONDS)
 PROGRAM = Decides("a program of its own")
 LOOPBACK = ("lo", "lo0")  # its name on Linux and on macOS
@@ -130,17 +130,21 @@ def build_mesh(
     tensor_parallel: int,
     data_parallel_replicate: int = 1,
     data_parallel_shard: int = 1,
+    context_parallel: int = 1,
     pipeline_parallel: int = 1,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> DeviceMesh:
-    """The mesh with the axes ("pp", "dp_replicate", "dp_shard", "tp") over all ranks in order; sizes may be 1.
+    """The mesh with the axes ("pp", "dp_replicate", "dp_shard", "cp", "tp") over all ranks in order; sizes may be 1.
 
     Collective over the world: one process group for each axis and slice. Operations wait `timeout` for their peers,
     except that an axis as large as the world uses the world's group, which keeps its own timeout in torch.distributed.
     Raises RuntimeError before `initialize`, ValueError if a size is below 1 or the world size is not their product.
     """
-    sizes = (pipeline_parallel, data_parallel_replicate, data_parallel_shard, tensor_parallel)
-    names = ("pipeline_parallel", "data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
+    sizes = (pipeline_parallel, data_parallel_replicate, data_parallel_shard, context_parallel, tensor_parallel)
+    names = (
+        *("pipeline_parallel", "data_parallel_replicate", "data_parallel_shard"),
+        *("context_parallel", "tensor_parallel"),
+    )
     if not dist.is_initialized():
         raise RuntimeError("there is no process group yet: call tpformer.distributed.initialize(device_type) first")
     layout = " * ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
@@ -155,8 +159,44 @@ def build_mesh(
     REGISTRY.timeout = timeout.total_seconds()
     with joining():
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
-    for axis in AXES:
+    _set_timeouts(mesh, timeout)
+    return mesh
+
+
+def data_mesh(mesh: DeviceMesh, replicas: int, timeout: timedelta = DEFAULT_TIMEOUT) -> DeviceMesh:
+    """The axes ("replica", "shard") of the ranks that compute with the same parameters on other tokens: those of
+    dp_replicate, dp_shard and cp. Collective when a mesh is first asked for it, with its groups' `timeout`.
+
+    replicas: how many of them hold equal shards. Without context parallelism it is two axes of `mesh` itself.
+    """
+    axes = ("dp_replicate", "dp_shard", "cp")
+    if mesh["cp"].size() == 1:
+        return mesh[axes[:2]]
+    # beside the mesh, as another that is equal to it has other groups
+    views = _views(mesh)
+    if replicas not in views:
+        ranks = torch.Size([mesh[axis].size() for axis in axes]).numel()
+        with joining():
+            names = (f"replica_of_{replicas}", f"shard_of_{replicas}")
+            views[replicas] = view_of(mesh, axes, (replicas, ranks // replicas), names)
+        _set_timeouts(views[replicas], timeout)
+    return views[replicas]
+
+
+def close_mesh(mesh: DeviceMesh) -> None:
+    """Forget the groups of a mesh and of its views, and free their workspaces. Not collective."""
+    for each in (mesh, *_views(mesh).values()):
+        for axis in range(each.ndim):
+            close(each.get_group(axis))
+
+
+def _views(mesh: DeviceMesh) -> dict[int, DeviceMesh]:
+    return vars(mesh).setdefault("tpformer_views", {})
+
+
+def _set_timeouts(mesh: DeviceMesh, timeout: timedelta) -> None:
+    """New groups do not inherit the world's timeout."""
+    for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
         if group is not dist.group.WORLD and dist.get_backend(group) != "fake":
-            set_group_timeout(group, timeout)  # new groups do not inherit the world's
-    return mesh
+            set_group_timeout(group, timeout)

@@ -30,7 +30,9 @@ class SelfAttention(ParallelModule):
              order of samples and back. q_proj, k_proj, v_proj are Shard(0) by heads, o_proj is Shard(1).
              If t does not divide n_kv_heads, k_proj and v_proj are Replicate: each rank computes the key and value
              heads that its queries need, and their gradients are partial sums over the tp axis.
-    Communication, per rank: one ops.column_linear (one gather for q, k and v) and one ops.row_linear.
+             On context-parallel ranks `tokens` are the own ones (Positions.own_tokens), and `positions` is needed.
+    Communication, per rank: one ops.column_linear (one gather for q, k and v) and one ops.row_linear; that of
+             ops.context_attention on context-parallel ranks.
     is_causal=False: every token attends to all of its sample or document, as in BERT.
     head_dim: features of a head; unset, hidden_size / n_heads. q_proj is (n_heads * head_dim, hidden_size), o_proj the
              other way round.
@@ -73,6 +75,8 @@ class SelfAttention(ParallelModule):
         self.is_causal, self.sliding_window = is_causal, sliding_window
         self.rope_base, self.rope_interleaved, self.rope_scaling = rope_base, rope_interleaved, rope_scaling
         check_window(sliding_window, is_causal)
+        if not is_causal and self.tp.shares_tokens is not None:
+            raise ValueError(f"is_causal=False on {self.tp}: context parallelism is for causal attention, so leave it")
         if rope_base is not None and not rope_base > 0:
             raise ValueError(f"rope_base={rope_base}: its powers are wavelengths, so give a number above 0")
         if rope_scaling is not None:
@@ -183,7 +187,7 @@ class SelfAttention(ParallelModule):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, cache: LayerCache | None) -> Tensor:
         """Attention of q over k and v, or over those of the cache, to which k and v are added."""
         if cache is not None:
-            if not self.is_causal or self.tp.sharded:
+            if not self.is_causal or self.tp.sharded or positions.context is not None:
                 raise ValueError(
                     f"a cache needs causal attention without sequence_parallel, but is_causal={self.is_causal} on "
                     f"{self.tp}: build the layers with TensorParallel(mesh, sequence_parallel=False)"
@@ -192,6 +196,9 @@ class SelfAttention(ParallelModule):
             if positions.offset:  # samples that begin are seen as without a cache
                 first, mask = positions.visible(self.sliding_window, q.device)
                 return ops.cached_attention(q, *cache.seen(first), mask)
+        if (context := positions.context) is not None:
+            starts = positions.document_starts()
+            return ops.context_attention(q, k, v, starts, self.sliding_window, group=context.group)
         return ops.attention(q, k, v, positions.documents(q.device), self.is_causal, self.sliding_window)
 
     def _own_features(self) -> tuple[Features, Features]:

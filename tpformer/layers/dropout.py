@@ -62,10 +62,12 @@ class DropoutKey:
         device.
         Errors: ValueError on several ranks; it asks for `instead`.
         """
-        if model.tp.size > 1:
+        context = model.tp.shares_tokens
+        if model.tp.size > 1 or context is not None:
+            ranks = f"{model.tp.size} tensor-parallel" if context is None else f"{context.size} context-parallel"
             raise ValueError(
-                f"dropout={p} in training on {model.tp.size} tensor-parallel ranks needs {instead}: drawn from each "
-                f"rank's own generator, masks of the same values might differ"
+                f"dropout={p} in training on {ranks} ranks needs {instead}: drawn from each rank's own generator, "
+                f"masks of the same values might differ"
             )
         seed = int(torch.randint(2**62, (), device="cpu"))
         return cls(seed, 0, torch.arange(batch, device=x.device), model)
@@ -78,7 +80,8 @@ class DropoutKey:
         Errors: ValueError for a layer that is not in the model, and for a sample_index of another batch.
         """
         rows, hidden = x.shape
-        key = (rows, hidden, positions.seq_length, positions.sequence_shards, shard)
+        batch, length = positions.batch, positions.sample_length
+        key = (rows, hidden, length, positions.sequence_shards, shard)
         if key not in self._starts:
             if self.sample_index.shape != (positions.batch,):
                 raise ValueError(
@@ -87,9 +90,12 @@ class DropoutKey:
                 )
             with torch.inference_mode(False):  # a key may be kept, and then used in training
                 index = self.sample_index.to(x.device, torch.int64)
-                tokens = slice(0, positions.batch * positions.seq_length)
-                starts = positions.to_rows(ops.dropout_starts(index, positions.seq_length, hidden, tokens))
+                starts = ops.dropout_starts(index, length, hidden, slice(0, batch * length))
+                if positions.context is not None:
+                    own = positions.own_tokens(x.device)
+                    starts = starts.view(batch, length)[:, own].reshape(-1)
+                starts = positions.to_rows(starts)
                 self._starts[key] = starts[shard * rows : (shard + 1) * rows].clone()
         # starts count elements of samples of one length, so each length draws from a stream of its own
-        length, layer_name = positions.seq_length, module_name(self.model, layer)
+        layer_name = module_name(self.model, layer)
         return ops.Dropout(self._starts[key], philox_key(self.seed, self.step, length, layer_name, name), p)

@@ -168,7 +168,8 @@ class PositionEmbedding(ParallelModule):
                 f"tokens stand at positions up to {needed - 1}, but this PositionEmbedding has {len(weight)} of them: "
                 f"shorten the samples, or build it with seq_length={needed}"
             )
-        if positions.ids is None and not positions.offset and not self.tp.sharded and not beyond:
+        plain = positions.ids is None and positions.context is None and not positions.offset
+        if plain and not self.tp.sharded and not beyond:
             samples = x.reshape(positions.batch, positions.seq_length, x.shape[-1])
             return (samples + weight[: positions.seq_length]).view(x.shape)
         ids = positions.to_rows(positions.flat_ids(x.device))

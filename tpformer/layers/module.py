@@ -51,7 +51,8 @@ class ParallelModule(nn.Module):
     def __init__(self, tp: TensorParallel | DeviceMesh | None, *, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.tp = TensorParallel.of(tp, sequence_parallel=sequence_parallel)
-        _ = self.tp.sharded, self.tp.group  # cached now, because a compiler cannot enter cached_property's lock
+        # cached now, because a compiler cannot enter cached_property's lock
+        _ = self.tp.sharded, self.tp.group, self.tp.shares_tokens
         self.initial: dict[str, Initializer] = {}
         self.placements: dict[str, Any] = {}  # each parameter's placement on the tp axis
         self.shares_gather: tuple[str, ...] = ()  # names of its column-parallel layers that one gather serves
@@ -71,7 +72,7 @@ class ParallelModule(nn.Module):
             if not isinstance(part, ParallelModule) or part.tp is self.tp or (part is not child and part.tp.size == 1):
                 continue
             own, theirs = self.tp, part.tp
-            if (own.size, own.sharded) != (theirs.size, theirs.sharded) or (own.size > 1 and own.mesh != theirs.mesh):
+            if not own.agrees_with(theirs):
                 raise ValueError(
                     f"{name}: a {type(part).__name__} on {theirs} cannot be part of a {type(self).__name__} on {own}: "
                     f"build it with the same tp"

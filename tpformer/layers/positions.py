@@ -8,7 +8,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from tpformer.config import check_context_length
 from tpformer.kernels.rope.reference import RopeScaling, rope_table
+from tpformer.ops.context import Context, own_tokens
 
 from .tensor_parallel import TensorParallel
 
@@ -29,6 +31,8 @@ class Positions:
     tables: where RoPE's tables are kept. Positions that share one, such as the steps of a generation, make them once.
     sequence_shards: 1 if the rows of layers are the flattened tokens; t if each rank holds (batch, seq_length / t), so
     that rows gathered from all ranks are in the order (shard, batch, seq_length / t). Layers set it by the shape of x.
+    context: the ranks that share every sample's tokens, which `shared` sets. seq_length then counts the own tokens of a
+    sample, sample_length all of them; ids stay those of whole samples.
     Errors: ValueError for ids that do not count like that, have another shape or come with an offset; for padding
     between real tokens; for a negative batch, seq_length or offset. On a GPU the check waits for the device, once.
     """
@@ -68,13 +72,50 @@ class Positions:
         self.batch, self.seq_length, self.ids, self.offset = batch, seq_length, ids, offset
         self.reach = furthest + seq_length  # one more than the last position, without ids
         self.key_padding_mask, self.unread = key_padding_mask, unread
-        self._flat_ids: dict[torch.device, Tensor] = {}
+        self._flat_ids: dict[tuple, Tensor] = {}
         self._tables = {} if tables is None else tables
         self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._visible: dict[tuple, tuple[int, Tensor | None]] = {}
         self._documents: tuple[Tensor, int] | None = None
         self.sequence_shards = 1
         self._sharded: Positions | None = None
+        self.context: Context | None = None
+        self.sample_length = seq_length
+        self._shared: Positions | None = None
+        self._starts: list[list[int]] | None = None
+
+    def shared(self, context: Context | None) -> "Positions":
+        """The positions of this rank's tokens, of samples that context-parallel ranks share; made once for all layers.
+
+        Errors: ValueError for padding, for samples that continue longer texts, and for a length that 2 * ranks does not
+        divide.
+        """
+        if context is None or self.context is not None:
+            return self
+        if self._shared is None:
+            if self.key_padding_mask is not None or self.offset:
+                what = "a key_padding_mask" if self.key_padding_mask is not None else f"offset={self.offset}"
+                raise ValueError(
+                    f"{what} on {context.size} context-parallel ranks: give whole samples without padding, whose "
+                    f"documents position ids divide"
+                )
+            check_context_length(self.seq_length, context.size)
+            own = copy.copy(self)
+            own.context, own.seq_length = context, self.seq_length // context.size
+            self._shared = own
+        return self._shared
+
+    def own_tokens(self, device: torch.device | None = None) -> Tensor:
+        """(seq_length,) int64: which tokens of every sample are this rank's, in the order of its rows."""
+        if self.context is None:
+            return torch.arange(self.sample_length, device=device)
+        return own_tokens(self.sample_length, self.context.size, self.context.rank, device)
+
+    def document_starts(self) -> list[list[int]] | None:
+        """Where each whole sample's documents begin; None without ids. The host waits for a GPU's ids, once."""
+        if self.ids is not None and self._starts is None:
+            self._starts = [row.nonzero()[:, 0].tolist() for row in (self.ids == 0).cpu()]
+        return self._starts
 
     def sequence_sharded(self, shards: int) -> "Positions":
         """The same positions for rows that come in `shards` shards of each sample; made once for all layers."""
@@ -99,7 +140,8 @@ class Positions:
 
     def flat_ids(self, device: torch.device) -> Tensor:
         """(tokens,) int64 positions, one sample after another, in one storage for all layers."""
-        if device not in self._flat_ids:
+        key = (device, self.context is None)
+        if key not in self._flat_ids:
             with torch.inference_mode(False):  # the tensor is kept, and may be used in training; so below
                 if self.ids is not None:
                     flat = self.ids.reshape(-1).to(device)
@@ -108,8 +150,10 @@ class Positions:
                 else:
                     first = torch.tensor(self.offset, device=device)
                     flat = (first[:, None] + torch.arange(self.seq_length, device=device)).reshape(-1)
-            self._flat_ids[device] = flat
-        return self._flat_ids[device]
+                if self.context is not None:
+                    flat = flat.view(self.batch, self.sample_length)[:, self.own_tokens(device)].reshape(-1)
+            self._flat_ids[key] = flat
+        return self._flat_ids[key]
 
     def slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The index (sample, position) of each token in a cache, (batch, 1) and (batch, seq_length) int64."""
@@ -119,11 +163,12 @@ class Positions:
         return self._slots[device]
 
     def documents(self, device: torch.device) -> tuple[Tensor, int] | None:
-        """(boundaries (n + 1,) int32, length of the longest) of n documents; None without ids, or without tokens."""
+        """(boundaries (n + 1,) int32, length of the longest) of the n documents of whole samples; None without ids, or
+        without tokens."""
         if self.ids is None or not self.ids.numel():
             return None
         if self._documents is None:
-            ids = self.flat_ids(device)
+            ids = self.ids.reshape(-1).to(device)
             with torch.inference_mode(False):
                 starts = (ids == 0).nonzero()[:, 0]
                 end = torch.tensor([ids.numel()], device=device)
@@ -206,11 +251,19 @@ def positions_of(
     """The positions of x's tokens, in the order of its rows.
 
     Without `positions` they follow from the shape of x, which is (batch, seq, hidden), or (batch, seq / t, hidden) with
-    sequence parallelism, and from the key_padding_mask.
+    sequence parallelism, and from the key_padding_mask. On context-parallel ranks `positions` are those of whole
+    samples, or `shared` ones, and the result is `shared`.
     Errors: ValueError if x does not tell its batch and length, does not fit the positions, or comes with both positions
-    and key_padding_mask.
+    and key_padding_mask; on context-parallel ranks without positions.
     """
-    t, shape = tp.size if tp.sharded else 1, tuple(x.shape[:-1])
+    t, shape, context = tp.size if tp.sharded else 1, tuple(x.shape[:-1]), tp.shares_tokens
+    if context is not None:
+        if positions is None:
+            raise ValueError(
+                f"x of shape {tuple(x.shape)} on {context.size} context-parallel ranks does not tell whether it is a "
+                f"rank's tokens: pass positions=Positions(batch, seq_length) of whole samples"
+            )
+        positions = positions.shared(context)
     if positions is None:
         if x.ndim != 3:
             raise ValueError(
@@ -236,7 +289,8 @@ def positions_of(
             f"({batch}, {seq} / {t}, hidden), ({batch} / {t}, {seq}, hidden) or ({batch * seq} / {t}, hidden) to each "
             f"of {t} tensor-parallel ranks"
         )
+    of = "" if positions.context is None else f", the own part of {positions.sample_length} tokens"
     raise ValueError(
         f"x of shape {tuple(x.shape)} has {math.prod(shape)} rows that are not those of "
-        f"Positions(batch={batch}, seq_length={seq}): give {fitting}"
+        f"Positions(batch={batch}, seq_length={seq}){of}: give {fitting}"
     )

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpformer.config import TRANSPORTS, check_choice
 from tpformer.ops.autocast import autocast_dtype
 from tpformer.ops.choice import Grouped, Request, column_request, open_transport, row_request
+from tpformer.ops.context import Context
 from tpformer.ops.transports.interface import Transport
 from tpformer.ops.transports.sequential import LOCAL
 
@@ -28,26 +29,28 @@ class TensorParallel:
              by default, because a layer with it that is given all rows raises no error: its result is right, but its
              gradients are t times too large.
     transport: what carries the linears between the ranks (ops.choose_transport).
+    context: the ranks that share the tokens of every sample, a 1-D DeviceMesh, whatever `mesh` is. Each has the tokens
+             Positions.own_tokens of it; attention gathers keys and values over these ranks. Parameters are copies on
+             them, as on data-parallel ranks. None: one rank has whole samples.
     Errors:  ValueError for a mesh of several axes or an unknown transport, TypeError for another kind of mesh.
     """
 
     mesh: DeviceMesh | None = None
     sequence_parallel: bool = False
     transport: str = "auto"
+    context: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
         check_choice("transport", self.transport, TRANSPORTS)
-        if self.mesh is None:
-            return
-        if not isinstance(self.mesh, DeviceMesh):
-            raise TypeError(
-                f"tp={self.mesh!r}, a {type(self.mesh).__name__}: give a 1-D DeviceMesh, a TensorParallel or None"
-            )
-        if self.mesh.ndim != 1:
-            axes = ", ".join(map(str, self.mesh.mesh_dim_names or self.mesh.shape))
-            raise ValueError(
-                f"the mesh has {self.mesh.ndim} axes ({axes}) and layers lie on one: give that axis, as mesh['tp']"
-            )
+        for name, mesh, axis in (("tp", self.mesh, "tp"), ("context", self.context, "cp")):
+            if mesh is not None and not isinstance(mesh, DeviceMesh):
+                kinds = "a 1-D DeviceMesh, a TensorParallel or None" if name == "tp" else "a 1-D DeviceMesh or None"
+                raise TypeError(f"{name}={mesh!r}, a {type(mesh).__name__}: give {kinds}")
+            if mesh is not None and mesh.ndim != 1:
+                axes = ", ".join(map(str, mesh.mesh_dim_names or mesh.shape))
+                raise ValueError(
+                    f"the mesh has {mesh.ndim} axes ({axes}) and layers lie on one: give that axis, as mesh['{axis}']"
+                )
 
     @classmethod
     def of(cls, tp: TensorParallel | DeviceMesh | None, *, sequence_parallel: bool = False) -> TensorParallel:
@@ -75,9 +78,19 @@ class TensorParallel:
         return self.sequence_parallel and self.size > 1
 
     @cached_property
+    def shares_tokens(self) -> Context | None:
+        """The context-parallel ranks; None for one rank, which has whole samples."""
+        return None if self.context is None else Context.of(self.context.get_group())
+
+    @cached_property
     def with_all_rows(self) -> TensorParallel:
         """The same ranks and transport for layers whose rows are all on every rank: without sequence shards."""
-        return TensorParallel(self.mesh, False, self.transport) if self.sequence_parallel else self
+        return TensorParallel(self.mesh, False, self.transport, self.context) if self.sequence_parallel else self
+
+    def agrees_with(self, other: TensorParallel) -> bool:
+        """Whether layers on both can be parts of one module: of the same ranks, which divide rows in one way."""
+        ranks = (self.size, self.sharded) == (other.size, other.sharded) and (self.size == 1 or self.mesh == other.mesh)
+        return ranks and (self.shares_tokens is None and other.shares_tokens is None or self.context == other.context)
 
     @cached_property
     def _opened(self) -> dict[tuple, Transport]:
@@ -111,10 +124,13 @@ class TensorParallel:
         return kind(rows, k, n, dtype, device, self.group, self.sequence_parallel, self.transport, *more)
 
     def __str__(self) -> str:
-        return f"{self.size} tensor-parallel rank{'s' * (self.size > 1)}{' with sequence shards' * self.sharded}"
+        context = "" if self.shares_tokens is None else f" and {self.shares_tokens.size} context-parallel ranks"
+        return (
+            f"{self.size} tensor-parallel rank{'s' * (self.size > 1)}{' with sequence shards' * self.sharded}{context}"
+        )
 
     def __deepcopy__(self, memo: dict) -> TensorParallel:
         return self  # a copy of a layer lies on the same ranks
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return TensorParallel, (self.mesh, self.sequence_parallel, self.transport)
+        return TensorParallel, (self.mesh, self.sequence_parallel, self.transport, self.context)

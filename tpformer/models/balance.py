@@ -32,6 +32,12 @@ class _Attached(torch.autograd.Function):
         return dy, ctx.scale, None
 
 
+def over_context(total: Tensor, tp: TensorParallel) -> Tensor:
+    """The sum of a scalar over context-parallel ranks, whose backward gives each rank's part the same gradient."""
+    context = tp.shares_tokens
+    return total if context is None else ops.reduce_rows(total.view(1, 1), context.group, False).view(())
+
+
 class BalanceLoss:
     """The sum of the layers' balance losses, in training mode. coefficient 0: there are none.
 
@@ -59,10 +65,13 @@ class BalanceLoss:
     def _sum(self, losses: list[Tensor]) -> Tensor:
         """The sum over layers, and over the ranks that have tokens of their own; equal on all ranks.
 
-        Communication: with sequence shards one all-reduce of a scalar in the forward, none in the backward.
+        Communication: with sequence shards, and over context-parallel ranks, one all-reduce of a scalar in the forward,
+        none in the backward.
         """
         total = torch.stack(losses).sum()
-        return ops.reduce_rows(total.view(1, 1), self.tp.group, False).view(()) if self.tp.sharded else total
+        if self.tp.sharded:
+            total = ops.reduce_rows(total.view(1, 1), self.tp.group, False).view(())
+        return over_context(total, self.tp)
 
     def added(self, loss: Tensor, losses: list[Tensor], targets: Tensor, reduction: str) -> Tensor:
         """The loss with the balance losses: their sum times share, or with reduction "mean" that over the tokens."""

@@ -1,5 +1,6 @@
 """GPT: token embedding, transformer blocks and output head. One module serves every preset and layout."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
-from tpformer.config import GPTConfig
+from tpformer.config import GPTConfig, check_context_length
 from tpformer.layers import (
     DropoutKey,
     LMHead,
@@ -32,7 +33,7 @@ from tpformer.layers.norm import NORMS
 from tpformer.ops.cross_entropy import IGNORE_INDEX
 from tpformer.ops.sequence import flat_rows
 
-from .balance import BalanceLoss
+from .balance import BalanceLoss, over_context
 from .blocks import transformer_blocks
 from .cache import KVCache
 
@@ -144,19 +145,29 @@ class GPT(ParallelModule):
         ValueError in training mode.
         """
         batch, seq = ids.shape
-        if not (self.tp.sequence_parallel and batch * seq % self.tp.size):
+        multiple = self._multiple(batch)
+        if seq % multiple == 0:
             return ids, targets, position_ids
+        context = self.tp.shares_tokens
+        if context is not None and (self.training or targets is None):
+            check_context_length(seq, context.size)
         if self.training:
             raise ValueError(
                 f"batch * seq_length = {batch} * {seq} = {batch * seq} tokens cannot be split over "
                 f"tensor_parallel={self.tp.size} ranks: make it a multiple of {self.tp.size}"
             )
-        extra = -seq % self.tp.size
+        extra = -seq % multiple
         if position_ids is not None:
             position_ids = F.pad(position_ids, (0, extra), value=0)  # each one begins a document
         if targets is not None:
             targets = F.pad(targets, (0, extra), value=IGNORE_INDEX)
         return F.pad(ids, (0, extra)), targets, position_ids
+
+    def _multiple(self, batch: int) -> int:
+        """What must divide the tokens of a sample, so that ranks can share those of `batch` samples."""
+        context, t = self.tp.shares_tokens, self.tp.size if self.tp.sharded else 1
+        own = t // math.gcd(batch, t)
+        return own if context is None else math.lcm(2 * context.size, context.size * own)
 
     def forward(
         self,
@@ -185,7 +196,9 @@ class GPT(ParallelModule):
         Result: without targets logits (batch, seq, vocab_size); on t > 1 ranks each has its own columns (LMHead). With
         targets the loss, a scalar in promote_types(dtype, float32), equal on all tp ranks: the sum over the tokens
         whose target is not -100, or their mean with reduction="mean".
-        Communication: that of the layers.
+        On context-parallel ranks all arguments are of whole samples, equal on them, and so is the loss. Rows and logits
+        are those of the own tokens, (batch, seq / n, vocab_size) on n ranks, in the order of ops.own_tokens.
+        Communication: that of the layers, and with targets an all-reduce of a scalar over context-parallel ranks.
         Errors: ValueError for ids, targets or position_ids of another shape or dtype, for ids outside the vocabulary
         (on a CPU), and for more tokens than learned positions. In training also for tokens that cannot be divided among
         the tp ranks. With dropout in training also where only one of sample_index and step is given, or, on several
@@ -200,14 +213,15 @@ class GPT(ParallelModule):
             self._check_length(wanted)
             inputs, targets, position_ids = self._pad(inputs, targets, position_ids)
             batch, length = inputs.shape
-            positions = Positions(batch, length, position_ids, unread=length - wanted)
-            x = self._embed(inputs, positions, key)
+            positions = Positions(batch, length, position_ids, unread=length - wanted).shared(self.tp.shares_tokens)
+            x = self._embed(self._own(inputs, positions), positions, key)
         else:
             if sample_index is None:
                 raise ValueError("a part after the first needs sample_index, which has one entry for each sample")
-            tokens = len(inputs) * (self.tp.size if self.tp.sharded else 1)
-            wanted = tokens // len(sample_index)
-            positions = Positions(len(sample_index), wanted, position_ids)
+            context = self.tp.shares_tokens
+            ranks = (self.tp.size if self.tp.sharded else 1) * (1 if context is None else context.size)
+            wanted = len(inputs) * ranks // len(sample_index)
+            positions = Positions(len(sample_index), wanted, position_ids).shared(context)
             x = inputs
         with self.balance.collected() as balance:
             x = self.keep.run(self.layers, x, positions, key)
@@ -215,6 +229,10 @@ class GPT(ParallelModule):
             return self.balance.attached(x, balance)
         result = self._head(x, targets, positions, wanted, reduction)
         return result if targets is None else self.balance.added(result, balance, targets, reduction)
+
+    def _own(self, tokens: Tensor, positions: Positions) -> Tensor:
+        """This context-parallel rank's tokens of (batch, seq)."""
+        return tokens if positions.context is None else tokens[:, positions.own_tokens(tokens.device)]
 
     def _extend(self, ids: Tensor, cache: KVCache | None, lengths: Sequence[int] | None, *others: Any) -> Tensor:
         """Logits of further tokens of the cache's samples: of all, or with lengths of each row's last one."""
@@ -245,7 +263,7 @@ class GPT(ParallelModule):
             raise ValueError("lengths without a cache: give cache=KVCache(), or leave lengths out")
         if not (self.is_first and self.is_last):
             raise ValueError("a pipeline stage takes no cache: generate with tensor_parallel ranks and the whole model")
-        if self.tp.sharded:
+        if self.tp.sharded or self.tp.shares_tokens is not None:
             raise ValueError(
                 f"a cache on {self.tp}: build the model with tp=TensorParallel(mesh, sequence_parallel=False)"
             )
@@ -284,23 +302,29 @@ class GPT(ParallelModule):
 
     def _head(self, x: Tensor, targets: Tensor | None, positions: Positions, seq: int, reduction: str) -> Tensor:
         """Logits or loss. If the head was replaced, wrapped or hooked, the loss is computed from its logits."""
-        head, vocab = self.lm_head, self.vocab
-        own: dict[str, Any] = {}
+        head, vocab, own = self.lm_head, self.vocab, dict[str, Any]()
         if fusable_norm(self.norm) and fusable(LMHead, head):
             own["norm"] = self.norm.prologue()
         else:
             x = call_rows(self.norm, x, self.tp)
-        terms: dict[str, Any] = {"reduction": reduction}
+        shared = positions.context is not None
+        terms: dict[str, Any] = {"reduction": "sum" if shared else reduction}
         if self.training:
             terms |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
+        wanted = None if targets is None else self._own(targets, positions).reshape(-1)
         with self._tied() as tied:
-            if targets is not None and makes_loss(head):
-                return head(x, targets=targets.reshape(-1), **own, **tied, **terms)
-            entries = Features(slice(vocab.first, vocab.first + vocab.valid), vocab.entries)
-            logits = call_column(head, x, self.tp, entries, **own, **tied)
-        if targets is None:
-            return logits.unflatten(0, (positions.batch, positions.seq_length))[:, :seq]
-        return ops.vocab_parallel_cross_entropy(logits, targets.reshape(-1), vocab, group=self.tp.group, **terms)
+            if wanted is not None and makes_loss(head):
+                loss = head(x, targets=wanted, **own, **tied, **terms)
+            else:
+                entries = Features(slice(vocab.first, vocab.first + vocab.valid), vocab.entries)
+                logits = call_column(head, x, self.tp, entries, **own, **tied)
+                if wanted is None:
+                    return logits.unflatten(0, (positions.batch, positions.seq_length))[:, :seq]
+                loss = ops.vocab_parallel_cross_entropy(logits, wanted, vocab, group=self.tp.group, **terms)
+        if not shared or targets is None:
+            return loss
+        loss = over_context(loss, self.tp)
+        return loss / targets.ne(IGNORE_INDEX).sum() if reduction == "mean" else loss
 
     @contextmanager
     def _tied(self) -> Iterator[dict[str, Tensor]]:

@@ -5,6 +5,8 @@ from .attention import attention, cached_attention
 from .autocast import autocast_dtype
 from .choice import Decision, Grouped, choose_transport, use_measured_table
 from .column_linear import column_linear
+from .context import Context, own_tokens
+from .context_attention import context_attention
 from .cross_entropy import VocabSlice, default_chunk_tokens, linear_cross_entropy, vocab_parallel_cross_entropy
 from .dropout import Dropout, dropout, dropout_starts
 from .embedding import vocab_parallel_embedding
@@ -22,6 +24,7 @@ from .weight_gradients import Deferred, WeightGradientQueue, active_queue
 
 __all__ = [
     "Balance",
+    "Context",
     "Decision",
     "Deferred",
     "Dropout",
@@ -43,6 +46,7 @@ __all__ = [
     "autocast_dtype",
     "choose_transport",
     "column_linear",
+    "context_attention",
     "default_chunk_tokens",
     "dropout",
     "dropout_starts",
@@ -51,6 +55,7 @@ __all__ = [
     "gather_rows",
     "linear_cross_entropy",
     "norm",
+    "own_tokens",
     "packing_report",
     "record_transports",
     "recompute",

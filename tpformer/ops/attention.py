@@ -20,7 +20,7 @@ def check_window(window: int | None, is_causal: bool) -> None:
         )
 
 
-def _check_heads(operation: str, q: Tensor, k: Tensor, v: Tensor, slots: int) -> None:
+def check_heads(operation: str, q: Tensor, k: Tensor, v: Tensor, slots: int) -> None:
     """ValueError unless q (batch, seq, heads, head_dim) and k and v (batch, slots, kv_heads, head_dim) fit."""
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(
@@ -97,7 +97,7 @@ def attention(
             other shapes, dtypes or devices, and on a CPU for documents that are not all tokens in their order.
     """
     check_window(window, is_causal)
-    _check_heads("attention", q, k, v, q.shape[1])
+    check_heads("attention", q, k, v, q.shape[1])
     fused = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
     batch, seq = q.shape[:2]
     if documents is None:
@@ -126,7 +126,7 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     No communication.
     Errors: ValueError for operands of other shapes, dtypes or devices.
     """
-    _check_heads("cached_attention", q, k, v, k.shape[1])
+    check_heads("cached_attention", q, k, v, k.shape[1])
     if mask is not None:
         masks = 1 if mask.shape[:1] == (1,) else q.shape[0]
         require("cached_attention", q, ("mask", mask, (masks, q.shape[1], k.shape[1]), (torch.bool,)))

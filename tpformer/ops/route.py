@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpformer.distributed.collectives import all_gather
+from tpformer.distributed.collectives import all_gather, all_reduce
 from tpformer.kernels.cast import cast
 from tpformer.kernels.operands import FLOATS, require
 from tpformer.kernels.route.reference import Policy, check_policy
@@ -38,6 +38,8 @@ class Balance(NamedTuple):
     samples: int
     sample: Tensor
     """(T,) int64: which of the samples a token of the whole group belongs to; `samples` for one that does not count."""
+    context: ProcessGroup | None = None
+    """The context-parallel ranks, which have other tokens of the same samples; None: these are all."""
 
 
 class Router(NamedTuple):
@@ -96,7 +98,8 @@ def decide(
 ) -> Decided:
     """The routing of all tokens of the group, from this rank's rows (M, H). Call it through `once`.
 
-    Communication: with sequence_parallel one all-gather of 8 K bytes per token, 16 K in float64; otherwise none.
+    Communication: with sequence_parallel one all-gather of 8 K bytes per token, 16 K in float64; otherwise none. With a
+    balance loss on context-parallel ranks an all-reduce of 8 E bytes a sample over these.
     """
     _check(rows, weight, router, group if sequence_parallel else None)
     dtype = wide(rows.dtype)
@@ -159,6 +162,7 @@ def _slopes(experts: Tensor, balance: Balance, scores: Tensor) -> Tensor:
     index = (balance.sample[:, None] * n_experts + experts).reshape(-1)
     counts = torch.zeros(rows * n_experts, dtype=torch.int64, device=scores.device)
     counts = counts.scatter_add_(0, index, torch.ones_like(index)).view(rows, n_experts)
+    counts = all_reduce(counts, balance.context)
     tokens = counts.sum(1, keepdim=True).clamp(min=1) / k
     slopes = counts.to(scores.dtype) * (balance.coefficient * n_experts / k) / tokens.to(scores.dtype)
     slopes[-1] = 0

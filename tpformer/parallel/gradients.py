@@ -133,19 +133,19 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _copies(grad: Tensor, groups: Iterable[list[int]]) -> int:
-    """How many ranks of these groups (each given by its ranks) together hold the same part of a gradient."""
-    copies, laid_out = 1, _axes(grad)
+def _copies(grad: Tensor, ranks: int) -> int:
+    """How many of the ranks that a norm is summed over hold the same part of a gradient: all, divided by the parts.
+
+    A gradient's mesh may lay these ranks out on other axes than the groups that add them up.
+    """
     if isinstance(grad, DTensor):
         for axis, place in enumerate(grad.placements):
             if isinstance(place, Partial):
                 raise RuntimeError("a gradient is still partial: call reduce_partial_gradients(model) before its norm")
-            if isinstance(place, Replicate):
-                copies *= grad.device_mesh.size(axis)
-    for group in groups:
-        if group not in laid_out:
-            copies *= len(group)
-    return copies
+            if not isinstance(place, Replicate):
+                ranks, rest = divmod(ranks, grad.device_mesh.size(axis))
+                assert not rest, f"a gradient in parts over {grad.device_mesh}, whose ranks the norm's groups leave out"
+    return ranks
 
 
 @torch.no_grad()
@@ -186,7 +186,7 @@ def gradient_norms(
     """
     largest = norm_type == math.inf
     groups = [group for group in groups if group is not None]
-    ranks = [dist.get_process_group_ranks(group) for group in groups]
+    ranks = math.prod(group.size() for group in groups if group is not None)
     twice = {id(parameter) for parameter in held_twice}
     # also of a rank without gradients: all join in one collective
     device = next((local_part(parameter).device for parameters in sets for parameter in parameters), None)

@@ -46,6 +46,11 @@ def pipeline_sequential(
     """
     layout.check()
     exchange_named(layout.exchange).check(layout)
+    if layout.context_parallel > 1:
+        raise ValueError(
+            f"pipeline_sequential cannot divide samples among parallel.context_parallel={layout.context_parallel} "
+            f"ranks: set it to 1, and give the model's attention a context of its own"
+        )
     for name in KEEP_OPTIONS:
         if getattr(layout, name) != getattr(Layout, name):
             raise ValueError(

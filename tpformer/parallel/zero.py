@@ -6,6 +6,7 @@ Belongs here: what a stage means in FSDP2's terms, and the only uses of FSDP2's 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from tpformer.config import Layout
+from tpformer.distributed.mesh import DEFAULT_TIMEOUT, data_mesh
 
 from .exchange import Exchange, exchange_named
 
@@ -42,17 +44,17 @@ class ReplicaSum:
         self.add(x)
 
 
-def _fsdp_mesh(mesh: DeviceMesh, exchange: Exchange) -> DeviceMesh:
-    """The axes of a run's mesh that FSDP2 works on: dp_shard, and before it dp_replicate if FSDP2 sums over it."""
-    alone = mesh["dp_replicate"].size() == 1 or exchange.sums_replicas
-    return mesh["dp_shard"] if alone else mesh["dp_replicate", "dp_shard"]
+def _fsdp_mesh(data: DeviceMesh, exchange: Exchange) -> DeviceMesh:
+    """The axes of data_mesh that FSDP2 works on: shards, and before it replicas if FSDP2 sums over them."""
+    replica, shard = data.mesh_dim_names
+    return data[shard] if data[replica].size() == 1 or exchange.sums_replicas else data
 
 
 def uses_fsdp(layout: Layout, compute_dtype: torch.dtype) -> bool:
     """Whether a run with this layout and compute dtype needs FSDP2: to share, to offload, or for 16 bits in a pipeline
-    or on several workers. One data-parallel rank in 16 bits has MasterWeights."""
-    several = layout.data_parallel > 1 or layout.pipeline_parallel > 1
-    return layout.data_parallel > 1 or layout.cpu_offload or (several and compute_dtype.itemsize < 4)
+    or on several workers. One rank with whole samples of its own in 16 bits has MasterWeights."""
+    several = layout.copies > 1 or layout.pipeline_parallel > 1
+    return layout.copies > 1 or layout.cpu_offload or (several and compute_dtype.itemsize < 4)
 
 
 def apply_zero(
@@ -62,18 +64,19 @@ def apply_zero(
     layout: Layout,
     compute_dtype: torch.dtype,
     exchange: Exchange | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> None:
-    """Lay a part of the model out over the data-parallel axes of `mesh` by FSDP2, as layout.zero says.
+    """Lay a part of the model out over the ranks of `mesh` that have other tokens, by FSDP2, as layout.zero says.
 
     units: modules of `part` in the order of its forward. Each is gathered and reduced as a whole; the rest of `part` is
-    one more unit. exchange: how replicas add up; unset: a new one of layout.exchange.
+    one more unit. exchange: how replicas add up; unset: a new one of layout.exchange. timeout: of new process groups.
     Parameters keep the dtype they were built in (master weights) and compute in compute_dtype. Gradients are summed,
     not averaged: divide the loss by the target tokens of the global batch.
     Communication, for a unit of P parameters:
         all-gather of P * compute itemsize: stages 0 to 2 once a step; stage 3 in the forward and the backward of each
         microbatch (the rest of `part` in the forward only);
         reduce-scatter of P * reduce itemsize: stages 0 and 1 once a step, stages 2 and 3 once a microbatch;
-        all-reduce over dp_replicate, or the exchange's own sum, of what the reduce-scatter leaves: once a step, but
+        all-reduce over replicas, or the exchange's own sum, of what the reduce-scatter leaves: once a step, but
         once a microbatch where stages 2 and 3 reduce in 16 bits, in which microbatches must not be added up.
     """
     exchange = exchange or exchange_named(layout.exchange)
@@ -87,11 +90,11 @@ def apply_zero(
         reduce_dtype=getattr(torch, layout.reduce_dtype) if low else master,
         cast_forward_inputs=False,
     )
-    options: dict[str, Any] = {"mesh": _fsdp_mesh(mesh, exchange), "mp_policy": policy}
+    data = data_mesh(mesh, layout.replicas, timeout)
+    options: dict[str, Any] = {"mesh": _fsdp_mesh(data, exchange), "mp_policy": policy}
     if layout.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    shards = mesh["dp_shard"].size()
-    options["shard_placement_fn"] = lambda parameter: _placement(parameter, shards)
+    options["shard_placement_fn"] = lambda parameter: _placement(parameter, layout.shards)
     sharded = [fully_shard(unit, reshard_after_forward=layout.zero == 3, **options) for unit in units]
     # the rest (embedding, last norm, head) is needed at both ends of a forward: torch keeps a root's parameters
     sharded.append(fully_shard(part, reshard_after_forward=None if layout.zero == 3 else False, **options))
@@ -105,7 +108,7 @@ def apply_zero(
         if exchange.sums_replicas and name:
             held = [each for group in _groups(fully_shard.state(unit)) for each in group.fsdp_params]
             shapes = [each.padded_sharded_param_size for each in held]
-            unit.set_all_reduce_hook(ReplicaSum(exchange.unit(name, shapes, mesh.get_group("dp_replicate"))))
+            unit.set_all_reduce_hook(ReplicaSum(exchange.unit(name, shapes, data.get_group(0))))
 
 
 def _unit_names(part: nn.Module, units: Iterable[nn.Module]) -> list[str]:

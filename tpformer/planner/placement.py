@@ -35,9 +35,9 @@ OF_END = 2  # the same for the embedding, and for the head
 
 
 def rank_grid(layout: Layout) -> Tensor:
-    """The ranks by their coordinates on the axes (pp, dp_replicate, dp_shard, tp), as in distributed.build_mesh."""
+    """The ranks by their coordinates on the axes AXES, as in distributed.build_mesh."""
     sizes = (layout.pipeline_parallel, layout.data_parallel_replicate, layout.data_parallel_shard)
-    return torch.arange(layout.world_size).view(*sizes, layout.tensor_parallel)
+    return torch.arange(layout.world_size).view(*sizes, layout.context_parallel, layout.tensor_parallel)
 
 
 def axis_groups(layout: Layout) -> dict[str, list[list[int]]]:

@@ -113,7 +113,7 @@ class ModelParts:
 
     def _pipeline(self, mesh: DeviceMesh) -> Pipeline:
         size, length, part = self.microbatch_size, self.config.seq_length, self.parts[0]
-        shards = part.tp.size if part.tp.sharded else 1
+        shards = self.layout.context_parallel * (part.tp.size if part.tp.sharded else 1)
         rows = torch.empty(size * length // shards, self.config.hidden_size, dtype=self._dtype, device="meta")
         ids = torch.empty(size, length, dtype=torch.int64, device="meta")
         loss = torch.empty((), dtype=torch.promote_types(self._dtype, torch.float32), device="meta")
@@ -155,11 +155,11 @@ class ModelParts:
         """Fill .grad, None before, with the gradients of the mean loss over the global batch, times loss_scale.
 
         Returns that loss (without loss_scale), a float64 scalar equal on all ranks.
-        batch: (samples, seq_length + 1) int64, this data-parallel rank's slice, equal on its tp and pp ranks: global
-        samples first_sample, first_sample + 1, ... A run has no number twice, and the numbers decide what is dropped. A
-        token that is no target is stored as -1 - id. Every microbatch's summed loss is divided by the targets of the
-        whole global batch, so the result depends neither on microbatch_size nor on the layout. Without any target, loss
-        and gradients are 0.
+        batch: (samples, seq_length + 1) int64, this data-parallel rank's slice, equal on its cp, tp and pp ranks:
+        global samples first_sample, first_sample + 1, ... A run has no number twice, and the numbers decide what is
+        dropped. A token that is no target is stored as -1 - id. Every microbatch's summed loss is divided by the
+        targets of the whole global batch, so the result depends neither on microbatch_size nor on the layout. Without
+        any target, loss and gradients are 0.
         Communication: the model's, FSDP2's, an all-reduce of the number of targets per data-parallel axis, and one of
         the loss per data-parallel and pipeline axis. The number stays on the device, so the host does not wait for it.
         With packed activations one of 4 numbers per mesh axis: if a tensor overflowed on any rank's GPU, all ranks

@@ -39,7 +39,8 @@ _TABLE = {
     ("data", CONTINUED): "train valid tokenizer",  # names: what they stand for is compared
     ("data", REFUSED): "weights mask train_contents valid_contents",
     ("parallel", CONTINUED): "tensor_parallel sequence_parallel transport transport_table pipeline_parallel "
-    "pipeline_schedule pipeline_stages_per_rank pipeline_split data_parallel_replicate data_parallel_shard zero_stage "
+    "pipeline_schedule pipeline_stages_per_rank pipeline_split data_parallel_replicate data_parallel_shard "
+    "context_parallel zero_stage "
     "exchange cpu_offload recompute recompute_layers recompute_interval pack_activations "
     "pack_layers offload_activations",
     ("parallel", REFUSED): "reduce_dtype",
@@ -55,7 +56,10 @@ _TABLE = {
     ("log", CONTINUED): "interval norm_interval noise_interval tensorboard plot timeline_step profile_step wandb",
 }
 # What decides the losses, too, with an exchange that changes them.
-_LAYOUT = "tensor_parallel pipeline_parallel pipeline_schedule data_parallel_replicate data_parallel_shard zero_stage"
+_LAYOUT = (
+    "tensor_parallel pipeline_parallel pipeline_schedule data_parallel_replicate data_parallel_shard "
+    "context_parallel zero_stage"
+)
 LAYOUT_KEYS = {"train.microbatch_size", "parallel.exchange", *(f"parallel.{key}" for key in _LAYOUT.split())}
 VERDICTS = {f"{section}.{key}": verdict for (section, verdict), keys in _TABLE.items() for key in keys.split()}
 

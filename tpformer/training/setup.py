@@ -95,10 +95,11 @@ def default_dtype(config: RunConfig, device: str | None = None) -> torch.dtype:
     return getattr(torch, name)
 
 
-def tensor_parallel(mesh: DeviceMesh, sequence_parallel: bool, transport: str) -> TensorParallel | None:
-    """The tensor parallelism of a run's mesh; None for a group of one rank, which would give the same numbers, but cost
-    the host a DTensor for each use of a parameter."""
-    return TensorParallel(mesh["tp"], sequence_parallel, transport) if mesh["tp"].size() > 1 else None
+def tensor_parallel(mesh: DeviceMesh, sequence_parallel: bool, transport: str) -> TensorParallel:
+    """The tensor and context parallelism of a run's mesh. A group of one rank is left out: it would give the same
+    numbers, but cost the host a DTensor for each use of a parameter."""
+    tp, context = (mesh[axis] if mesh[axis].size() > 1 else None for axis in ("tp", "cp"))
+    return TensorParallel(tp, sequence_parallel, transport, context)
 
 
 def build_parts(config: RunConfig, mesh: DeviceMesh, exchange: Exchange | None = None) -> list[GPT]:
@@ -129,7 +130,7 @@ def build_parts(config: RunConfig, mesh: DeviceMesh, exchange: Exchange | None =
         )
         keep(part, **{name: getattr(layout, name) for name in KEEP_OPTIONS})
         if uses_fsdp(layout, compute) and not exchange.takes_steps:
-            apply_zero(part, part.layers.values(), mesh, layout, compute, exchange)
+            apply_zero(part, part.layers.values(), mesh, layout, compute, exchange, group_timeout(config))
         parts.append(part)
     return parts
 
@@ -168,6 +169,7 @@ def run_mesh(config: RunConfig, device: str) -> DeviceMesh:
         pipeline_parallel=layout.pipeline_parallel,
         data_parallel_replicate=layout.data_parallel_replicate,
         data_parallel_shard=layout.data_parallel_shard,
+        context_parallel=layout.context_parallel,
         tensor_parallel=layout.tensor_parallel,
         timeout=group_timeout(config),
     )

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.config import RunConfig
-from tpformer.distributed import all_reduce, check_all, close, indexed
-from tpformer.distributed.mesh import AXES
+from tpformer.distributed import all_reduce, check_all, indexed
+from tpformer.distributed.mesh import close_mesh
 from tpformer.parallel import local_part
 from tpformer.processes.standard_files import when_unread
 from tpformer.processes.stops import stop_requests
@@ -372,8 +372,7 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the process group; collective."""
-        for axis in AXES:
-            close(self.mesh.get_group(axis))
+        close_mesh(self.mesh)
         dist.destroy_process_group()
 
 

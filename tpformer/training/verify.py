@@ -23,9 +23,8 @@ from rich.table import Table
 from torch import Tensor
 
 from tpformer.config import DataSection, RunConfig
-from tpformer.distributed import close
 from tpformer.distributed.dtensor import full_tensor
-from tpformer.distributed.mesh import AXES
+from tpformer.distributed.mesh import close_mesh
 from tpformer.models import GPT
 from tpformer.parallel import Layout, exchange_named
 
@@ -287,8 +286,7 @@ def verify(config: RunConfig) -> Report:
         losses.append(max(((loss, expected_loss) for loss, _ in everywhere), key=relative))
         norms.append(max(((norm, expected_norm) for _, norm in everywhere), key=relative))
     parameters = largest_difference(run, one)
-    for axis in AXES:
-        close(mesh.get_group(axis))
+    close_mesh(mesh)
     return Report(losses, norms, gradients, parameters)
 
 

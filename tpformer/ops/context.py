@@ -1,0 +1,88 @@
+"""Which tokens of a sample each context-parallel rank has, and which keys their queries see.
+
+Belongs here: the order of tokens, and segments of documents. What attends is in context_attention.py.
+The order is that of zigzag ring attention (github.com/zhuzilin/ring-flash-attention).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpformer.config import check_context_length
+
+# An example: one sample of 16 tokens on 2 ranks, in 4 chunks of 4. Rank 0 has the chunks 0 and 3, the tokens 0 1 2 3
+# 12 13 14 15; rank 1 has the chunks 1 and 2, the tokens 4 to 11. With one document every rank's queries see as many
+# keys: (1 + 2 + 3 + 4) + (13 + 14 + 15 + 16) = 68, and 5 + ... + 12 = 68.
+# Let a second document begin at token 6. Rank 1's segments are then
+#     rows 0 1 of its chunk 1, at positions 4 and 5, of the document that begins at 0: keys 0 to 5
+#     rows 2 3, at positions 6 and 7, of the document that begins at 6: keys 6 and 7
+#     rows 4 to 7, its chunk 2, at positions 8 to 11, of the same document: keys 6 to 11
+# A query sees the keys of its segment up to itself.
+
+
+class Context(NamedTuple):
+    """The context-parallel ranks, which share the tokens of every sample. size: of several; rank: of this one."""
+
+    group: ProcessGroup
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, group: ProcessGroup) -> Self | None:
+        """Of a process group; None for one rank."""
+        return cls(group, group.size(), group.rank()) if group.size() > 1 else None
+
+
+class Segment(NamedTuple):
+    """Consecutive queries of one document: `length` rows from `row` on, at positions from `position` on. They see the
+    keys from position `first` on, where the document begins, up to themselves."""
+
+    row: int
+    length: int
+    position: int
+    first: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row, self.row + self.length)
+
+    @property
+    def end(self) -> int:
+        """The position after its last query's, where its keys end, too."""
+        return self.position + self.length
+
+
+def own_tokens(seq_length: int, size: int, rank: int, device: torch.device | None = None) -> Tensor:
+    """The positions in a sample of a rank's tokens, (seq_length / size,) int64, in the order of its rows.
+
+    A sample has 2 * size chunks. The rank has chunk `rank` and chunk 2 * size - 1 - rank, so that all ranks' queries
+    see equally many keys. ValueError for a length that 2 * size does not divide.
+    """
+    check_context_length(seq_length, size)
+    chunk = seq_length // (2 * size)
+    return torch.cat([torch.arange(c * chunk, (c + 1) * chunk, device=device) for c in (rank, 2 * size - 1 - rank)])
+
+
+def segments(starts: Sequence[int], seq_length: int, size: int, rank: int) -> list[Segment]:
+    """A rank's segments of one sample, in the order of its rows. starts: where documents begin, ascending from 0."""
+    chunk, found = seq_length // (2 * size), []
+    for place, index in enumerate((rank, 2 * size - 1 - rank)):
+        low, high = index * chunk, (index + 1) * chunk
+        for begin, end in zip(starts, [*starts[1:], seq_length], strict=True):
+            first, last = max(low, begin), min(high, end)
+            if first < last:
+                found.append(Segment(place * chunk + first - low, last - first, first, begin))
+    return found
+
+
+@lru_cache(maxsize=64)
+def in_sequence(seq_length: int, size: int, device: torch.device) -> Tensor:
+    """Where each position's token stands among the tokens of all ranks, rank after rank; (seq_length,) int64."""
+    with torch.inference_mode(False):
+        return torch.cat([own_tokens(seq_length, size, rank, device) for rank in range(size)]).argsort()

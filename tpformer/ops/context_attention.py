@@ -1,0 +1,145 @@
+"""Causal attention of samples whose tokens lie on several ranks: context parallelism.
+
+Belongs here: the differentiable operation, and what it communicates. Which tokens a rank has is in context.py, and what
+computes is in flash.py.
+
+Keys and values are gathered, not passed around a ring: a ring moves as many bytes, and knows no windows.
+Source: Llama 3 (arXiv:2407.21783), section 3.3.2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpformer.config import check_context_length
+from tpformer.distributed.collectives import all_gather, scatter_sum
+
+from .attention import check_heads, check_window
+from .autocast import autocast_dtype, cast, without_autocast
+from .calls import called
+from .context import Segment, in_sequence, segments
+from .first_derivative import first_derivative
+from .flash import attend, attend_backward
+from .uncompiled import uncompiled
+
+Documents = Sequence[Sequence[int]]
+
+
+def _gathered(k: Tensor, v: Tensor, group: ProcessGroup) -> Tensor:
+    """Keys and values of whole samples, (2, batch, seq, kv_heads, head_dim), by one all-gather."""
+    size, (batch, own, heads, width) = group.size(), k.shape
+    parts = all_gather(torch.stack([k, v])[None], group)  # (ranks, 2, batch, own, heads, width)
+    parts = parts.permute(1, 2, 0, 3, 4, 5).reshape(2, batch, size * own, heads, width)
+    return parts[:, :, in_sequence(size * own, size, k.device)]
+
+
+def _scattered(gradients: Tensor, dtype: torch.dtype, group: ProcessGroup) -> Tensor:
+    """Of gradients like _gathered's result those of the own tokens, summed over ranks: (2, batch, own, heads, width).
+
+    Ranks exchange them in `dtype` and add them up in at least float32, in rank order: NCCL's reduce-scatter would add
+    in an order of its own, and round at every hop.
+    """
+    size, seq = group.size(), gradients.shape[2]
+    back = in_sequence(seq, size, gradients.device).argsort()
+    parts = gradients[:, :, back].to(dtype).unflatten(2, (size, -1)).movedim(2, 0)
+    return scatter_sum(parts.contiguous(), group)[0]
+
+
+class Kept(NamedTuple):
+    """What the operation's two halves have in common. starts: where each sample's documents begin."""
+
+    starts: Documents
+    window: int | None
+    group: ProcessGroup
+
+    def segments(self, own: int) -> Iterator[tuple[int, list[Segment]]]:
+        """(sample, its segments on this rank), for `own` tokens of each sample."""
+        size, rank = self.group.size(), self.group.rank()
+        for sample, starts in enumerate(self.starts):
+            yield sample, segments(starts, own * size, size, rank)
+
+
+class ContextAttention(torch.autograd.Function):
+    """out = softmax(q K^T / sqrt(head_dim)) V, causal within documents, with K and V of all ranks' tokens.
+
+    forward   gather k and v; out and the log-sum-exp of each own query's scores
+    backward  gather k and v again; dq, and dK and dV of all tokens from the own queries; exchange and add up dk and dv
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, kept: Kept):
+        keys, values = _gathered(k, v, kept.group)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_empty(len(q), q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+        for sample, found in kept.segments(q.shape[1]):
+            attend(q[sample], keys[sample], values[sample], found, kept.window, out[sample], lse[sample])
+        ctx.save_for_backward(q, k, v, out, lse)  # nothing that was gathered
+        ctx.kept = kept
+        return out
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx, dout):
+        q, k, v, out, lse = ctx.saved_tensors
+        with without_autocast(q):
+            keys, values = _gathered(k, v, ctx.kept.group)
+            wide = torch.promote_types(q.dtype, torch.float32)
+            dq, sums = torch.zeros_like(q, dtype=wide), torch.zeros(2, *keys.shape, dtype=wide, device=q.device)
+            for i, found in ctx.kept.segments(q.shape[1]):
+                forward = q[i], keys[i], values[i], found, ctx.kept.window, out[i], lse[i]
+                attend_backward(dout[i], *forward, dq[i], sums[0, i], sums[1, i])
+            dk, dv = _scattered(sums, k.dtype, ctx.kept.group)
+        return dq.to(q.dtype), dk, dv, None
+
+
+@uncompiled
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents | None = None,
+    window: int | None = None,
+    *,
+    group: ProcessGroup,
+) -> Tensor:
+    """Causal ops.attention of samples whose tokens the ranks of a group share.
+
+    Shapes:  q (batch, seq / n, heads, head_dim), k, v (batch, seq / n, kv_heads, head_dim) on n ranks, kv_heads
+             dividing heads; the rows are `own_tokens` of each sample. The result is like q.
+             documents: the positions at which each sample's documents begin, ascending from 0, equal on all ranks.
+             None: every sample is one document. Documents and windows may cross from one rank's tokens to another's.
+    window:  a token attends to itself and to the window - 1 tokens before it.
+    Saves:   q, k, v, the result and a log-sum-exp: (2 heads + 2 kv_heads) head_dim + heads numbers for each own token,
+             the last ones in at least float32. Nothing gathered is kept.
+    Communication, per rank, B = 2 batch seq kv_heads head_dim itemsize: an all-gather of B in the forward, another and
+             an all-to-all of B in the backward.
+    Every run gives the same bits: gradients of keys and values are summed in rank order.
+    Errors:  ValueError for operands of other shapes, dtypes or devices, a length that 2 n does not divide, a window
+             below 1, and documents that do not begin like that; RuntimeError if ranks differ in what they call.
+    """
+    check_window(window, is_causal=True)
+    check_heads("context_attention", q, k, v, q.shape[1] if q.dim() == 4 else 0)
+    size = group.size()
+    seq = q.shape[1] * size
+    check_context_length(seq, size)
+    starts = [[0]] * len(q) if documents is None else documents
+    if len(starts) != len(q) or any(list(s[:1]) != [0] or list(s) != sorted(set(s)) or s[-1] >= seq for s in starts):
+        raise ValueError(
+            f"documents of {len(starts)} samples begin at {starts}: give for each of {len(q)} samples ascending "
+            f"positions from 0 to below {seq}"
+        )
+    window = None if window is None or window >= seq else window
+    called(group, "context_attention", q.shape, q.dtype, True, (q, k, v), (), k.shape[2], window, _hashed(starts))
+    dtype = autocast_dtype(q) or q.dtype
+    q, k, v = (cast(x, dtype) for x in (q, k, v))
+    with without_autocast(q):
+        return ContextAttention.apply(q, k, v, Kept(starts, window, group))
+
+
+def _hashed(starts: Documents) -> int:
+    return hash(tuple(map(tuple, starts)))

@@ -1,0 +1,205 @@
+"""Queries of one sample that see keys from before them, by PyTorch's flash attention with its log-sum-exp.
+
+Belongs here: how segments become calls of the kernels that a device has, and how their results become one. Who has
+which queries and keys, and everything that communicates, is in context_attention.py.
+
+CPU: a segment's keys before its first query are seen by all of its queries, those from there on causally. These are two
+calls, whose results are merged, so that no mask is made; a window takes one call with a mask of the segment's queries
+and keys. CUDA in 16 bits: one variable-length call for each run of segments whose keys are adjacent, as those of a
+chunk are. Otherwise (CUDA in float32 or float64, to verify with) scores are made whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tpformer.torch_private import flash_on_cpu, flash_on_cpu_backward, flash_varlen, flash_varlen_backward
+
+from .context import Segment
+
+
+class Call(NamedTuple):
+    """One call of a kernel. rows: its queries; keys: their positions; mask: (queries, keys) bool, True where seen."""
+
+    rows: slice
+    keys: slice
+    is_causal: bool
+    mask: Tensor | None = None
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, segments: Sequence[Segment], window: int | None, out: Tensor, lse: Tensor
+) -> None:
+    """Fill out (rows, heads, head_dim) and lse (heads, rows), float32 or float64, of one sample's own queries.
+
+    q (rows, heads, head_dim); k, v (positions, kv_heads, head_dim) of the whole sample, kv_heads dividing heads.
+    """
+    if _varlen(q):
+        for batch in _batches(segments):
+            rows = batch.rows
+            out[rows], lse[:, rows] = flash_varlen(q[rows], k[batch.keys], v[batch.keys], *batch.lengths(q), window)
+        return
+    forward: Callable = flash_on_cpu if q.device.type == "cpu" else _plain
+    for segment in segments:
+        found = []
+        for call in _calls(segment, window, q.device):
+            keys, values = (_heads(x[call.keys], q.shape[1]) for x in (k, v))
+            mask = None if call.mask is None else _bias(call.mask, q.dtype)
+            y, sums = forward(_heads(q[call.rows], q.shape[1]), keys, values, call.is_causal, mask)
+            found.append((y[0], sums[0]))
+        y, lse[:, segment.rows] = _merged(found)
+        out[segment.rows] = y.transpose(0, 1)
+
+
+def attend_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Sequence[Segment],
+    window: int | None,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """Add to dq, dk and dv, like q, k and v in at least float32, the gradients that `attend`'s own queries make.
+
+    out, lse: all of `attend`. With the log-sum-exp of all keys, each call's gradients are those of the whole.
+    """
+    if _varlen(q):
+        for batch in _batches(segments):
+            rows, keys = batch.rows, batch.keys
+            forward = q[rows], k[keys], v[keys], out[rows], lse[:, rows].contiguous()
+            gradients = flash_varlen_backward(dout[rows], *forward, *batch.lengths(q), window)
+            for total, part, of in zip((dq, dk, dv), gradients, (rows, keys, keys), strict=True):
+                total[of] += part
+        return
+    backward: Callable = flash_on_cpu_backward if q.device.type == "cpu" else _plain_backward
+    heads, shared = q.shape[1], k.shape[1]
+    for segment in segments:
+        own = [_heads(x[segment.rows], heads) for x in (dout, q, out)]
+        for call in _calls(segment, window, q.device):
+            keys, values = (_heads(x[call.keys], heads) for x in (k, v))
+            mask = None if call.mask is None else _bias(call.mask, q.dtype)
+            sums = lse[None, :, segment.rows]
+            gradients = backward(own[0], own[1], keys, values, own[2], sums, call.is_causal, mask)
+            dq[segment.rows] += gradients[0][0].transpose(0, 1)
+            for total, part in ((dk, gradients[1]), (dv, gradients[2])):
+                total[call.keys] += (
+                    part[0].unflatten(0, (shared, heads // shared)).to(total.dtype).sum(1).transpose(0, 1)
+                )
+
+
+def _calls(segment: Segment, window: int | None, device: torch.device) -> Iterator[Call]:
+    """What computes a segment where kernels are causal from the first key on, for as many queries as keys."""
+    first, rows, end = segment.first, segment.rows, segment.end
+    if window is not None and window < end - first:
+        first = max(first, segment.position + 1 - window)
+        query = torch.arange(segment.position, end, device=device)[:, None]
+        key = torch.arange(first, end, device=device)
+        yield Call(rows, slice(first, end), False, (key <= query) & (key > query - window))
+        return
+    if segment.position > first:
+        yield Call(rows, slice(first, segment.position), False)
+    yield Call(rows, slice(segment.position, end), True)
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as what is added to scores: 0 where a query sees a key, else minus infinity."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """(rows, kv_heads, head_dim) as (1, heads, rows, head_dim), each head as often as it serves queries' heads."""
+    return (
+        x.repeat_interleave(heads // x.shape[1], 1).transpose(0, 1)[None]
+        if heads != x.shape[1]
+        else x.transpose(0, 1)[None]
+    )
+
+
+def _merged(found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Results (heads, rows, head_dim) and log-sum-exps (heads, rows) over disjoint keys, as those over all keys."""
+    (out, lse), *others = found
+    if not others:
+        return out, lse
+    wide = out.to(lse.dtype)
+    for more, sums in others:
+        total = torch.logaddexp(lse, sums)
+        wide = wide * (lse - total).exp()[..., None] + more * (sums - total).exp()[..., None]
+        lse = total
+    return wide.to(out.dtype), lse
+
+
+def _varlen(q: Tensor) -> bool:
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+
+
+class _Batch(NamedTuple):
+    """Segments of one variable-length call: their rows are adjacent, and so are their keys."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.segments[0].row, self.segments[-1].rows.stop)
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.segments[0].first, self.segments[-1].end)
+
+    def lengths(self, like: Tensor) -> tuple[Tensor, Tensor, int, int]:
+        """(boundaries of the queries, of the keys: (segments + 1,) int32; the longest of each)."""
+        queries, keys = [s.length for s in self.segments], [s.end - s.first for s in self.segments]
+        return *(_boundaries(tuple(x), like.device) for x in (queries, keys)), max(queries), max(keys)
+
+
+def _batches(segments: Sequence[Segment]) -> Iterator[_Batch]:
+    """Runs of segments in which each begins where the one before it ends, in rows and in keys."""
+    run: list[Segment] = []
+    for segment in segments:
+        if run and (segment.first, segment.row) != (run[-1].end, run[-1].rows.stop):
+            yield _Batch(tuple(run))
+            run = []
+        run.append(segment)
+    if run:
+        yield _Batch(tuple(run))
+
+
+@lru_cache(maxsize=256)
+def _boundaries(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    ends = [0]
+    for length in lengths:
+        ends.append(ends[-1] + length)
+    with torch.inference_mode(False):
+        return torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T / sqrt(head_dim)) v and the log-sum-exp of the scores, which are made whole."""
+    scores = _scores(q, k, is_causal, mask)
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp() @ v, lse
+
+
+def _scores(q: Tensor, k: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        return scores.masked_fill(hidden, -math.inf)
+    return scores if mask is None else scores + mask
+
+
+def _plain_backward(dout, q, k, v, out, lse, is_causal, mask) -> tuple[Tensor, Tensor, Tensor]:
+    """dS = P * (dout v^T - sum(dout * out)) / sqrt(head_dim), with P = exp(scores - lse): dq = dS k, dk = dS^T q."""
+    shares = (_scores(q, k, is_causal, mask) - lse[..., None]).exp()
+    ds = shares * (dout @ v.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+    return ds @ k, ds.transpose(-1, -2) @ q, shares.transpose(-1, -2) @ dout
