@@ -83,7 +83,7 @@ def test_the_command_counts_ranks_of_three_places_in_the_pipeline(commands, tmp_
     code, out, err = commands.run("dry-run", str(tmp_path / "run.toml"))
     assert code == 0 and err == "", err
     assert [line for line in out.splitlines() if line.startswith("rank ")] == [
-        f"rank {rank} (pp {rank}, dp_replicate 0, dp_shard 0, tp 0); stage {rank}: layers {rank} to {rank}"
+        f"rank {rank} (pp {rank}, dp_replicate 0, dp_shard 0, cp 0, tp 0); stage {rank}: layers {rank} to {rank}"
         for rank in range(3)
     ]
 
