@@ -41,11 +41,11 @@ def attend(
     q (rows, heads, head_dim); k, v (positions, kv_heads, head_dim) of the whole sample, kv_heads dividing heads.
     """
     if _varlen(q):
-        for batch in _batches(segments):
+        for batch in batches(segments):
             rows = batch.rows
             out[rows], lse[:, rows] = flash_varlen(q[rows], k[batch.keys], v[batch.keys], *batch.lengths(q), window)
         return
-    forward: Callable = flash_on_cpu if q.device.type == "cpu" else _plain
+    forward, _ = KERNELS.get(q.device.type, PLAIN)
     for segment in segments:
         found = []
         for call in _calls(segment, window, q.device):
@@ -75,14 +75,14 @@ def attend_backward(
     out, lse: all of `attend`. With the log-sum-exp of all keys, each call's gradients are those of the whole.
     """
     if _varlen(q):
-        for batch in _batches(segments):
+        for batch in batches(segments):
             rows, keys = batch.rows, batch.keys
             forward = q[rows], k[keys], v[keys], out[rows], lse[:, rows].contiguous()
             gradients = flash_varlen_backward(dout[rows], *forward, *batch.lengths(q), window)
             for total, part, of in zip((dq, dk, dv), gradients, (rows, keys, keys), strict=True):
                 total[of] += part
         return
-    backward: Callable = flash_on_cpu_backward if q.device.type == "cpu" else _plain_backward
+    _, backward = KERNELS.get(q.device.type, PLAIN)
     heads, shared = q.shape[1], k.shape[1]
     for segment in segments:
         own = [_heads(x[segment.rows], heads) for x in (dout, q, out)]
@@ -143,7 +143,7 @@ def _varlen(q: Tensor) -> bool:
     return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
 
 
-class _Batch(NamedTuple):
+class Batch(NamedTuple):
     """Segments of one variable-length call: their rows are adjacent, and so are their keys."""
 
     segments: tuple[Segment, ...]
@@ -162,16 +162,16 @@ class _Batch(NamedTuple):
         return *(_boundaries(tuple(x), like.device) for x in (queries, keys)), max(queries), max(keys)
 
 
-def _batches(segments: Sequence[Segment]) -> Iterator[_Batch]:
+def batches(segments: Sequence[Segment]) -> Iterator[Batch]:
     """Runs of segments in which each begins where the one before it ends, in rows and in keys."""
     run: list[Segment] = []
     for segment in segments:
         if run and (segment.first, segment.row) != (run[-1].end, run[-1].rows.stop):
-            yield _Batch(tuple(run))
+            yield Batch(tuple(run))
             run = []
         run.append(segment)
     if run:
-        yield _Batch(tuple(run))
+        yield Batch(tuple(run))
 
 
 @lru_cache(maxsize=256)
@@ -203,3 +203,7 @@ def _plain_backward(dout, q, k, v, out, lse, is_causal, mask) -> tuple[Tensor, T
     shares = (_scores(q, k, is_causal, mask) - lse[..., None]).exp()
     ds = shares * (dout @ v.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
     return ds @ k, ds.transpose(-1, -2) @ q, shares.transpose(-1, -2) @ dout
+
+
+PLAIN: tuple[Callable, Callable] = (_plain, _plain_backward)
+KERNELS: dict[str, tuple[Callable, Callable]] = {"cpu": (flash_on_cpu, flash_on_cpu_backward)}

@@ -1,0 +1,140 @@
+"""A GPT, and layers by themselves, whose samples' tokens lie on context-parallel ranks compute what one process does,
+with packed documents, windows and dropout. What they cannot compute is refused.
+
+tests/checks has runs in many layouts, and tests/ops the operation.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from context import BATCH, GPT2, HIDDEN, MIXTURE, NEWER, SEQ, context, documents, drawn, gradients, loss_of
+from testing import assert_identical, assert_same, on_every_rank
+from torch import nn
+
+from tpformer.distributed import build_mesh
+from tpformer.layers import (
+    DropoutKey,
+    PositionEmbedding,
+    Positions,
+    SelfAttention,
+    TensorParallel,
+    transformer_block,
+)
+from tpformer.models import GPT, GPTConfig, KVCache
+
+
+@on_every_rank(2, 4)
+def test_a_gpt_is_that_of_one_process() -> None:
+    for config in (GPT2, NEWER, MIXTURE):
+        for ids in (None, documents()):
+            for options in (
+                {},
+                {"recompute": "full", "reduction": "mean"},
+                {"recompute": "mlp", "label_smoothing": 0.1},
+            ):
+                found, expected = (loss_of(config, tp, ids, **options) for tp in (context(), None))
+                assert_same(found, expected, f"{config} {options}")
+
+
+@on_every_rank(2)
+def test_evaluation_pads_and_logits_are_of_own_tokens() -> None:
+    """22 tokens cannot be shared by two ranks, of which each has two of four chunks."""
+    for config in (GPT2, NEWER):
+        one, model = (GPT(GPTConfig(**config), tp=tp, seed=3, dtype=torch.float64) for tp in (None, context()))
+        ids = torch.randint(50, (BATCH, 23), generator=torch.Generator().manual_seed(0))
+        inputs, targets = ids[:, :-1], ids[:, 1:]
+        with pytest.raises(ValueError, match="seq_length=22 tokens cannot be shared by ranks=2"):
+            model(inputs, targets=targets, sample_index=torch.arange(BATCH), step=0)
+        one.eval(), model.eval()
+        for reduction in ("sum", "mean"):
+            assert_same(*(each(inputs, targets=targets, reduction=reduction) for each in (model, one)))
+        with pytest.raises(ValueError, match="seq_length=22 tokens cannot be shared by ranks=2"):
+            model(inputs)
+        own = Positions(BATCH, 12).shared(model.tp.shares_tokens).own_tokens()
+        assert_same(model(inputs[:, :12]), one(inputs[:, :12])[:, own])
+        with pytest.raises(ValueError, match="a cache on 1 tensor-parallel rank and 2 context-parallel ranks"):
+            model(inputs, cache=KVCache())
+
+
+def layer_results(make: Callable[..., nn.Module], positions: Positions, tp: TensorParallel | None, **more) -> dict:
+    """A layer's result, dx and gradients, for this rank's tokens of a batch."""
+    layer = make(tp=tp, dtype=torch.float64)
+    with torch.no_grad():
+        for seed, p in enumerate(layer.parameters()):
+            p.copy_(drawn(*p.shape, seed=seed) / 4)
+    own = positions.shared(None if tp is None else tp.shares_tokens).own_tokens()
+    x, dy = (drawn(BATCH, SEQ, HIDDEN, seed=seed)[:, own] for seed in (1, 2))
+    x = x.requires_grad_()
+    if "sample_index" in more:
+        more = {"dropout_key": DropoutKey(1, 2, more["sample_index"], layer)}
+    y = layer(x, positions=positions, **more)
+    y.backward(dy)
+    return {"own": own, "y": y.detach(), "dx": x.grad, "parameters": gradients(layer, summed=tp is not None)}
+
+
+def attention(**options) -> SelfAttention:
+    return SelfAttention(HIDDEN, 6, n_kv_heads=2, qk_norm=True, rope_base=100.0, sliding_window=6, **options)
+
+
+def block(**options) -> nn.Module:
+    return transformer_block(HIDDEN, n_heads=4, dropout=0.2, **options)
+
+
+def table(**options) -> nn.Module:
+    return PositionEmbedding(SEQ, HIDDEN, **options)
+
+
+@on_every_rank(2, 4)
+def test_a_layer_by_itself_is_that_of_one_process() -> None:
+    for make in (attention, block, table):
+        for ids in (None, documents()):
+            more = {"sample_index": torch.tensor([7, 3, 5])} if make is block else {}
+            found, whole = (layer_results(make, Positions(BATCH, SEQ, ids), tp, **more) for tp in (context(), None))
+            own = found.pop("own")
+            del whole["own"]
+            expected = {"y": whole["y"][:, own], "dx": whole["dx"][:, own], "parameters": whole["parameters"]}
+            assert_same(found, expected, make.__name__)
+
+
+@on_every_rank(2)
+def test_what_context_parallel_layers_refuse() -> None:
+    tp, size = context(), dist.get_world_size()
+    layer, x = attention(tp=tp), torch.zeros(BATCH, SEQ, HIDDEN)
+    own = x[:, : SEQ // size]
+    padding = torch.zeros(BATCH, SEQ, dtype=torch.bool)
+    padding[:, -1] = True
+    one = attention()
+    for words, call in (
+        (r"\(3, 12, 24\) on 2 context-parallel ranks does not tell whether it is a rank's tokens", lambda: layer(own)),
+        (r"Positions\(batch=3, seq_length=12\), the own part of 24 tokens: give \(3, 12, hidden\)",
+         lambda: layer(x, positions=Positions(BATCH, SEQ))),
+        ("a key_padding_mask on 2 context-parallel ranks",
+         lambda: layer(own, positions=Positions(BATCH, SEQ, key_padding_mask=padding))),
+        ("offset=3 on 2 context-parallel ranks", lambda: layer(own, positions=Positions(BATCH, SEQ, offset=3))),
+        ("seq_length=14 tokens cannot be shared by ranks=2", lambda: layer(own, positions=Positions(BATCH, 14))),
+        ("is_causal=False on 1 tensor-parallel rank and 2", lambda: SelfAttention(HIDDEN, 6, is_causal=False, tp=tp)),
+        ("dropout=0.2 in training on 2 context-parallel ranks needs",
+         lambda: block(tp=tp)(own, positions=Positions(BATCH, SEQ))),
+        ("cannot be part of a", lambda: setattr(block(tp=tp), "attention", one)),
+        (r"the mesh has 2 axes \(dp_shard, cp\) and layers lie on one: give that axis, as mesh\['cp'\]",
+         lambda: TensorParallel(context=build_mesh("cpu", tensor_parallel=1, context_parallel=2)["dp_shard", "cp"])),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            call()
+    with pytest.raises(TypeError, match="context=3, a int: give a 1-D DeviceMesh or None"):
+        TensorParallel(context=3)  # type: ignore[arg-type]
+
+
+@on_every_rank(2)
+def test_one_rank_of_context_is_none() -> None:
+    """A mesh's axis of one rank changes nothing, and costs nothing."""
+    mesh = build_mesh("cpu", tensor_parallel=2)
+    tp = TensorParallel(context=mesh["cp"])
+    assert tp.shares_tokens is None and Positions(1, 3).shared(tp.shares_tokens).context is None
+    x = drawn(BATCH, SEQ, HIDDEN)
+    torch.manual_seed(0)
+    one = attention(dtype=torch.float64)
+    torch.manual_seed(0)
+    assert_identical(attention(tp=tp, dtype=torch.float64)(x), one(x))

@@ -1,0 +1,144 @@
+"""Attention of samples whose tokens lie on several ranks is ops.attention of whole samples, with every gradient, for
+all heads, documents and windows. What it keeps and sends is as promised, and what does not fit is refused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from context import BATCH, DOCUMENTS, SEQ, WIDTH, shared, tensors, whole
+from hypothesis import given
+from hypothesis import strategies as st
+from testing import assert_identical, assert_kernel_close, assert_same, on_every_rank
+from torch import Tensor
+
+from tpformer import ops
+from tpformer.distributed import record_collectives
+from tpformer.ops import flash
+from tpformer.ops.context import Segment, segments
+
+HEADS = [(4, 4), (4, 2), (4, 1)]
+
+
+@on_every_rank(2, 3, 4)
+def test_it_is_attention_of_whole_samples() -> None:
+    own = ops.own_tokens(SEQ, dist.get_world_size(), dist.get_rank())
+    for heads in HEADS:
+        inputs = tensors(*heads, torch.float64)
+        for documents in (None, DOCUMENTS):
+            for window in (None, 1, 7, SEQ - 1, SEQ):
+                found, expected = (by(*inputs, documents, window) for by in (shared, whole))
+                assert_same(found, [x[:, own] for x in expected], f"{heads} {documents} {window}")
+
+
+@on_every_rank(2, 4)
+def test_fewer_bits_are_those_of_attention_in_this_dtype() -> None:
+    """And two runs give the same bits."""
+    own = ops.own_tokens(SEQ, dist.get_world_size(), dist.get_rank())
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = tensors(4, 2, dtype)
+        oracle, plain = (whole(*(x.to(each) for x in inputs), DOCUMENTS, 7) for each in (torch.float64, dtype))
+        found = shared(*inputs, DOCUMENTS, 7)
+        for name, x, exact, same in zip(("y", "dq", "dk", "dv"), found, oracle, plain, strict=True):
+            assert x.dtype == dtype
+            assert_kernel_close(x, exact[:, own], same[:, own], f"{name} {dtype}")
+        assert_identical(shared(*inputs, DOCUMENTS, 7), found)
+
+
+@on_every_rank(2, 4)
+def test_what_it_sends_and_keeps() -> None:
+    """Keys and values, not the heads that share them, go over the wire; nothing gathered waits for the backward."""
+    group = dist.group.WORLD
+    size, (batch, heads, kv) = group.size(), (BATCH, 4, 2)
+    q, k, v, dy = (x[:, : SEQ // size].clone().requires_grad_() for x in tensors(heads, kv, torch.float32))
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with record_collectives() as calls, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        y = ops.context_attention(q, k, v, group=group)
+    tokens, nbytes = batch * SEQ // size, 2 * batch * SEQ * kv * WIDTH * 4
+    assert calls == [("all_gather", nbytes)]
+    assert sum(kept.values()) == 4 * tokens * ((2 * heads + 2 * kv) * WIDTH + heads)
+    with record_collectives() as calls:
+        y.backward(dy)
+    assert calls == [("all_gather", nbytes), ("all_to_all", nbytes)]
+
+
+@given(size=st.integers(1, 6), chunk=st.integers(1, 5), cuts=st.sets(st.integers(1, 59)))
+def test_every_query_is_in_one_segment_of_its_document(size: int, chunk: int, cuts: set[int]) -> None:
+    seq = 2 * size * chunk
+    starts = [0, *sorted(cut for cut in cuts if cut < seq)]
+    seen = []
+    for rank in range(size):
+        own, row = ops.own_tokens(seq, size, rank).tolist(), 0
+        for segment in segments(starts, seq, size, rank):
+            assert segment.row == row
+            positions = range(segment.position, segment.end)
+            assert own[segment.rows] == [*positions]
+            assert all(segment.first == max(start for start in starts if start <= each) for each in positions)
+            seen += positions
+            row += segment.length
+    assert sorted(seen) == [*range(seq)]
+
+
+@given(size=st.integers(2, 6), chunk=st.integers(1, 5))
+def test_all_ranks_see_as_many_keys_of_one_document(size: int, chunk: int) -> None:
+    seq = 2 * size * chunk
+    pairs = {sum(each + 1 for each in ops.own_tokens(seq, size, rank).tolist()) for rank in range(size)}
+    assert len(pairs) == 1
+
+
+def test_scores_made_whole_are_what_kernels_compute() -> None:
+    """The way of CUDA devices in 32 and 64 bits, which nothing else runs without one."""
+    q, k, v, dy = (x[0] for x in tensors(4, 4, torch.float64))
+    found = [Segment(0, 4, 8, 3), Segment(4, 6, 12, 12)]
+
+    def run(device: str) -> list[Tensor]:
+        rows = q[:10].to(device)
+        out, lse = torch.empty_like(rows), rows.new_empty(4, 10)
+        totals = [torch.zeros_like(x) for x in (rows, k, v)]
+        for window in (None, 5):
+            flash.attend(rows, k, v, found, window, out, lse)
+            flash.attend_backward(dy[:10], rows, k, v, found, window, out, lse, *totals)
+        return [out, lse, *totals]
+
+    expected = run("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash, "KERNELS", {})
+        assert_same(run("cpu"), expected)
+
+
+def test_calls_for_sequences_of_many_lengths_join_neighbours() -> None:
+    """Queries and keys of a chunk's documents are adjacent; those of the next chunk begin elsewhere."""
+    found = segments([0, 5, 6, 7, 20], SEQ, 2, 0)
+    batches = [(each.rows, each.keys, each.lengths(torch.zeros(0))) for each in flash.batches(found)]
+    assert [(rows, keys) for rows, keys, _ in batches] == [
+        (slice(0, 6), slice(0, 6)),
+        (slice(6, 12), slice(7, 24)),
+    ]
+    (queries, keys, most, most_keys) = batches[1][2]
+    assert (queries.tolist(), keys.tolist(), most, most_keys) == ([0, 2, 6], [0, 13, 17], 4, 13)
+
+
+@on_every_rank(2)
+def test_what_does_not_fit_is_refused() -> None:
+    group = dist.group.WORLD
+    q, k, v, _ = (x[:, : SEQ // 2] for x in tensors(4, 2, torch.float32))
+    for words, call in (
+        (
+            "seq_length=22 tokens cannot be shared by ranks=2 context-parallel ranks",
+            lambda: (q[:, 1:], k[:, 1:], v[:, 1:]),
+        ),
+        ("4 heads of q and 3 of k", lambda: (q, k[:, :, :1].expand(-1, -1, 3, -1), v)),
+        ("v is", lambda: (q, k, v[:, :, :1])),
+        ("documents of 2 samples", lambda: (q, k, v, [[0], [0]])),
+        ("ascending positions from 0", lambda: (q, k, v, [[0], [0, 3, 3], [0]])),
+        ("ascending positions from 0", lambda: (q, k, v, [[0], [1], [0]])),
+        ("ascending positions from 0 to below 24", lambda: (q, k, v, [[0], [0, 24], [0]])),
+        ("a sliding window of 0", lambda: (q, k, v, None, 0)),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ops.context_attention(*call(), group=group)
+    with pytest.raises(RuntimeError, match="context_attention"):
+        ops.context_attention(q, k, v, window=3 + dist.get_rank(), group=group)
