@@ -1,0 +1,302 @@
+"""Mistakes that context parallelism invites, each made on purpose: the comparison that is named beside it sees it.
+
+A mistake would train to a wrong loss, or send and keep too much, without a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from context import (
+    BATCH,
+    DOCUMENTS,
+    GPT2,
+    MIXTURE,
+    NEWER,
+    SEQ,
+    WIDTH,
+    context,
+    documents,
+    loss_of,
+    shared,
+    tensors,
+    whole,
+)
+from pool import WorkerPool
+from small_runs import build, run_config
+from testing import assert_same
+from torch import Tensor
+
+from tpformer import ops
+from tpformer.config import RunConfig
+from tpformer.distributed import record_collectives
+from tpformer.layers import PositionEmbedding, Positions, dropout
+from tpformer.models import GPT, gpt
+from tpformer.ops import flash
+from tpformer.training import experts
+from tpformer.training.model import ModelParts
+from tpformer.training.optimizer import build_optimizers
+from tpformer.training.step import train_step
+
+# the modules of these functions
+context_attention, route = (import_module(f"tpformer.ops.{name}") for name in ("context_attention", "route"))
+Patch = pytest.MonkeyPatch
+Mistake = Callable[[Patch], None]
+
+
+class Check(NamedTuple):
+    """What context-parallel ranks give, and what it should be."""
+
+    found: Callable[[], Any]
+    expected: Callable[[], Any]
+
+
+def attention(window: int | None = None) -> Check:
+    """Of this rank's tokens, and of whole samples. There are as many rows as heads."""
+    heads = SEQ // 2
+
+    def expected() -> list[Tensor]:
+        own = ops.own_tokens(SEQ, dist.get_world_size(), dist.get_rank())
+        return [x[:, own] for x in whole(*tensors(heads, 4, torch.float64), DOCUMENTS, window)]
+
+    return Check(lambda: shared(*tensors(heads, 4, torch.float64), DOCUMENTS, window), expected)
+
+
+def sent_and_kept() -> tuple[list, int]:
+    """(collectives of a forward, bytes that it keeps)."""
+    group, kept = dist.group.WORLD, {}
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    q, k, v, _ = (x[:, : SEQ // group.size()].clone().requires_grad_() for x in tensors(4, 2, torch.float32))
+    with record_collectives() as calls, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        ops.context_attention(q, k, v, group=group)
+    return calls, sum(kept.values())
+
+
+def promised() -> tuple[list, int]:
+    """The same for 4 heads and 2 of keys."""
+    tokens = BATCH * SEQ // dist.get_world_size()
+    return [("all_gather", 2 * BATCH * SEQ * 2 * WIDTH * 4)], 4 * tokens * ((2 * 4 + 2 * 2) * WIDTH + 4)
+
+
+def loss(config: dict, ids: Tensor | None = None) -> Check:
+    """Loss and gradients of a GPT."""
+    return Check(lambda: loss_of(config, context(), ids), lambda: loss_of(config, None, ids))
+
+
+def step_of(parts: ModelParts, config: RunConfig) -> list:
+    """Loss, norm and experts' loads of a step of training."""
+    batch = torch.randint(50, (2, SEQ + 1), generator=torch.Generator().manual_seed(0))
+    optimizers = build_optimizers(parts, config.optimizer)
+    result = train_step(parts, optimizers, batch, first_sample=0, lr=1e-3, clip_norm=0.5)
+    return [result.loss, result.norm, result.loads]
+
+
+def training() -> Check:
+    """A step of a run, with experts that are balanced in both ways."""
+    size, made = dist.get_world_size(), {**MIXTURE, "router_bias": True, "first_dense_layers": 1}
+    config = run_config({"context_parallel": size}, made, global_batch_size=2, dtype="float64", balance_loss=0.1)
+
+    def expected() -> list:
+        alone = GPT(config.model.architecture, seed=config.train.seed, dtype=torch.float64, balance_loss=0.1)
+        return step_of(ModelParts([alone], microbatch_size=1, n_microbatches=2, dtype=torch.float64), config)
+
+    return Check(lambda: step_of(build(config)[0], config), expected)
+
+
+CHECKS: dict[str, Callable[[], Check]] = {
+    "attention": attention,
+    "attention in a window": lambda: attention(7),
+    "what is sent and kept": lambda: Check(sent_and_kept, promised),
+    "GPT-2 with documents": lambda: loss(GPT2, documents()),
+    "newer GPT": lambda: loss(NEWER),
+    "mixture": lambda: loss(MIXTURE),
+    "training": training,
+}
+
+
+def wrapped(patch: Patch, where: Any, name: str, change: Callable[[Any], Any]) -> None:
+    """The function `name` of a module or class, with its result changed."""
+    before = getattr(where, name)
+    patch.setattr(where, name, lambda *args, **options: change(before(*args, **options)))
+
+
+def targets_shifted_after_the_cut(patch: Patch) -> None:
+    before, inputs = GPT._own, []
+
+    def own(self: GPT, tokens: Tensor, positions: Positions) -> Tensor:
+        inputs.append(before(self, tokens, positions))
+        return inputs[-1] if len(inputs) == 1 else inputs[0].roll(-1, 1)
+
+    patch.setattr(GPT, "_own", own)
+
+
+def positions_counted_locally(patch: Patch) -> None:
+    patch.setattr(Positions, "flat_ids", lambda self, device: torch.arange(self.seq_length).repeat(self.batch))
+
+
+def dropout_by_local_row(patch: Patch) -> None:
+    def starts(samples: Tensor, length: int, hidden: int, rows: slice) -> Tensor:
+        size, rank = dist.get_world_size(), dist.get_rank()
+        places = torch.zeros(len(samples), length, dtype=torch.int64)
+        places[:, ops.own_tokens(length, size, rank)] = torch.arange(length // size)
+        return ((samples[:, None] * length + places) * hidden).reshape(-1)
+
+    patch.setattr(dropout.ops, "dropout_starts", starts)
+
+
+def loss_of_own_tokens(patch: Patch) -> None:
+    patch.setattr(gpt, "over_context", lambda total, tp: total)
+
+
+def loss_times_ranks(patch: Patch) -> None:
+    wrapped(patch, gpt, "over_context", lambda total: total * dist.get_world_size())
+
+
+def key_gradients_summed_twice(patch: Patch) -> None:
+    wrapped(patch, context_attention, "_scattered", lambda gradients: 2 * gradients)
+
+
+def last_piece_without_a_merge(patch: Patch) -> None:
+    patch.setattr(flash, "_merged", lambda found: found[-1])
+
+
+def mask_aligned_with_the_first_key(patch: Patch) -> None:
+    def calls(segment: Any, window: Any, device: Any) -> list:
+        return [flash.Call(segment.rows, slice(segment.first, segment.end), True)]
+
+    patch.setattr(flash, "_calls", calls)
+
+
+def log_sum_exp_of_a_piece(patch: Patch) -> None:
+    before = flash._merged
+    patch.setattr(flash, "_merged", lambda found: (before(found)[0], found[-1][1]))
+
+
+def log_sum_exp_by_rows(patch: Patch) -> None:
+    before = context_attention.attend_backward
+
+    def backward(dout: Tensor, q: Tensor, *more: Any) -> None:
+        *forward, lse, dq, dk, dv = more
+        before(dout, q, *forward, lse.t().contiguous(), dq, dk, dv)
+
+    patch.setattr(context_attention, "attend_backward", backward)
+
+
+def documents_cut_at_chunks(patch: Patch) -> None:
+    wrapped(patch, context_attention, "segments", lambda found: [s._replace(first=s.position) for s in found])
+
+
+def window_of_own_chunk(patch: Patch) -> None:
+    before = context_attention.segments
+
+    def own(starts: list, seq: int, size: int, rank: int) -> list:
+        chunk = seq // (2 * size)
+        return [s._replace(first=max(s.first, s.position // chunk * chunk)) for s in before(starts, seq, size, rank)]
+
+    patch.setattr(context_attention, "segments", own)
+
+
+def first_learned_positions(patch: Patch) -> None:
+    def forward(self: PositionEmbedding, x: Tensor, positions: Positions) -> Tensor:
+        return x + self.weight[: positions.seq_length].repeat(positions.batch, 1)
+
+    patch.setattr(PositionEmbedding, "forward", forward)
+
+
+def gathered_keys_are_kept(patch: Patch) -> None:
+    before, gathered = context_attention.ContextAttention.forward, []
+    wrapped(patch, context_attention, "_gathered", lambda found: gathered.append(found) or found)
+
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        out = before(ctx, *inputs)
+        ctx.save_for_backward(*ctx.to_save, *gathered)
+        return out
+
+    patch.setattr(context_attention.ContextAttention, "forward", staticmethod(forward))
+
+
+def heads_repeated_before_the_gather(patch: Patch) -> None:
+    before = ops.context_attention
+
+    def repeated(q: Tensor, k: Tensor, v: Tensor, *more: Any, **options: Any) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+        return before(q, k, v, *more, **options)
+
+    patch.setattr(ops, "context_attention", repeated)
+
+
+def targets_counted_over_context(patch: Patch) -> None:
+    before = ModelParts._total
+    patch.setattr(ModelParts, "_total", lambda self, number, *axes: before(self, number, "cp", *axes))
+
+
+def balance_of_own_tokens(patch: Patch) -> None:
+    patch.setattr(route, "all_reduce", lambda x, group: x)
+
+
+def loads_of_own_tokens(patch: Patch) -> None:
+    patch.setattr(experts, "all_reduce", lambda x, group: x)
+
+
+def loads_counted_twice(patch: Patch) -> None:
+    wrapped(patch, experts, "all_reduce", lambda loads: 2 * loads)
+
+
+TRAPS: dict[Mistake, str] = {
+    targets_shifted_after_the_cut: "GPT-2 with documents",
+    positions_counted_locally: "newer GPT",
+    dropout_by_local_row: "GPT-2 with documents",
+    loss_of_own_tokens: "GPT-2 with documents",
+    loss_times_ranks: "GPT-2 with documents",
+    key_gradients_summed_twice: "attention",
+    last_piece_without_a_merge: "attention",
+    mask_aligned_with_the_first_key: "attention",
+    log_sum_exp_of_a_piece: "attention",
+    log_sum_exp_by_rows: "attention",
+    documents_cut_at_chunks: "attention",
+    window_of_own_chunk: "attention in a window",
+    first_learned_positions: "GPT-2 with documents",
+    gathered_keys_are_kept: "what is sent and kept",
+    heads_repeated_before_the_gather: "what is sent and kept",
+    targets_counted_over_context: "training",
+    balance_of_own_tokens: "mixture",
+    loads_of_own_tokens: "training",
+    loads_counted_twice: "training",
+}
+
+
+def seen(check: str, mistake: Mistake | None) -> bool:
+    """Whether a rank's results, with the mistake, differ from one process's, without it."""
+    made = CHECKS[check]()
+    expected = made.expected()
+    with pytest.MonkeyPatch.context() as patch:
+        if mistake is not None:
+            mistake(patch)
+        found = made.found()
+    try:
+        assert_same(found, expected)
+        differs = False
+    except AssertionError:
+        differs = True
+    everywhere: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, differs)
+    return any(everywhere)
+
+
+@pytest.mark.parametrize("mistake", TRAPS, ids=lambda mistake: mistake.__name__)
+def test_a_mistake_is_seen(ranks: WorkerPool, mistake: Mistake) -> None:
+    assert all(ranks(2).run(seen, TRAPS[mistake], mistake))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_without_a_mistake_nothing_is_seen(ranks: WorkerPool, check: str) -> None:
+    assert not any(ranks(2).run(seen, check, None))
