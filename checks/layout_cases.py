@@ -89,6 +89,7 @@ class Case(NamedTuple):
         words += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
         words += [layout.transport] if layout.transport != "auto" else []
         words += ["CPU offload"] if layout.cpu_offload else []
+        words += ["activations offloaded"] if layout.offload_activations else []
         words += [layout.exchange] if layout.exchange != "library" else []
         words += [] if self.tied else ["untied"]
         words += [self.model] if self.model else []
@@ -198,6 +199,35 @@ QUICK_MOE_CASES = (
     case(2, tp=2, recompute="full", model=SIXTEEN),
     case(2, tp=2, pp=2, schedule="ZBVZeroBubble", model=EIGHT),
 )
+# context parallelism: the ranks share every sample's tokens
+CONTEXT_CASES = (
+    # one axis of two and of four
+    *(case(cp=2), case(cp=2, model=NEWER_MODEL), case(4, cp=2, recompute="full"), case(2, cp=2, model=SIXTEEN)),
+    *(case(cp=4), case(cp=4, model=NEWER_MODEL), case(2, cp=2, zero=0), case(2, cp=2, offload_activations=True)),
+    # two axes
+    *(case(2, cp=2, tp=2), case(2, cp=2, tp=2, model=NEWER_MODEL), case(cp=2, tp=2, sequence_parallel=False)),
+    case(2, cp=2, tp=2, recompute="full", model=SIXTEEN),
+    *(case(2, cp=2, shard=2, zero=3), case(2, cp=2, replicate=2, zero=0), case(2, cp=2, shard=2, zero=2, model=EIGHT)),
+    *(case(2, cp=2, replicate=2, exchange="tree"), case(2, cp=2, replicate=2, zero=0, exchange="ring")),
+    *(case(2, cp=2, pp=2, schedule="ZBVZeroBubble"), case(2, cp=2, pp=2, schedule="1F1B", zero=3)),
+    case(2, cp=2, shard=2, zero=3, cpu_offload=True),
+    # eight ranks
+    *(case(1, cp=2, tp=2, pp=2, schedule="DualPipeV"), case(2, cp=4, tp=2, model=NEWER_MODEL)),
+    case(2, cp=2, tp=2, shard=2, zero=3, recompute="full", model=SIXTEEN),
+    case(1, cp=2, replicate=2, shard=2, zero=2),
+    # ten of thirty that chance chose
+    case(4, cp=2, tp=2, shard=2, sequence_parallel=False, cpu_offload=True, model=NEWER_MODEL),
+    case(1, cp=2, tp=2, zero=0, recompute="mlp", model=EIGHT, sgd=True),
+    case(1, cp=2, replicate=2, shard=2, zero=1, recompute="mlp"),
+    case(1, cp=2, tp=2, replicate=2, zero=0, recompute="mlp", transport="pipelined", exchange="butterfly", model=EIGHT),
+    case(4, cp=2, tp=2, pp=2, schedule="LoopedBFS", zero=3, recompute="mlp", transport="pipelined"),
+    case(2, cp=4, tp=2, recompute="mlp", transport="pipelined", model=NEWER_MODEL),
+    case(1, cp=2, pp=2, schedule="GPipe", zero=2),
+    case(1, cp=2, pp=2, schedule="DualPipeV", zero=0, recompute="mlp", model=SIXTEEN),
+    case(2, cp=4, tp=2, zero=3, recompute="mlp", tied=False, model=EIGHT),
+    case(4, cp=4, cpu_offload=True, sgd=True),
+)
+QUICK_CONTEXT_CASES = (case(2, cp=2, model=NEWER_MODEL), case(2, cp=2, tp=2))
 BFLOAT16_CASES = (TP4, PP4, DP4, ALL_AXES)
 BFLOAT16_MOE_CASES = (case(tp=4, model=EIGHT), case(2, tp=2, pp=2, schedule="ZBVZeroBubble", model=SIXTEEN))
 ALONE = "one process"

@@ -37,10 +37,12 @@ from .layout_cases import (
     BFLOAT16_CASES,
     BFLOAT16_MOE_CASES,
     CASES,
+    CONTEXT_CASES,
     CURVES,
     LAYERS,
     MOE_CASES,
     QUICK_CASES,
+    QUICK_CONTEXT_CASES,
     QUICK_MOE_CASES,
     Case,
 )
@@ -263,12 +265,14 @@ def train_all(worlds: Mapping[int, Mapping[tuple[str, Case], RunConfig]]) -> Res
 
 def run(options: argparse.Namespace) -> Report:
     """Train in every layout and in one process, and compare."""
-    quick = options.quick
-    dense, experts = (QUICK_CASES, QUICK_MOE_CASES) if quick else (CASES, MOE_CASES)
-    cases = experts if options.moe else (*dense, *experts)
+    quick, part = options.quick, options.moe or options.context
+    dense, experts, context = (
+        (QUICK_CASES, QUICK_MOE_CASES, QUICK_CONTEXT_CASES) if quick else (CASES, MOE_CASES, CONTEXT_CASES)
+    )
+    cases = (*experts * options.moe, *context * options.context) if part else (*dense, *experts, *context)
     with tempfile.TemporaryDirectory(prefix="tpformer-bench-") as directory:
         text, _ = build_stdlib(Path(directory), quiet=True)
-        trained = train_all(plan(cases, not (quick or options.moe), str(text)))
+        trained = train_all(plan(cases, not (quick or part), str(text)))
     rows = []
     for one in cases:
         runs, expected = ({dtype: trained[dtype, each] for dtype in COMPARED} for each in (one, one.alone))
@@ -276,7 +280,7 @@ def run(options: argparse.Namespace) -> Report:
     missed = [row["layout"] for row in rows if not row["ok"]]
     routed = [row for row in rows if "routing" in row]
     tables, content = [result_table(rows), *([routing_table(routed)] if routed else [])], {}
-    if not (quick or options.moe):
+    if not (quick or part):
         low = [
             bfloat16_row(one, trained[BFLOAT16, one], trained[BFLOAT16, one.alone][0], trained[FLOAT64, one.alone][0])
             for one in (*BFLOAT16_CASES, *BFLOAT16_MOE_CASES)
@@ -294,6 +298,7 @@ BENCH = Bench(
     options={
         "--quick": {"action": "store_true", "help": "few layouts on at most 4 processes, nothing written"},
         "--moe": {"action": "store_true", "help": "only the models with experts, nothing written"},
+        "--context": {"action": "store_true", "help": "only layouts with context parallelism, nothing written"},
     },
     run=run,
     draw=draw,

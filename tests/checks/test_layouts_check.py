@@ -46,6 +46,10 @@ def test_what_the_matrix_covers() -> None:
         assert {one.n_microbatches for one in matrix} == {1, 2, 4, 8}
     for name in ("pipeline_parallel", "data_parallel"):
         assert values_of(cases, name) == {1, 2, 4}
+    context = layouts.CONTEXT_CASES
+    layouts.plan(context, False, "unused")
+    assert values_of(context, "context_parallel") == {2, 4} and values_of(context, "zero") == {0, 1, 2, 3}
+    assert len({str(one) for one in context}) == len(context) >= 27
     assert values_of(cases, "recompute") == {"none", "mlp", "full"} and values_of(cases, "cpu_offload") == {False, True}
     every = [one.layout for one in cases]
     for ranks in (2, 4):
@@ -182,7 +186,13 @@ def test_the_command_notices_a_defect(
         return replace(found, model=replace(found.model, n_layers=2))
 
     monkeypatch.setattr(layouts.Case, "config", config)
-    small = {"STEPS": 2, "QUICK_CASES": few, "QUICK_MOE_CASES": (), "Ranks": partial(pooled, ranks, defects)}
+    small = {
+        "STEPS": 2,
+        "QUICK_CASES": few,
+        "QUICK_MOE_CASES": (),
+        "QUICK_CONTEXT_CASES": (),
+        "Ranks": partial(pooled, ranks, defects),
+    }
     for name, value in small.items():
         monkeypatch.setattr(layouts, name, value)
     assert main(["layouts", "--quick"], [layouts.BENCH], tmp_path) == defects
@@ -216,7 +226,7 @@ from pathlib import Path
 from harness.runner import main
 from checks import layouts
 part = int(sys.argv[2])
-for name in ("CASES", "MOE_CASES", "BFLOAT16_CASES", "BFLOAT16_MOE_CASES"):
+for name in ("CASES", "MOE_CASES", "CONTEXT_CASES", "BFLOAT16_CASES", "BFLOAT16_MOE_CASES"):
     setattr(layouts, name, getattr(layouts, name)[part::3])
 alone, *curves = layouts.CURVES.items()
 layouts.CURVES = dict([alone, curves[part]])
@@ -232,7 +242,7 @@ sys.exit(main(["layouts"], [layouts.BENCH], Path(sys.argv[1])))
 def test_the_matrix(tmp_path: Path, part: int) -> None:
     python("-c", MATRIX, tmp_path, part)
     result = json.loads((tmp_path / "cpu" / "layouts.json").read_text())
-    rows = [*layouts.CASES[part::3], *layouts.MOE_CASES[part::3]]
+    rows = [*layouts.CASES[part::3], *layouts.MOE_CASES[part::3], *layouts.CONTEXT_CASES[part::3]]
     low = [*layouts.BFLOAT16_CASES[part::3], *layouts.BFLOAT16_MOE_CASES[part::3]]
     assert [row["layout"] for row in result["rows"]] == [*map(str, rows)] and all(row["ok"] for row in result["rows"])
     assert [row["layout"] for row in result["bfloat16"]] == [*map(str, low)]
