@@ -1,4 +1,4 @@
-"""Draws the pictures of README.md, docs/layouts.md, docs/moe.md and docs/planner.md. They show where
+"""Draws the pictures of README.md, docs/layouts.md, docs/moe.md, docs/context.md and docs/planner.md. They show where
 the tensors of a block and of a layer of experts live, what these keep, and how ranks share weights and data.
 
 `python docs/pictures/draw.py` writes them; tests/test_docs.py compares the committed pictures with what it draws.
@@ -80,13 +80,18 @@ class BlockDrawing(Drawing):
             self.arrow(MARGIN + rank * COLUMN + COLUMN / 2, y + 79, 13)
         self.y = y + 94
 
-    def legend(self, title: str) -> None:
-        """Ranks by colour, and how a matrix is drawn."""
+    def ranks(self, title: str) -> None:
+        """A title, and ranks by colour."""
         self.text("title", MARGIN, 28, title)
         for rank in range(RANKS):
             x = MARGIN + rank * COLUMN
             self.rect(f"held r{rank}", x + 20, 42, 13, 13, 2)
             self.text("", x + 38, 53, f"rank {rank}")
+        self.y = 70
+
+    def legend(self, title: str) -> None:
+        """The same, and how a matrix is drawn."""
+        self.ranks(title)
         self.text("soft", MARGIN, 78, "A box is a whole matrix, with a token in every line.")
         self.text("soft", MARGIN, 96, "The coloured part of it is what the rank holds.")
         self.y = 110
@@ -211,6 +216,36 @@ def experts() -> str:
     return drawing.svg("Eight experts on four ranks: what is gathered, computed by each rank, and reduced")
 
 
+def context() -> str:
+    """The tokens of a sample on four context-parallel ranks, and which keys their queries see."""
+    drawing, chunks = BlockDrawing(), 2 * RANKS
+    drawing.ranks("A sample on four context-parallel ranks")
+    left, top = MARGIN + 60, drawing.y + 20
+    cell = (WIDTH - MARGIN - left) / chunks
+    drawing.text("soft", left, drawing.y + 12, "keys and values of all chunks, gathered")
+    for query in range(chunks):
+        owner, y = min(query, chunks - 1 - query), top + query * 26
+        drawing.text("", MARGIN, y + 18, f"chunk {query}")
+        for key in range(query + 1):
+            x = left + key * cell
+            if key < query:
+                drawing.rect(f"held r{owner}", x, y, cell - 3, 23, 3)
+            else:  # of its own chunk a query sees the keys before itself
+                drawing.parts.append(f'<path class="held r{owner}" d="M{x:g} {y:g}v23h{cell - 3:g}z"/>')
+    drawing.y = top + chunks * 26 + 8
+    drawing.lines(
+        "soft",
+        [
+            "A row is a chunk of queries, in its rank's colour; a",
+            "cell is a chunk of keys that they see. Rank r has the",
+            "chunks r and 7 - r of 8, so all four compute as much:",
+            "7 whole cells and 2 halves. Chunks in order would give",
+            "the last rank 7 times as much as the first.",
+        ],
+    )
+    return drawing.svg("Eight chunks of a sample on four ranks, and the keys that each chunk's queries see")
+
+
 BARS = [
     ("tpformer", "tpformer, no GEMM done twice", "none"),
     ("tpformer", 'recompute = "mlp": one GEMM more', "mlp"),
@@ -261,6 +296,7 @@ PICTURES = {
     "block.svg": block,
     "ways.svg": ways,
     "experts.svg": experts,
+    "context.svg": context,
     "memory.svg": memory,
     "placement.svg": lambda: placement_svg(two_nodes()),
     "splits.svg": splits_svg,

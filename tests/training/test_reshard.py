@@ -91,10 +91,12 @@ def in_one_process(directory, parallel):
 FULL = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3}
 SMALL = {"pipeline_parallel": 2, "data_parallel_replicate": 2}
 HYBRID = {"data_parallel_replicate": 2, "data_parallel_shard": 2, "zero_stage": 2, "cpu_offload": True}
+CONTEXT = {"context_parallel": 2, "tensor_parallel": 2, "zero_stage": 3}
 ALONE: dict = {}
 MOE: dict = {"experts": True}
 MATRIX = [
     (SMALL, {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 1}), (SMALL, ALONE),
+    ({"context_parallel": 2, **MOE}, {"tensor_parallel": 2, **MOE}), (CONTEXT, {"context_parallel": 4}),
     ({"tensor_parallel": 2, **MOE}, MOE), ({"tensor_parallel": 2, **MOE}, {"pipeline_parallel": 2, **MOE}),
 ]  # fmt: skip
 PROOFS = [
@@ -102,6 +104,8 @@ PROOFS = [
     (FULL, FULL), (FULL, {"pipeline_parallel": 2, "pipeline_schedule": "DualPipeV"}), (FULL, HYBRID),
     (HYBRID, {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B", "data_parallel_replicate": 2}),
     ({"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "tensor_parallel": 2}, FULL), (ALONE, FULL),
+    (ALONE, {"context_parallel": 2, "data_parallel_shard": 2}), (HYBRID, CONTEXT),
+    ({"context_parallel": 2, "data_parallel_replicate": 2, "zero_stage": 0}, FULL),
     ({"tensor_parallel": 2, **MOE}, {"data_parallel_shard": 2, "zero_stage": 3, **MOE}),
 ]  # fmt: skip
 

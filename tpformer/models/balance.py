@@ -35,7 +35,9 @@ class _Attached(torch.autograd.Function):
 def over_context(total: Tensor, tp: TensorParallel) -> Tensor:
     """The sum of a scalar over context-parallel ranks, whose backward gives each rank's part the same gradient."""
     context = tp.shares_tokens
-    return total if context is None else ops.reduce_rows(total.view(1, 1), context.group, False).view(())
+    if context is None:
+        return total
+    return ops.reduce_rows(total.view(1, 1), context.group, False).sum()  # FSDP2 warns of a model that returns a view
 
 
 class BalanceLoss:
