@@ -173,7 +173,7 @@ def test_each_script_is_short_and_has_a_command():
     assert {path.name for path in SCRIPTS} <= {Path(word).name for command in SCRIPT_COMMANDS for word in command}
 
 
-@pytest.mark.parametrize("name", ["drop_in", "own_block"])
+@pytest.mark.parametrize("name", ["drop_in", "long_context", "own_block"])
 def test_a_script_agrees_with_one_process(ranks, monkeypatch, name):
     monkeypatch.syspath_prepend(SCRIPTS[0].parent)
     ranks(2).run(import_module(name).main)

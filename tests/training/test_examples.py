@@ -25,7 +25,7 @@ ALL = {
     "gpt_530b": ("529.6", 280, 2520, 1, 2520), "gpt_1t": ("1008.0", 512, 3072, 1, 3072),
     "gpt3_175b": ("174.6", 64, 1024, 1, 1536), "llama3_8b": ("8.0", 1, 8, 1, 64), "llama3_70b": ("70.6", 8, 64, 2, 512),
 }  # fmt: skip
-SMALL = ("gpt_tiny", "moe_tiny")  # of no paper, for a laptop
+SMALL = ("gpt_tiny", "moe_tiny", "context_tiny")  # of no paper, for a laptop
 
 
 def example(name: str) -> RunConfig:

@@ -44,20 +44,7 @@ def pipeline_sequential(
     Errors: ValueError for fewer children than stages, for a layout that contradicts itself, and for settings that are
     left to the children.
     """
-    layout.check()
-    exchange_named(layout.exchange).check(layout)
-    if layout.context_parallel > 1:
-        raise ValueError(
-            f"pipeline_sequential cannot divide samples among parallel.context_parallel={layout.context_parallel} "
-            f"ranks: set it to 1, and give the model's attention a context of its own"
-        )
-    for name in KEEP_OPTIONS:
-        if getattr(layout, name) != getattr(Layout, name):
-            raise ValueError(
-                f"pipeline_sequential does not apply parallel.{name}={getattr(layout, name)!r}: leave it unset, and "
-                f"say it of the model's blocks, by layers.keep(model, ...), or use ops.recompute or ops.Offload in the "
-                f"children"
-            )
+    _check(layout)
     layout.check_pipeline(len(model), n_microbatches)
     boundaries, costs = _trace(model, example, layout.pipeline_split)
     ranges = split_stages(costs, layout.n_stages)
@@ -83,6 +70,23 @@ def pipeline_sequential(
         loss_fn=loss_fn,
         device=device,
     )
+
+
+def _check(layout: Layout) -> None:
+    layout.check()
+    exchange_named(layout.exchange).check(layout)
+    if layout.context_parallel > 1:
+        raise ValueError(
+            f"pipeline_sequential cannot divide samples among parallel.context_parallel={layout.context_parallel} "
+            f"ranks: set it to 1, and give the model's attention a context of its own"
+        )
+    for name in KEEP_OPTIONS:
+        if getattr(layout, name) != getattr(Layout, name):
+            raise ValueError(
+                f"pipeline_sequential does not apply parallel.{name}={getattr(layout, name)!r}: leave it unset, and "
+                f"say it of the model's blocks, by layers.keep(model, ...), or use ops.recompute or ops.Offload in the "
+                f"children"
+            )
 
 
 def _trace(model: nn.Sequential, example: Tensor, by: str) -> tuple[list[Tensor], list[float]]:
