@@ -37,7 +37,7 @@ def whole(q: Tensor, k: Tensor, v: Tensor, dy: Tensor, documents: list | None, w
     packed = None
     if documents is not None:
         starts = [sample * SEQ + start for sample, of in enumerate(documents) for start in of]
-        boundaries = torch.tensor([*starts, BATCH * SEQ], dtype=torch.int32)
+        boundaries = torch.tensor([*starts, len(documents) * SEQ], dtype=torch.int32)
         packed = boundaries, int(boundaries.diff().max())
     return with_gradients(lambda *x: ops.attention(*x, packed, True, window), q, k, v, dy=dy)
 

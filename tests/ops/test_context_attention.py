@@ -109,6 +109,35 @@ def test_scores_made_whole_are_what_kernels_compute() -> None:
         assert_same(run("cpu"), expected)
 
 
+def by_virtual_ranks(size: int, window: int | None, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Result and gradients of one sample, each rank's part computed in this process from all keys and values."""
+    q, k, v, dy = (x[0].to(device) for x in tensors(4, 2, dtype))
+    y, wide = torch.empty_like(q), torch.promote_types(dtype, torch.float32)
+    totals = [torch.zeros_like(x, dtype=wide) for x in (q, k, v)]
+    for rank in range(size):
+        own, found = ops.own_tokens(SEQ, size, rank, q.device), segments(DOCUMENTS[0], SEQ, size, rank)
+        out, lse, dq = torch.empty_like(q[own]), q.new_empty(4, len(own), dtype=wide), totals[0][own]
+        flash.attend(q[own], k, v, found, window, out, lse)
+        flash.attend_backward(dy[own], q[own], k, v, found, window, out, lse, dq, *totals[1:])
+        y[own], totals[0][own] = out, dq
+    return [y, *(total.to(dtype) for total in totals)]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_virtual_ranks_together_have_the_whole_result(device: str, dtype: torch.dtype) -> None:
+    """On CUDA by variable-length calls, whose causal masks are aligned with the last key, not the first one."""
+    inputs = tensors(4, 2, dtype)
+    for size in (1, 2, 3):
+        for window in (None, 7):
+            exact, plain = (
+                whole(*(x[:1].to(each) for x in inputs), DOCUMENTS[:1], window) for each in (torch.float64, dtype)
+            )
+            found = by_virtual_ranks(size, window, dtype, device)
+            for name, x, y, same in zip(("y", "dq", "dk", "dv"), found, exact, plain, strict=True):
+                assert_kernel_close(x.cpu(), y[0], same[0], f"{name} {size} {window}")
+
+
 def test_calls_for_sequences_of_many_lengths_join_neighbours() -> None:
     """Queries and keys of a chunk's documents are adjacent; those of the next chunk begin elsewhere."""
     found = segments([0, 5, 6, 7, 20], SEQ, 2, 0)

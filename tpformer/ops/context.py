@@ -7,7 +7,6 @@ The order is that of zigzag ring attention (github.com/zhuzilin/ring-flash-atten
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple, Self
 
 import torch
@@ -58,31 +57,35 @@ class Segment(NamedTuple):
         return self.position + self.length
 
 
+def own_chunks(size: int, rank: int) -> tuple[int, int]:
+    """Which two of the 2 * size chunks of a sample a rank has, in the order of its rows: an early and a late one."""
+    return rank, 2 * size - 1 - rank
+
+
+def chunk_owners(size: int) -> list[tuple[int, int]]:
+    """(rank, which of its two chunks it is) of each chunk of a sample."""
+    return [(rank, 0) for rank in range(size)] + [(rank, 1) for rank in reversed(range(size))]
+
+
 def own_tokens(seq_length: int, size: int, rank: int, device: torch.device | None = None) -> Tensor:
     """The positions in a sample of a rank's tokens, (seq_length / size,) int64, in the order of its rows.
 
-    A sample has 2 * size chunks. The rank has chunk `rank` and chunk 2 * size - 1 - rank, so that all ranks' queries
-    see equally many keys. ValueError for a length that 2 * size does not divide.
+    They are those of own_chunks, so all ranks' queries see equally many keys. ValueError for a length that 2 * size
+    does not divide.
     """
     check_context_length(seq_length, size)
     chunk = seq_length // (2 * size)
-    return torch.cat([torch.arange(c * chunk, (c + 1) * chunk, device=device) for c in (rank, 2 * size - 1 - rank)])
+    own = [torch.arange(each * chunk, (each + 1) * chunk, device=device) for each in own_chunks(size, rank)]
+    return torch.cat(own)
 
 
 def segments(starts: Sequence[int], seq_length: int, size: int, rank: int) -> list[Segment]:
     """A rank's segments of one sample, in the order of its rows. starts: where documents begin, ascending from 0."""
     chunk, found = seq_length // (2 * size), []
-    for place, index in enumerate((rank, 2 * size - 1 - rank)):
+    for place, index in enumerate(own_chunks(size, rank)):
         low, high = index * chunk, (index + 1) * chunk
         for begin, end in zip(starts, [*starts[1:], seq_length], strict=True):
             first, last = max(low, begin), min(high, end)
             if first < last:
                 found.append(Segment(place * chunk + first - low, last - first, first, begin))
     return found
-
-
-@lru_cache(maxsize=64)
-def in_sequence(seq_length: int, size: int, device: torch.device) -> Tensor:
-    """Where each position's token stands among the tokens of all ranks, rank after rank; (seq_length,) int64."""
-    with torch.inference_mode(False):
-        return torch.cat([own_tokens(seq_length, size, rank, device) for rank in range(size)]).argsort()

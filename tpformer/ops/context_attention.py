@@ -22,7 +22,7 @@ from tpformer.distributed.collectives import all_gather, scatter_sum
 from .attention import check_heads, check_window
 from .autocast import autocast_dtype, cast, without_autocast
 from .calls import called
-from .context import Segment, in_sequence, segments
+from .context import Segment, chunk_owners, own_chunks, segments
 from .first_derivative import first_derivative
 from .flash import attend, attend_backward
 from .uncompiled import uncompiled
@@ -32,10 +32,8 @@ Documents = Sequence[Sequence[int]]
 
 def _gathered(k: Tensor, v: Tensor, group: ProcessGroup) -> Tensor:
     """Keys and values of whole samples, (2, batch, seq, kv_heads, head_dim), by one all-gather."""
-    size, (batch, own, heads, width) = group.size(), k.shape
-    parts = all_gather(torch.stack([k, v])[None], group)  # (ranks, 2, batch, own, heads, width)
-    parts = parts.permute(1, 2, 0, 3, 4, 5).reshape(2, batch, size * own, heads, width)
-    return parts[:, :, in_sequence(size * own, size, k.device)]
+    parts = all_gather(torch.stack([k, v])[None], group).unflatten(3, (2, -1))  # (ranks, 2, batch, 2 chunks, ...)
+    return torch.cat([parts[rank, :, :, place] for rank, place in chunk_owners(group.size())], 2)
 
 
 def _scattered(gradients: Tensor, dtype: torch.dtype, group: ProcessGroup) -> Tensor:
@@ -44,10 +42,9 @@ def _scattered(gradients: Tensor, dtype: torch.dtype, group: ProcessGroup) -> Te
     Ranks exchange them in `dtype` and add them up in at least float32, in rank order: NCCL's reduce-scatter would add
     in an order of its own, and round at every hop.
     """
-    size, seq = group.size(), gradients.shape[2]
-    back = in_sequence(seq, size, gradients.device).argsort()
-    parts = gradients[:, :, back].to(dtype).unflatten(2, (size, -1)).movedim(2, 0)
-    return scatter_sum(parts.contiguous(), group)[0]
+    chunks = gradients.to(dtype).chunk(2 * group.size(), 2)
+    parts = [torch.cat([chunks[index] for index in own_chunks(group.size(), rank)], 2) for rank in range(group.size())]
+    return scatter_sum(torch.stack(parts), group)[0]
 
 
 class Kept(NamedTuple):
