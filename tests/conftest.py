@@ -3,6 +3,7 @@
 Belongs here: fixtures and pytest options of the whole suite. Fixtures of one topic are beside its tests.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -105,6 +106,15 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 def pytest_keyboard_interrupt() -> None:
     """Say what did not end, since a signal is what ends a run that takes too long."""
     print(f"\ninterrupted: {', '.join(sorted(running)) or 'no test was running'}")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported is never garbage: nothing looks for any while tests are found, nor among it afterwards."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
