@@ -22,6 +22,7 @@ def test_absent(): pass
 """
 INTERRUPTED = "def test_long(): raise KeyboardInterrupt\ndef test_next(): pass\n"
 KILLED = "def test_first(): pass\ndef test_second(): os.kill(os.getpid(), 9)\ndef test_third(): pass\n"
+NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # of which many machines have some that take a second to import
 MANY = "@pytest.mark.parametrize('number', range(4))\ndef test_one(number): assert number != 1\n"
 
 
@@ -35,7 +36,7 @@ def run(commands, folder: Path, *options: str) -> tuple[int, str, dict]:
     """(exit code, output, the report) of the folder's tests."""
     path = folder / "results" / "report.json"
     given = ["-p", "gpu_report", "-m", "gpu", "--report", str(path), "--rootdir", str(folder), *options]
-    code, out, err = commands.call(report, str(folder), given).finish()
+    code, out, err = commands.call(report, str(folder), given, **NO_PLUGINS).finish()
     return code, out + err, json.loads(path.read_text())
 
 
@@ -113,7 +114,7 @@ def test_missing_packages_cost_few_tests() -> None:
     program = HIDE.format(" ".join(dependencies() - AT_HAND)) + "import pytest\nsys.exit(pytest.main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", program, *options, *(f"tests/{folder}" for folder in TESTED)],
-        cwd=TESTS.parent, env=os.environ | {"PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        cwd=TESTS.parent, env=os.environ | {"PYTHONPATH": paths} | NO_PLUGINS,
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == pytest.ExitCode.OK, done.stdout + done.stderr

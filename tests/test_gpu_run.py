@@ -9,6 +9,7 @@ from pathlib import Path
 import gpu_run
 import pytest
 from gpu_run import NOT_RUN, Job, files, jobs, main, merged
+from test_gpu_report import NO_PLUGINS
 
 TESTS = Path(__file__).parent
 GPU = "import os, pathlib, pytest\npytestmark = pytest.mark.gpu\n"
@@ -36,7 +37,7 @@ def call(folder: str, arguments: list[str]) -> None:
 
 
 def run(commands, folder: Path, *names: str) -> tuple[int, dict, str]:
-    code, out, err = commands.call(call, str(folder), [str(folder / name) for name in names]).finish()
+    code, out, err = commands.call(call, str(folder), [str(folder / name) for name in names], **NO_PLUGINS).finish()
     return code, json.loads((folder / "report.json").read_text()), out + err
 
 

@@ -46,7 +46,7 @@ def test_results_are_in_rank_order(ranks: WorkerPool) -> None:
 @pytest.mark.parametrize(("function", "options", "said"), [
     (raise_on, {}, r"(?s)rank 1 of 2 raised.*in raise_on.*KeyError: \"the rank's own words\""),
     (die_on, {}, "rank 1 of 2 died with exit code -9"),
-    (sleep_on, {"timeout": 5}, r"(?s)rank 1 of 2 did not return in 5 s.*in sleep_on"),
+    (sleep_on, {"timeout": 2}, r"(?s)rank 1 of 2 did not return in 2 s.*in sleep_on"),
     (return_a_lambda, {}, "(?s)rank 1 of 2 raised.*pickle"),
 ])  # fmt: skip
 def test_a_rank_that_fails_is_named_and_replaced(ranks: WorkerPool, function, options: dict, said: str) -> None:
