@@ -24,9 +24,9 @@ FIRST = {"optimizer": {"lr": 0.0}}  # the weights stay those that the run begins
 
 
 def settings(values: dict, parallel: dict) -> dict:
-    """A run of growing batches, whose norms are logged at its second step."""
+    """A run of growing batches, whose norms are logged at its second step. One process takes larger microbatches."""
     batches = {"global_batch_size": SIZES[-1], "batch_size_start": SIZES[0], "batch_size_ramp_steps": 2}
-    train = {**batches, "microbatch_size": 1, "steps": STEPS, "dtype": "float64"}
+    train = {**batches, "microbatch_size": 1 if parallel else 4, "steps": STEPS, "dtype": "float64"}
     more = {"model": {"n_layers": LAYERS, "dropout": 0.1}, "optimizer": {"schedule": "constant"}, "data": {"valid": []}}
     return values_with(values, parallel=parallel, train=train, log={"norm_interval": 2, "noise_interval": 2}, **more)
 
