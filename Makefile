@@ -99,7 +99,7 @@ compile-check: .venv/ready  ## every shipped kernel compiled for three GPU archi
 
 # the file that takes longest first
 execute: .venv/ready  ## compiled kernels executed on the CPU, against their references and for races; no GPU
-	$(PYTEST) tests/execute/execute_mutants.py tests/execute/test_executor.py tests/execute/execute_*.py
+	$(PYTEST) --turn $(TURN) tests/execute/execute_mutants.py tests/execute/test_executor.py tests/execute/execute_*.py
 	$(if $(filter all,$(TURN)),$(PYTEST) --proof tests/execute/execute_masks.py)
 
 gpu:  ## the tests that need a GPU, and their reports under bench/results/; SECONDS=390: what fits

@@ -15,6 +15,7 @@ import pytest
 import torch
 from commands import Commands
 from pool import WorkerPool
+from turns import TURNS
 from versions import why_too_old
 
 # this process, ranks and commands have as many, so that the order of their sums is one
@@ -140,7 +141,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 TESTS = Path(__file__).parent
 sys.path.insert(0, str(TESTS.parent))  # the repository is not installed as a whole
-TURNS = 3  # the longest proofs take turns by the commit's hash: `make proofs` runs one turn, `make proofs TURN=all` all
 # Files that take minutes, in `make test` or in the proofs. They begin first: one that begins last keeps one worker busy
 # and leaves the others idle. The Makefile keeps xdist from beginning with files of many tests, most of which are short.
 LONGEST = (

@@ -29,6 +29,7 @@ def test_the_drawing_has_a_bar_for_each_kind(tmp_path):
 
 @pytest.mark.proof
 @pytest.mark.alone
+@pytest.mark.rotates(2)
 @pytest.mark.timeout(1800)
 def test_one_fault_of_each_kind():
     assert "12 faults: nothing lost" in python("-m", "bench", "faults", "--quick")

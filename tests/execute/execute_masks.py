@@ -15,6 +15,7 @@ import pytest
 from mask_mutants import Mutant, all_mutants
 from masks import CASES, try_mutants, verdict
 from pool import WorkerPool
+from turns import in_turns
 
 # the cases that reach a file's masks, fastest first
 REACH = {
@@ -83,7 +84,7 @@ def survivors(pool: WorkerPool, file: str, mutants: list[Mutant]) -> set[str]:
     return {mutant.name for mutant, found in zip(mutants, verdicts, strict=True) if not found}
 
 
-@pytest.mark.parametrize("file", REACH)
+@pytest.mark.parametrize("file", in_turns(REACH, proof=False))
 def test_mutants_of_masks(interpreted: WorkerPool, file: str) -> None:
     """Of those that are not listed: the first of each function that loses a mask, and each 16-th of all."""
     own = [mutant for mutant in all_mutants() if mutant.file == file and mutant.name not in EQUIVALENT]

@@ -8,9 +8,10 @@ import execution  # noqa: F401  (puts the repository on the path)
 import pytest
 from mutant_table import complaint, reason_of, stale
 from mutant_trials import CASES, judge, mutants, sample
+from turns import in_turns
 
 
-@pytest.mark.parametrize("kernel", dict.fromkeys(case.kernel for case in CASES.values()))
+@pytest.mark.parametrize("kernel", in_turns(dict.fromkeys(case.kernel for case in CASES.values()), proof=False))
 def test_mutants_are_caught(kernel: str) -> None:
     verdicts = [(name, mutant, judge(name, mutant)) for name, mutant in sample(17, reason_of)[kernel]]
     assert verdicts

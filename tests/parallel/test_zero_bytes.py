@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pool import WorkerPool
+from turns import in_turns
 
 from checks import zero
 from harness.step_counts import DATA, by_name, run_config
@@ -26,7 +27,7 @@ CHOSEN = (
 OTHERS = [(case, dtype) for case, dtype in zip(zero.CASES, itertools.cycle(zero.DTYPES)) if case not in dict(CHOSEN)]
 
 
-@pytest.mark.parametrize("case, dtype", [*CHOSEN, *(pytest.param(*each, marks=pytest.mark.proof) for each in OTHERS)])
+@pytest.mark.parametrize("case, dtype", [*CHOSEN, *in_turns(OTHERS)])
 def test_bytes_and_collectives(ranks: WorkerPool, case: str, dtype: str) -> None:
     """What four ranks hold and communicate is what the planner's formulas say."""
     config = run_config(zero.CASES[case], dtype, SMALL)

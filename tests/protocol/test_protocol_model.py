@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from turns import in_turns
 
 MODEL = Path(__file__).with_name("protocol.pml")
 # ranks -> epochs. A slot is used again after two epochs, and the model's integers wrap every 8 epochs. The model of 3
@@ -86,7 +87,7 @@ def test_protocol_has_no_error(tmp_path, ranks, options):
         assert re.search(rf"unreached in proctype {process}\n\t\(0 of \d+ states\)", report), report
 
 
-@pytest.mark.parametrize("ranks, mutation, options", MUTATED)
+@pytest.mark.parametrize("ranks, mutation, options", in_turns(MUTATED, proof=False))
 def test_mutation_reads_a_wrong_value(tmp_path, ranks, mutation, options):
     report = check_model(tmp_path, ranks, mutation, options=options)
     assert errors(report) >= 1, f"not found: {MUTATIONS[mutation]}\n{report}"

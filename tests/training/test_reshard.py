@@ -13,6 +13,7 @@ from small_runs import build, everything, merged, run_config, spoil, take_step
 from testing import assert_identical, assert_same, on_every_rank
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from turns import in_turns
 
 from tpformer.config import RunConfig
 from tpformer.distributed import build_mesh
@@ -132,9 +133,7 @@ def save(ranks, tmp_path_factory):
     return save
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [*MATRIX, *(pytest.param(*pair, marks=pytest.mark.proof) for pair in PROOFS)], ids=named
-)
+@pytest.mark.parametrize(("before", "after"), [*MATRIX, *in_turns(PROOFS)], ids=named)
 def test_a_run_goes_on_under_another_layout(ranks, save, before, after):
     """Parameters and optimizer states are equal; losses and gradient norms agree to the rounding of float64."""
     directory, tensors, losses = save(named(before))
