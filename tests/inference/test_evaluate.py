@@ -149,6 +149,8 @@ def test_refused_before_any_rank_starts(commands, trained, tmp_path):
         "--tasks none.jsonl": "does not exist",
         f"--tasks {trained / 'code.txt'}": "code.txt:1 is not valid JSON",
         "--parallel.tensor-parallel 3": "cannot be split",
+        "--parallel.context-parallel 3": "cannot be shared by parallel.context_parallel=3",
+        f"--tasks {trained / 'code.txt'} --parallel.context-parallel 2": "prompts and their answers have no common",
     }.items():
         code_, out, err = commands.run("evaluate", run, *options.split())
         assert code_ == 2 and words in err and "Traceback" not in err and err.count("\n") == 1, options + out + err

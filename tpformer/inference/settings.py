@@ -96,6 +96,11 @@ def prepare(
     check_config(config, trains=False)
     layout, size, length = config.parallel, config.model.vocab_size, config.model.seq_length
     asks = asks or tasks is not None
+    if asks and layout.context_parallel > 1:
+        raise ValueError(
+            f"tasks with parallel.context_parallel={layout.context_parallel}: prompts and their answers have no common "
+            f"length that these ranks could share; leave the key out"
+        )
     prefixes = tuple(data) if data or asks else config.data.valid
     if not prefixes and not asks:
         raise ValueError(f"{path} has no validation data of its own: give --data PREFIX or --tasks FILE.jsonl")
