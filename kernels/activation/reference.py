@@ -110,8 +110,9 @@ def activation_forward(x: Tensor, name: str | None, gate: Tensor | None = None) 
     """act(x), or act(gate) * x when a gate is given; x itself for name None.
 
     Math:     gelu x * Phi(x); gelu_tanh x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x**3))); silu x * sigmoid(x);
-              relu2 max(x, 0)**2. Those of inf are inf, and those of -inf but relu2's NaN, as in torch,
-              whose float32 has NaN for gelu(inf), too
+              relu2 max(x, 0)**2. Those of inf are inf, and those of -inf but relu2's NaN, as in torch.
+              In float32, from where its square overflows, gelu here (as in torch) and gelu and gelu_tanh in kernels
+              may also be infinite or NaN, so gelu(inf) is NaN, but no other number
     Shapes:   x, gate and the result all (M, F), one dtype
     Numerics: evaluated in promote_types(x.dtype, float32), rounded at the store
     Traffic:  see activation_cost
@@ -132,6 +133,8 @@ def activation_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(dx, dgate or None, act(x) or act(gate) * x): gradients of activation_forward, and its result computed again.
 
+    Numerics: derivatives at infinities are NaN, but for relu2's, and so is relu2's dgate where gate <= 0 beside an
+              infinite x, here and in kernels; torch's autograd has 0 there
     Shapes:   da, x, gate (M, F), contiguous, or x and gate packed; a result may take the memory of da. Launchers
               check them; here they are what a forward has checked, and a gradient that autograd has compared
     """
