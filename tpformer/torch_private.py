@@ -58,6 +58,15 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def is_touched(module: nn.Module) -> bool:
+    """Whether a call of the module runs more, or something else, than its class's forward. A forward asks it of every
+    child, and each question of its own above would be a call."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        or module._compiled_call_impl is not None or "forward" in module.__dict__ or torch_module._has_any_global_hook()
+    )  # fmt: skip
+
+
 def is_own_parameter(module: nn.Module, name: str) -> bool:
     """Whether the module holds this parameter itself; a parametrization or pruning computes it from others instead."""
     return name in module._parameters

@@ -18,6 +18,7 @@ from tpformer.torch_private import (
     forward_pre_hooks,
     has_global_hooks,
     is_compiled_in_place,
+    is_touched,
 )
 
 from .linear import ColumnParallelLinear, RowParallelLinear, project
@@ -40,13 +41,13 @@ def why_called(child: nn.Module, *kinds: type[nn.Module]) -> str | None:
     """Why a child has to be called as a module; None if it is of these kinds and unchanged, so that it may be fused."""
     if type(child) not in kinds:
         return f"it is a {type(child).__name__}"
+    if not is_touched(child):
+        return None
     if forward_hooks(child) or forward_pre_hooks(child) or backward_hooks(child):
         return "it has hooks"
     if "forward" in child.__dict__ or is_compiled_in_place(child):
         return "its forward has been replaced"
-    if has_global_hooks():
-        return "hooks are registered for all modules"
-    return None
+    return "hooks are registered for all modules"
 
 
 def unwrapped(child: nn.Module) -> nn.Module:
