@@ -5,7 +5,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,7 +20,7 @@ from torch import Tensor
 from tpformer import ops
 from tpformer.distributed import all_gather, all_reduce, close, reduce_scatter, shared_memory, use_backend
 from tpformer.distributed.calls import KEPT, NUMBER, SLOTS, TEXTS, Calls
-from tpformer.distributed.groups import calls_of
+from tpformer.distributed.groups import calls_of, host_group, kernel_state
 from tpformer.distributed.workspace import Workspace
 
 pytestmark = pytest.mark.skipif(not shared_memory.is_available(), reason="needs Linux with POSIX semaphores")
@@ -125,8 +127,23 @@ COLLECTIVES = {
 }
 
 
-def linear(operation: Callable, x: Tensor, group: dist.ProcessGroup, weight: Tensor | None = None, **given) -> Tensor:
-    return operation(x, ones(3, 4, dtype=x.dtype) if weight is None else weight, transport=opened(group, x, **given))
+NORMS = ops.Norm("layernorm", None, None, 1e-5), ops.Norm("rmsnorm", None, None, 1e-5)
+
+
+def linear(operation: Callable, x: Tensor, group: dist.ProcessGroup, weight: Tensor | None = None, **given) -> Any:
+    where = {name: given.pop(name) for name in ("sequence_parallel", "transport") if name in given}
+    weight = ones(3, 4, dtype=x.dtype) if weight is None else weight
+    return operation(x, weight, transport=opened(group, x, **where), **given)
+
+
+def drop(p: float) -> ops.Dropout:
+    return ops.Dropout(torch.zeros(1, dtype=torch.int64), 7, p)
+
+
+def mixed(group: dist.ProcessGroup, **options: Any) -> Any:
+    routing = ops.Routing(torch.zeros(4, 1, dtype=torch.int32), ones(4, 1))
+    x, matrices = ones(2, 4), ops.ExpertWeights(ones(1, 4, 4), ones(1, 4, 2))
+    return ops.experts(x, matrices, routing=routing, n_experts=2, transport=opened(group, x), **options)
 
 
 def loss(group: dist.ProcessGroup, first: int = 0, width: int = 4, entries: int = 8, **options) -> Tensor:
@@ -163,6 +180,11 @@ OPERATIONS = {
         ],
         "pipelined",
     ),
+    "activation": (lambda g, odd: linear(ops.row_linear, ones(2, 4), g, activation=("gelu", "silu")[odd]), "silu"),
+    "dropout": (lambda g, odd: linear(ops.row_linear, ones(2, 4), g, dropout=drop(0.25 * odd + 0.5)), "0.75"),
+    "next norm": (lambda g, odd: linear(ops.row_linear, ones(2, 4), g, next_norm=NORMS[odd])[0], "rmsnorm"),
+    "norm": (lambda g, odd: linear(ops.column_linear, ones(2, 4), g, norm=NORMS[odd]), "rmsnorm"),
+    "activation of experts": (lambda g, odd: mixed(g, activation=("gelu", "silu")[odd]), "silu"),
     "router": (lambda g, odd: routed(g, 3, 1 + odd), "k=2"),
     "experts": (lambda g, odd: routed(g, 3 + odd, 1), "4, Policy"),
     "vocabulary": (lambda g, odd: loss(g, entries=8 - odd), "7 entries in slices of 4"),
@@ -241,10 +263,12 @@ def test_a_forked_child_is_refused() -> None:
     """It is refused every group that it inherits. It may make groups of its own."""
     group, (read, write) = world(), os.pipe()
     all_reduce(ones(2), group)
+    host_group(group)
     if group.rank() == 0 and os.fork() == 0:
         try:
-            for call in (lambda: all_gather(ones(2), group), lambda: linear(ops.column_linear, ones(2, 4), group)):
-                said(call, "this process was forked from a rank")
+            calls = partial(all_gather, ones(2)), partial(linear, ops.column_linear, ones(2, 4))
+            for call in (*calls, kernel_state, host_group):
+                said(partial(call, group), "this process was forked from a rank")
             os.write(write, b"refused")
         finally:
             os._exit(0)

@@ -137,6 +137,15 @@ def test_all_transports_refuse_the_same_or_give_the_same() -> None:
 
 
 @on_every_rank(2)
+def test_a_residual_of_another_dtype_is_refused() -> None:
+    """The result has x's dtype, to which a wider residual stream would be rounded."""
+    for operation, make in ((ops.row_linear, row), (ops.experts, experts)):
+        arguments, options = make("sequential")
+        assert call(operation, (arguments, options)) is not None
+        assert call(operation, (arguments, {**options, "residual": options["residual"].double()})) is None
+
+
+@on_every_rank(2)
 def test_other_operations_refuse_what_has_another_shape() -> None:
     for operation, make in OTHERS.items():
         assert call(operation, make()) is not None

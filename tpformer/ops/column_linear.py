@@ -162,8 +162,8 @@ def column_linear(
     check_linears("column_linear", rows, rows, rows.shape[-1], weights, biases, None, False)
     call = _Call(transport, norm, carry and autocast is None, deferred)
     inputs, shape = (rows, *parameters(norm)), rows.shape
-    communicates, name = transport.sequence_parallel, transport.name
-    called(transport.untold, "column_linear", shape, rows.dtype, communicates, inputs, weights, name)
+    communicates, alike = transport.sequence_parallel, (transport.name, norm and norm[::3])
+    called(transport.untold, "column_linear", shape, rows.dtype, communicates, inputs, weights, *alike)
     outputs = ColumnLinearFunction.apply(*inputs, call, normed, *weights, *biases)
     if autocast is not None and carry:
         outputs = (*outputs, x)

@@ -71,7 +71,7 @@ def check_options(
 
 def check_operands(
     rows: Tensor, matrices: ExpertWeights, routing: Routing | None, router_weight: Tensor | None, finish: Finish,
-    n_experts: int,
+    n_experts: int, autocast: torch.dtype | None,
 ) -> None:  # fmt: skip
     """ValueError unless all operands are as `experts` says, of rows (tokens / t, H)."""
     own, h, f = (rows.dtype,), rows.shape[-1], matrices.down.shape[-1]
@@ -83,6 +83,7 @@ def check_operands(
         ("shared_up", matrices.shared_up, (of_shared, h), own),
         ("shared_down", matrices.shared_down, (h, of_shared), own),
         ("router_weight", router_weight, (n_experts, h), FLOATS),
+        ("residual", finish.residual, rows.shape, own if autocast is None else FLOATS),
     )  # fmt: skip
     if routing is not None:
         shape = (routing.experts.shape[0], routing.experts.shape[-1])

@@ -290,7 +290,8 @@ def _applied(
     """ExpertsFunction, once the ranks have been told of the call."""
     rows, router = of_input[0], call.router
     check_normed(rows, call.norm, normed)
-    agreed = call.n_experts, call.transport.name, None if router is None else router.policy
+    local = call.activation, call.dropout and ("dropout", call.dropout.p), call.norm and call.norm[::3]
+    agreed = call.n_experts, call.transport.name, None if router is None else router.policy, *local
     called(call.transport.group, "experts", rows.shape, rows.dtype, True, of_input + of_router, matrices, *agreed)
     with without_autocast(rows):
         return ExpertsFunction.apply(*of_input, normed, inside, *of_router, call, *matrices)
@@ -345,7 +346,7 @@ def experts(
     if autocast is not None:
         rows, matrices, deferred = _in_autocast(autocast, rows, matrices, norm, deferred)
         norm = normed = inside = None
-    check_operands(rows, matrices, routing, router_weight, Finish(None, dropout, residual), n_experts)
+    check_operands(rows, matrices, routing, router_weight, Finish(None, dropout, residual), n_experts, autocast)
     call = _Call(
         transport, norm, router, None if routing is None else routing.experts, activation,
         n_experts, dropout, carry, leaves_out_end(), deferred,

@@ -97,7 +97,9 @@ class RowLinearFunction(torch.autograd.Function):
         return dx, dgate, dweight, dbias, dresidual, None, None
 
 
-def _check_operands(rows: Tensor, weight: Tensor, gate: Tensor | None, finish: Finish, sharing: int) -> None:
+def _check_operands(
+    rows: Tensor, weight: Tensor, gate: Tensor | None, finish: Finish, sharing: int, autocast: torch.dtype | None
+) -> None:
     """ValueError unless all operands are as row_linear says, of rows (tokens, K / t). sharing: ranks that divide the
     result's rows."""
     (bias, dropout, residual, norm), shape, own, n = finish, rows.shape, (rows.dtype,), weight.shape[0]
@@ -106,7 +108,8 @@ def _check_operands(rows: Tensor, weight: Tensor, gate: Tensor | None, finish: F
     if residual is not None or dropout is not None:
         result = shape[0] // sharing
         start = None if dropout is None else dropout.start
-        operands += ("residual", residual, (result, n), FLOATS), ("dropout's start", start, (result,), (torch.int64,))
+        dtypes = own if autocast is None else FLOATS
+        operands += ("residual", residual, (result, n), dtypes), ("dropout's start", start, (result,), (torch.int64,))
     if norm is not None:
         scale, shift = parameters(norm)
         operands += ("next_norm's weight", scale, (n,), FLOATS), ("next_norm's bias", shift, (n,), FLOATS)
@@ -169,8 +172,8 @@ def row_linear(
     Under torch.autocast all but the residual have autocast's dtype; the residual keeps its own, and is added last.
     Errors:  ValueError for an unknown activation, a gate without one, dropout outside [0, 1), tokens not divisible by t
              (with sequence_parallel), next_norm under autocast, and operands of other shapes, dtypes or devices:
-             nothing is broadcast; x, gate, weight and bias have one dtype. TypeError for a transport
-             that is not an opened one.
+             nothing is broadcast; x, gate, weight, bias and, but for autocast, the residual have one dtype.
+             TypeError for a transport that is not an opened one.
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198)
     """
     transport, autocast = opened(transport), autocast_dtype(x)
@@ -181,10 +184,11 @@ def row_linear(
     if autocast is not None:
         deferred = cast_back(deferred, [weight])
         rows, gate, weight, bias = (cast(each, autocast) for each in (rows, gate, weight, bias))
-    _check_operands(rows, weight, gate, Finish(bias, dropout, added, next_norm), transport.sharing)
+    _check_operands(rows, weight, gate, Finish(bias, dropout, added, next_norm), transport.sharing, autocast)
     call = _Call(transport, activation, dropout, next_norm is None and leaves_out_end(), deferred)
     needing = *(((rows, gate), (weight,), SCATTERED) if transport.sequence_parallel else ((), ())), transport.name
-    called(transport.untold, "row_linear", (rows.shape[0], weight.shape[0]), rows.dtype, True, *needing)
+    alike = activation, dropout and ("dropout", dropout.p), next_norm and next_norm[::3]
+    called(transport.untold, "row_linear", (rows.shape[0], weight.shape[0]), rows.dtype, True, *needing, *alike)
     result = RowLinearFunction.apply(rows, gate, weight, bias, added if autocast is None else None, next_norm, call)
     y, *normed = (result,) if next_norm is None else result
     if autocast is not None and added is not None:
