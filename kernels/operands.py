@@ -36,10 +36,9 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def require_known(what: str, name: Any, names: Iterable[str]) -> None:
-    """ValueError for a name that is none of these."""
-    if name not in names:
-        raise ValueError(f"{what}={name!r} is unknown: choose one of {', '.join(map(repr, names))}")
+def unknown(what: str, name: Any, names: Iterable[str]) -> ValueError:
+    """What to raise for a name that is none of these. Callers compare, as a call for each name would cost as much."""
+    return ValueError(f"{what}={name!r} is unknown: choose one of {', '.join(map(repr, names))}")
 
 
 def readable(values: Tensor) -> bool:
@@ -51,6 +50,6 @@ def readable(values: Tensor) -> bool:
 def require_within(what: str, values: Tensor, first: int, end: int, place: str = "") -> None:
     """ValueError, for values that are readable, for an integer outside of [first, end), which `place` names."""
     if readable(values) and values.numel():
-        low, high = (int(bound) for bound in values.aminmax())
+        low, high = map(int, values.aminmax())
         if low < first or high >= end:
             raise ValueError(f"{what} span [{low}, {high}], outside {place}[{first}, {end - 1}]")

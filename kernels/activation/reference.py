@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..cast import cast
 from ..cost import Cost
-from ..operands import require, require_known
+from ..operands import require, unknown
 from ..pack.format import Packed
 from ..pack.reference import parts_of, ranges, unpacked
 
@@ -29,8 +29,8 @@ def check_operands(
     x: Tensor | Packed, name: str | None, gate: Tensor | Packed | None, da: Tensor | None = None
 ) -> None:
     """ValueError unless the name is known, a gate has one, and gate and da are like x."""
-    if name is not None or gate is not None:
-        require_known("activation", name, ACTIVATIONS)
+    if name not in ACTIVATIONS and (name is not None or gate is not None):
+        raise unknown("activation", name, ACTIVATIONS)
     alike = (x.shape, (x.dtype,))
     require("activation", x, ("gate", gate, *alike), ("da", da, *alike))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..activation.reference import ACTIVATIONS, activation_backward, activation_forward
 from ..activation.reference import check_operands as check_activation
 from ..cost import Cost
-from ..operands import FLOATS, Operand, require, require_known
+from ..operands import FLOATS, Operand, require, unknown
 from ..pack.format import Packed
 
 
@@ -26,8 +26,8 @@ def check_linears(
 
     served: of virtual ranks, whose weights and biases are stacked along dim 0.
     """
-    if activation is not None:
-        require_known("activation", activation, ACTIVATIONS)
+    if activation is not None and activation not in ACTIVATIONS:
+        raise unknown("activation", activation, ACTIVATIONS)
     shape, dtype = a.shape, (a.dtype,)
     biases = [None] * len(weights) if biases is None else biases
     if len(biases) != len(weights):

@@ -10,7 +10,7 @@ from ..cast import cast
 from ..cost import Cost
 from ..dropout.reference import finish_forward
 from ..finish import Finish, Norm
-from ..operands import FLOATS, Operand, require, require_known, wide_dtype
+from ..operands import FLOATS, Operand, require, unknown, wide_dtype
 from ..pack.format import Packed
 from ..pack.reference import unpacked
 
@@ -24,7 +24,8 @@ def check_operands(
     dresidual: Tensor | None = None, y: Tensor | None = None,
 ) -> None:  # fmt: skip
     """ValueError unless the norm's kind is known, and all operands have the shapes that are given below."""
-    require_known("norm", norm.kind, NORMS)
+    if norm.kind not in NORMS:
+        raise unknown("norm", norm.kind, NORMS)
     (kind, weight, bias, _), (mean, rstd), shape, dtype = norm, statistics, x.shape, x.dtype
     shape = (shape[0], shape[-1])
     operands: list[Operand] = [("x", x, shape, FLOATS)]
@@ -69,13 +70,14 @@ def _normalised(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
 def finish_norm_forward(x: Tensor, finish: Finish) -> tuple[Tensor, Tensor, Statistics]:
     """(z, norm(z), statistics of z) with z = residual + dropout(x + bias); a part that is None is left out.
 
-    Shapes:   as norm_forward; z may take x's memory, and is x itself if nothing is added
+    Shapes:   as norm_forward and finish_forward, which says who checks them; z may take x's memory, and is x itself if
+              nothing is added
     Numerics: z as finish_forward; the norm is of z as rounded to x.dtype
     Traffic:  see norm_cost
     """
     assert finish.norm is not None
     z = finish_forward(x, finish)
-    return z, *norm_forward(z, finish.norm)
+    return z, *_normalised(z, finish.norm)
 
 
 # What is below takes what a forward has checked and saved, and a gradient whose shape autograd has compared. Launchers,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..cost import Cost
-from ..operands import require, require_known, require_within
+from ..operands import require, require_within, unknown
 
 SCORES = ("softmax", "sigmoid")
 LEAST_SUM = 1e-20  # added to a sum of scores before it divides, so that scores which are all 0 give weights of 0
@@ -33,7 +33,8 @@ class Policy(NamedTuple):
 
 def check_policy(policy: Policy, experts: int) -> None:
     """ValueError for an unknown score, groups that do not divide the experts, and more choices than there are."""
-    require_known("score", policy.score, SCORES)
+    if policy.score not in SCORES:
+        raise unknown("score", policy.score, SCORES)
     k, groups, top = policy.k, policy.groups, policy.top_groups
     if not 0 < top <= groups or experts % groups or not 0 < k <= experts // groups * top:
         raise ValueError(

@@ -6,12 +6,13 @@ from torch import Tensor
 from ..activation.reference import ACTIVATIONS, activation_backward, activation_forward
 from ..cast import cast
 from ..cost import Cost
-from ..operands import FLOATS, require, require_known, wide_dtype
+from ..operands import FLOATS, require, unknown, wide_dtype
 
 
 def check_operands(gate_up: Tensor, name: str, weights: Tensor, da: Tensor | None = None) -> None:
     """ValueError for an unknown name, an odd width, and weights or da of other shapes or dtypes than those below."""
-    require_known("activation", name, ACTIVATIONS)
+    if name not in ACTIVATIONS:
+        raise unknown("activation", name, ACTIVATIONS)
     rows, f = gate_up.shape[0], gate_up.shape[-1] // 2
     require(
         "weighted_activation", gate_up, ("gate_up", gate_up, (rows, 2 * f), FLOATS),

@@ -19,7 +19,7 @@ from .norm import norm as normalise
 from .packing import keep, kept
 from .sequence import flat_rows, with_leading_dims
 from .transports.interface import Transport
-from .transports.sequential import opened
+from .transports.sequential import LOCAL
 from .uncompiled import uncompiled
 from .weight_gradients import Deferred, check_sinks
 
@@ -151,19 +151,22 @@ def column_linear(
     several = not isinstance(weight, Tensor)
     weights: Sequence[Tensor] = weight if several else (weight,)
     biases = (bias if several and bias is not None else (bias,) * len(weights)) if several else (bias,)
-    transport = opened(transport)
+    transport = LOCAL if transport is None else transport
     rows, autocast = flat_rows(x), autocast_dtype(x)
-    check_sinks(deferred, len(weights))
-    check_normed(rows, norm, normed)
+    if deferred is not None:
+        check_sinks(deferred, len(weights))
+    if normed is not None:
+        check_normed(rows, norm, normed)
     if autocast is not None:
         deferred = cast_back(deferred, weights)
         rows, norm = cast(rows if norm is None else normalise(rows, norm), autocast), None
         weights, biases = ([cast(each, autocast) for each in some] for some in (weights, biases))
     check_linears("column_linear", rows, rows, rows.shape[-1], weights, biases, None, False)
     call = _Call(transport, norm, carry and autocast is None, deferred)
-    inputs, shape = (rows, *parameters(norm)), rows.shape
-    communicates, alike = transport.sequence_parallel, (transport.name, norm and norm[::3])
-    called(transport.untold, "column_linear", shape, rows.dtype, communicates, inputs, weights, *alike)
+    inputs = (rows, *parameters(norm))
+    if transport.untold is not None:
+        communicates, alike = transport.sequence_parallel, (transport.name, norm and norm[::3])
+        called(transport.untold, "column_linear", rows.shape, rows.dtype, communicates, inputs, weights, *alike)
     outputs = ColumnLinearFunction.apply(*inputs, call, normed, *weights, *biases)
     if autocast is not None and carry:
         outputs = (*outputs, x)

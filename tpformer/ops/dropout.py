@@ -22,14 +22,10 @@ def dropout_starts(sample_index: Tensor, seq_length: int, hidden: int, rows: sli
     return (sample_index[token // seq_length] * seq_length + token % seq_length) * hidden
 
 
-def starts_versions(site: Dropout | None) -> list[int]:
-    """What a forward keeps for `check_starts`."""
-    return [] if site is None else versions(site.start)
-
-
-def check_starts(site: Dropout | None, before: list[int]) -> None:
-    """RuntimeError if the starts were written since the forward: the mask would be another one."""
-    if site is not None:
+def check_starts(site: Dropout | None, before: list[int] | None) -> None:
+    """RuntimeError if the starts were written since the forward, whose `versions` of them are `before`: the mask would
+    be another one."""
+    if site is not None and before is not None:
         check_unwritten("dropout's start", before, site.start)
 
 
@@ -42,7 +38,7 @@ class DropoutFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, site: Dropout):
-        ctx.site, ctx.versions = site, starts_versions(site)
+        ctx.site, ctx.versions = site, versions(site.start)
         return implementation("dropout", x).dropout_apply(x, *site)
 
     @staticmethod

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from tpformer.config import check_range
 from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.finish import Dropout, Finish
-from tpformer.kernels.operands import FLOATS, INTEGERS, require, require_known, require_within
+from tpformer.kernels.operands import FLOATS, INTEGERS, require, require_within, unknown
 
 from .route import Router, Routing
 
@@ -57,7 +57,8 @@ def check_options(
 ) -> None:
     """ValueError for an unknown activation, dropout outside of [0, 1), matrices of another number of experts than this
     rank has, and on a CPU for an expert that does not exist."""
-    require_known("activation", activation, ACTIVATIONS)
+    if activation not in ACTIVATIONS:
+        raise unknown("activation", activation, ACTIVATIONS)
     if dropout is not None:
         check_range("model.dropout", dropout.p, "dropout")
     ranks = 1 if group is None else group.size()

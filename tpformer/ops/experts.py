@@ -20,7 +20,7 @@ from .autocast import autocast_dtype, cast_back, without_autocast
 from .autocast import cast as autocast_to
 from .calls import called
 from .dispatch import Dispatch, Sent, dispatch
-from .dropout import check_starts, starts_versions
+from .dropout import check_starts
 from .expert_operands import ExpertWeights, check_operands, check_options, check_routing, within
 from .first_derivative import first_derivative, trace
 from .implementation import implementation
@@ -31,8 +31,9 @@ from .recompute import leaves_out_end, made, once
 from .route import Decided, Router, Routing, decide, decide_backward, wide
 from .transports.experts import experts_reduce, gather_experts, weight_gradient
 from .transports.interface import Transport
-from .transports.sequential import opened
+from .transports.sequential import LOCAL
 from .uncompiled import uncompiled
+from .unsaved import versions
 from .weight_gradients import Deferred, check_sinks
 
 
@@ -84,7 +85,7 @@ class ExpertsFunction(torch.autograd.Function):
         hidden, gathered = gather_experts(call.transport, rows, sent, own.gate_up)
         shared = [None if each is None else F.linear(gathered, each) for each in (own.shared_gate, own.shared_up)]
         ctx.call, ctx.deferred, ctx.sizes = call, call.deferred, routed[3:]
-        ctx.versions = starts_versions(call.dropout)
+        ctx.versions = None if call.dropout is None else versions(call.dropout.start)
         ctx.set_materialize_grads(False)
         keep(
             ctx, x, *shared, norm_weight, norm_bias, mean, rstd, router_weight, given, hidden, sent.slots, sent.weights,
@@ -289,7 +290,8 @@ def _applied(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """ExpertsFunction, once the ranks have been told of the call."""
     rows, router = of_input[0], call.router
-    check_normed(rows, call.norm, normed)
+    if normed is not None:
+        check_normed(rows, call.norm, normed)
     local = call.activation, call.dropout and ("dropout", call.dropout.p), call.norm and call.norm[::3]
     agreed = call.n_experts, call.transport.name, None if router is None else router.policy, *local
     called(call.transport.group, "experts", rows.shape, rows.dtype, True, of_input + of_router, matrices, *agreed)
@@ -337,12 +339,13 @@ def experts(
              expert outside of [0, n_experts). On a GPU that check would wait: there the token's row is NaN.
     Source:  Lepikhin et al. 2020 (arXiv:2006.16668); dropless: MegaBlocks (arXiv:2211.15841)
     """
-    transport = opened(transport)
+    transport = LOCAL if transport is None else transport
     check_options(activation, dropout, routing, n_experts, len(matrices.gate_up), transport.group)
     check_routing(len(x), router_weight, router, routing, transport.sharing)
     autocast = autocast_dtype(x)
     rows, inside = x, None if (carry := residual is x and autocast is None) else residual
-    check_sinks(deferred, sum(each is not None for each in matrices))
+    if deferred is not None:
+        check_sinks(deferred, sum(each is not None for each in matrices))
     if autocast is not None:
         rows, matrices, deferred = _in_autocast(autocast, rows, matrices, norm, deferred)
         norm = normed = inside = None

@@ -41,10 +41,8 @@ def restored(norm: Norm | None, weight: Tensor | None, bias: Tensor | None) -> N
     return None if norm is None else Norm(norm.kind, weight, bias, norm.eps)
 
 
-def check_normed(rows: Tensor, norm: Norm | None, normed: Normed | None) -> None:
-    """ValueError unless `normed`, if there is one, can be norm(rows)."""
-    if normed is None:
-        return
+def check_normed(rows: Tensor, norm: Norm | None, normed: Normed) -> None:
+    """ValueError unless `normed` can be norm(rows)."""
     if norm is None:
         raise ValueError("normed without norm: give the norm as well, because its gradients are made here")
     check_operands(rows, norm, statistics=normed[1:], y=normed.y)

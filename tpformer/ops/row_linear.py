@@ -9,11 +9,11 @@ from tpformer.config import check_choice, check_range
 from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.finish import Dropout, Finish
 from tpformer.kernels.norm.reference import NORMS
-from tpformer.kernels.operands import FLOATS, Operand, require, require_known
+from tpformer.kernels.operands import FLOATS, Operand, require, unknown
 
 from .autocast import autocast_dtype, cast, cast_back
 from .calls import SCATTERED, called
-from .dropout import check_starts, starts_versions
+from .dropout import check_starts
 from .first_derivative import first_derivative
 from .implementation import implementation
 from .norm import Norm, Normed, parameters
@@ -21,8 +21,9 @@ from .packing import keep, kept, unpacked
 from .recompute import leaves_out_end, made
 from .sequence import flat_rows, with_leading_dims
 from .transports.interface import Transport
-from .transports.sequential import opened
+from .transports.sequential import LOCAL
 from .uncompiled import uncompiled
+from .unsaved import versions
 from .weight_gradients import Deferred, check_sinks
 
 
@@ -52,7 +53,8 @@ class RowLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, gate, weight, bias, residual, next_norm: Norm | None, call: _Call):
-        ctx.call, ctx.deferred, ctx.versions = call, call.deferred, starts_versions(call.dropout)
+        ctx.call, ctx.deferred = call, call.deferred
+        ctx.versions = None if call.dropout is None else versions(call.dropout.start)
         keep(ctx, x, gate, weight, readable=0 if call.activation is None else 2)
         if call.skip:
             return x.new_empty(len(x) // call.transport.sharing, len(weight))
@@ -124,15 +126,16 @@ def _check_options(
     autocast: torch.dtype | None,
     deferred: Deferred | None,
 ) -> None:
-    check_sinks(deferred, 1)
+    if deferred is not None:
+        check_sinks(deferred, 1)
     if activation is not None:
         check_choice("activation", activation, ACTIVATIONS)
     if gate is not None and activation is None:
         raise ValueError("a gate needs an activation: give one, for act(gate) * x")
     if dropout is not None:
         check_range("model.dropout", dropout.p, "dropout")
-    if next_norm is not None:
-        require_known("norm", next_norm.kind, NORMS)
+    if next_norm is not None and next_norm.kind not in NORMS:
+        raise unknown("norm", next_norm.kind, NORMS)
     if next_norm is not None and autocast is not None:
         raise ValueError("next_norm would be made in autocast's dtype: call ops.norm, which makes it in float32")
 
@@ -176,7 +179,7 @@ def row_linear(
              TypeError for a transport that is not an opened one.
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198)
     """
-    transport, autocast = opened(transport), autocast_dtype(x)
+    transport, autocast = LOCAL if transport is None else transport, autocast_dtype(x)
     _check_options(activation, gate, dropout, next_norm, autocast, deferred)
     rows, added = x, residual
     if x.dim() != 2:
@@ -186,9 +189,10 @@ def row_linear(
         rows, gate, weight, bias = (cast(each, autocast) for each in (rows, gate, weight, bias))
     _check_operands(rows, weight, gate, Finish(bias, dropout, added, next_norm), transport.sharing, autocast)
     call = _Call(transport, activation, dropout, next_norm is None and leaves_out_end(), deferred)
-    needing = *(((rows, gate), (weight,), SCATTERED) if transport.sequence_parallel else ((), ())), transport.name
-    alike = activation, dropout and ("dropout", dropout.p), next_norm and next_norm[::3]
-    called(transport.untold, "row_linear", (rows.shape[0], weight.shape[0]), rows.dtype, True, *needing, *alike)
+    if transport.untold is not None:
+        needing = ((rows, gate), (weight,), SCATTERED) if transport.sequence_parallel else ((), ())
+        alike = transport.name, activation, dropout and ("dropout", dropout.p), next_norm and next_norm[::3]
+        called(transport.untold, "row_linear", (rows.shape[0], weight.shape[0]), rows.dtype, True, *needing, *alike)
     result = RowLinearFunction.apply(rows, gate, weight, bias, added if autocast is None else None, next_norm, call)
     y, *normed = (result,) if next_norm is None else result
     if autocast is not None and added is not None:

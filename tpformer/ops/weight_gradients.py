@@ -94,9 +94,9 @@ class Deferred(NamedTuple):
     sinks: Sequence[GradientSink]
 
 
-def check_sinks(deferred: Deferred | None, weights: int) -> None:
+def check_sinks(deferred: Deferred, weights: int) -> None:
     """ValueError unless each of so many weights has a sink."""
-    if deferred is not None and len(deferred.sinks) != weights:
+    if len(deferred.sinks) != weights:
         raise ValueError(f"deferred has {len(deferred.sinks)} sinks for {weights} weights: give one for each")
 
 

@@ -30,7 +30,7 @@ def finish_rows(y: Tensor, finish: Finish) -> tuple[Tensor, Normed | None]:
     if finish.norm is not None:
         y, normed, statistics = implementation("norm", y).finish_norm_forward(y, finish)
         return y, Normed(normed, *statistics)
-    if all(part is None for part in finish):
+    if not finish.adds:
         return y, None
     return implementation("dropout", y).finish_forward(y, finish), None
 

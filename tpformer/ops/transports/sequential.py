@@ -9,7 +9,6 @@ from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from tpformer.kernels.finish import NOTHING, Finish
-from tpformer.words import shown
 
 from ..implementation import implementation
 from ..norm import Normed
@@ -68,16 +67,3 @@ class Sequential(Transport):
 
 
 LOCAL = Sequential(None)  # one rank
-
-
-def opened(transport: Transport | None) -> Transport:
-    """The transport that an operation was given; LOCAL for None. Errors: TypeError for anything else."""
-    if isinstance(transport, Transport):
-        return transport
-    if transport is None:
-        return LOCAL
-    raise TypeError(
-        f"transport={shown(transport)}: operations take an opened one, which "
-        f"tpformer.layers.TensorParallel(mesh, sequence_parallel=True).column_transport(x, width) gives (row_transport "
-        f"for a row_linear), or None for one rank"
-    )
