@@ -14,13 +14,11 @@ from tpformer.words import shown
 def explain(error: Exception, function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> None:
     """TypeError with the reason, if the operation has failed because of a DTensor, or of a group or a transport that is
     none."""
-    from .transports.interface import Transport  # which imports operations
-
     names = inspect.signature(function).parameters
     given = dict(zip(names, args, strict=False)) | dict(options)
     if (group := given.get("group")) is not None and not isinstance(group, ProcessGroup):
         check_group(group)
-    if (transport := given.get("transport")) is not None and not isinstance(transport, Transport):
+    if (transport := given.get("transport")) is not None and not hasattr(transport, "gathering"):  # as Transports have
         raise TypeError(
             f"transport={shown(transport)}: operations take an opened one, which "
             f"tpformer.layers.TensorParallel(mesh, sequence_parallel=True).column_transport(x, width) gives "
