@@ -136,8 +136,8 @@ def linear(operation: Callable, x: Tensor, group: dist.ProcessGroup, weight: Ten
     return operation(x, weight, transport=opened(group, x, **where), **given)
 
 
-def drop(p: float) -> ops.Dropout:
-    return ops.Dropout(torch.zeros(1, dtype=torch.int64), 7, p)
+def drop(p: float, key: int = 7) -> ops.Dropout:
+    return ops.Dropout(torch.zeros(1, dtype=torch.int64), key, p)
 
 
 def mixed(group: dist.ProcessGroup, **options: Any) -> Any:
@@ -182,6 +182,7 @@ OPERATIONS = {
     ),
     "activation": (lambda g, odd: linear(ops.row_linear, ones(2, 4), g, activation=("gelu", "silu")[odd]), "silu"),
     "dropout": (lambda g, odd: linear(ops.row_linear, ones(2, 4), g, dropout=drop(0.25 * odd + 0.5)), "0.75"),
+    "dropout's key": (lambda g, odd: linear(ops.row_linear, ones(2, 4), g, dropout=drop(0.5, 7 + odd)), "0.5, 1"),
     "next norm": (lambda g, odd: linear(ops.row_linear, ones(2, 4), g, next_norm=NORMS[odd])[0], "rmsnorm"),
     "norm": (lambda g, odd: linear(ops.column_linear, ones(2, 4), g, norm=NORMS[odd]), "rmsnorm"),
     "activation of experts": (lambda g, odd: mixed(g, activation=("gelu", "silu")[odd]), "silu"),

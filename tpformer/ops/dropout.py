@@ -29,6 +29,12 @@ def check_starts(site: Dropout | None, before: list[int] | None) -> None:
         check_unwritten("dropout's start", before, site.start)
 
 
+def told(site: Dropout | None) -> tuple[str, float, int] | None:
+    """What ranks tell one another of a dropout (calls.py). Each step has other keys, so it is a key's remainder: there
+    are few texts to keep, and ranks with other keys differ in it within a few calls."""
+    return None if site is None else ("dropout", site.p, site.key % 7)
+
+
 class DropoutFunction(torch.autograd.Function):
     """y = mask * x / (1 - p) for x, y (tokens, hidden), mask drawn from (key, element index) with probability 1 - p.
 

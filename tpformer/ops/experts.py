@@ -20,7 +20,7 @@ from .autocast import autocast_dtype, cast_back, without_autocast
 from .autocast import cast as autocast_to
 from .calls import called
 from .dispatch import Dispatch, Sent, dispatch
-from .dropout import check_starts
+from .dropout import check_starts, told
 from .expert_operands import ExpertWeights, check_operands, check_options, check_routing, within
 from .first_derivative import first_derivative, trace
 from .implementation import implementation
@@ -292,7 +292,7 @@ def _applied(
     rows, router = of_input[0], call.router
     if normed is not None:
         check_normed(rows, call.norm, normed)
-    local = call.activation, call.dropout and ("dropout", call.dropout.p), call.norm and call.norm[::3]
+    local = call.activation, told(call.dropout), call.norm and call.norm[::3]
     agreed = call.n_experts, call.transport.name, None if router is None else router.policy, *local
     called(call.transport.group, "experts", rows.shape, rows.dtype, True, of_input + of_router, matrices, *agreed)
     with without_autocast(rows):

@@ -13,7 +13,7 @@ from tpformer.kernels.operands import FLOATS, Operand, require, unknown
 
 from .autocast import autocast_dtype, cast, cast_back
 from .calls import SCATTERED, called
-from .dropout import check_starts
+from .dropout import check_starts, told
 from .first_derivative import first_derivative
 from .implementation import implementation
 from .norm import Norm, Normed, parameters
@@ -191,7 +191,7 @@ def row_linear(
     call = _Call(transport, activation, dropout, next_norm is None and leaves_out_end(), deferred)
     if transport.untold is not None:
         needing = ((rows, gate), (weight,), SCATTERED) if transport.sequence_parallel else ((), ())
-        alike = transport.name, activation, dropout and ("dropout", dropout.p), next_norm and next_norm[::3]
+        alike = transport.name, activation, told(dropout), next_norm and next_norm[::3]
         called(transport.untold, "row_linear", (rows.shape[0], weight.shape[0]), rows.dtype, True, *needing, *alike)
     result = RowLinearFunction.apply(rows, gate, weight, bias, added if autocast is None else None, next_norm, call)
     y, *normed = (result,) if next_norm is None else result
