@@ -192,14 +192,18 @@ def test_an_operation_that_does_not_end_is_the_last_one(everybody: bool) -> None
     close(group)
 
 
-@pytest.mark.parametrize("name, shape, dtype", [("other", (2, 3), torch.float32), ("one", (3, 2), torch.float32),
-                                                ("one", (2, 3), torch.int32)])  # fmt: skip
+@pytest.mark.parametrize("name, shape, dtype, more", [
+    ("other", (2, 3), torch.float32, ()), ("one", (3, 2), torch.float32, ()), ("one", (2, 3), torch.int32, ()),
+    ("one", (2, 3), torch.float32, ("more",)),
+])  # fmt: skip
 @on_every_rank(2, pool="interpreted")
-def test_ranks_that_begin_different_operations_are_told(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_ranks_that_begin_different_operations_are_told(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, more: tuple[str, ...]
+) -> None:
     """The two have equally many bytes. The rank that came first hears it at the end of the step."""
     workspace = kernel_workspace(world_group(), "gather", CPU)
     exchange(workspace, 0, copies=False)
-    calls = [("one", 24, 1, (2, 3), torch.float32), (name, 24, 1, shape, dtype)]
+    calls = [("one", 24, 1, (2, 3), torch.float32), (name, 24, 1, shape, dtype, *more)]
     if workspace.rank == 0:
         workspace.begin(*calls[0])
         workspace.join()
@@ -207,7 +211,10 @@ def test_ranks_that_begin_different_operations_are_told(name: str, shape: tuple[
     late = said(lambda: workspace.begin(*calls[1]), RuntimeError) if workspace.rank == 1 else ""
     dist.barrier()
     for message in (late or said(check_all, RuntimeError), said(check_all, RuntimeError)):
-        assert f"rank 0: one of (2, 3) float32, rank 1: {name} of {shape} {str(dtype)[6:]}; every" in message
+        assert (
+            f"rank 0: one of (2, 3) float32, rank 1: {', '.join([f'{name} of {shape} {str(dtype)[6:]}', *more])}; every"
+            in message
+        )
 
 
 @on_every_rank(2, pool="interpreted")

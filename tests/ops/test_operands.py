@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 from wrong_operands import call, changed, variants
 
 from tpformer import ops
+from tpformer.distributed import check_all, close, set_timeout
 from tpformer.kernels.rope.reference import rope_table
 from tpformer.layers import TensorParallel
 from tpformer.ops.expert_operands import within
@@ -134,6 +135,18 @@ def test_all_transports_refuse_the_same_or_give_the_same() -> None:
                         assert_kernel_close(a.detach(), b.detach().double(), b.detach(), what)
             for a, b in zip(call(operation, make("fused")), expected, strict=True):
                 assert_kernel_close(a.detach(), b.detach().double(), b.detach(), make.__name__)
+
+
+@on_every_rank(2, pool="interpreted")
+def test_fused_operations_tell_of_their_dropout() -> None:
+    """Ranks with other keys would drop other elements of equal rows. Who came first hears it as its wait ends."""
+    group, options = dist.group.WORLD, where("fused", sequence_parallel=False)
+    set_timeout(group, 0.5)
+    drop = ops.Dropout(torch.arange(TOKENS) * N, dist.get_rank(), 0.5)
+    with pytest.raises(RuntimeError, match=r"rank 0: .*'dropout', 0.5, 0.*rank 1: .*'dropout', 0.5, 1"):
+        ops.row_linear(floats(TOKENS, K), floats(N, K), dropout=drop, **options)
+        check_all()
+    close(group)
 
 
 @on_every_rank(2)

@@ -10,6 +10,7 @@ import functools
 import os
 import platform
 import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -105,6 +106,7 @@ class KernelWorkspace:
         flags: int,
         shape: tuple[int, ...] | None = None,
         dtype: torch.dtype = torch.uint8,
+        more: Hashable = None,
     ) -> Channel:
         """Begin the next operation: moves the epoch on the current stream. Launch the operation's kernel there next,
         and `end` it. Whatever can raise comes before: peers wait for an operation that was begun, so if it does not
@@ -113,16 +115,17 @@ class KernelWorkspace:
         nbytes: what a rank's slot must hold, from all writers together. flags: how many flags each writer sets. Both
         are equal on all ranks. Collective over the group if one of them exceeds what earlier operations needed.
         shape, dtype: of what a rank sends or receives, equal on all ranks, for messages; by default the slot's bytes.
+        more: what else is equal on all ranks.
         Raises HangError if a peer did not come to an earlier operation, or if an earlier one has not ended here;
         RuntimeError if the memory would have to grow under CUDA-graph capture, or if the ranks began different
-        operations, shapes or dtypes.
+        operations, shapes, dtypes or `more`.
         """
         self.state.check()
         if self._open is not None:
             self.check_ended()
         call = 0
         if self.state.calls is not None:
-            call = self.state.calls.note((operation, (nbytes,) if shape is None else shape, dtype))
+            call = self.state.calls.note((operation, (nbytes,) if shape is None else shape, dtype, more))
         capturing = self._capturing()
         aged = wrap(self.epoch - self._born) >= FLAG_AGE
         if self._channel is None or nbytes > self.capacity or flags > self.writer_flags or aged:

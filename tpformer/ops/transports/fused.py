@@ -30,6 +30,7 @@ from tpformer.kernels.protocol import Channel
 from ..choice.prediction import send_by_copies
 from ..choice.spare import spare_processors
 from ..dispatch import Dispatch
+from ..dropout import told
 from ..norm import Normed
 from .interface import ALL_REDUCE, GATHER, SCATTER, Kept, Transport, finish_rows, record_transport
 from .sequential import LOCAL
@@ -159,12 +160,12 @@ class Fused(Transport):
         residual = None if finish.residual is None else finish.residual.contiguous()
         end = Finish(finish.bias, finish.dropout, residual)
         if scatter:
-            channel = workspace.begin(SCATTER, *space, (m, n), x.dtype)
+            channel = workspace.begin(SCATTER, *space, (m, n), x.dtype, told(finish.dropout))
             y = matmul_reduce_scatter(
                 inputs, weights, channel, end, b_transposed=not transposed, tile=tile, spare=self.spare
             )
         else:
-            channel = workspace.begin(ALL_REDUCE, *space, (m, n), x.dtype)
+            channel = workspace.begin(ALL_REDUCE, *space, (m, n), x.dtype, told(finish.dropout))
             y = matmul_all_reduce(
                 inputs, weights, channel, end, b_transposed=not transposed, tile=tile, spare=self.spare
             )
