@@ -30,8 +30,8 @@ def check_starts(site: Dropout | None, before: list[int] | None) -> None:
 
 
 def told(site: Dropout | None) -> tuple[str, float, int] | None:
-    """What ranks tell one another of a dropout (calls.py). Each step has other keys, so it is a key's remainder: there
-    are few texts to keep, and ranks with other keys differ in it within a few calls."""
+    """What ranks tell one another of a dropout (calls.py). Each layer, at least, has a key of its own, so it is the
+    key's remainder: there are few texts to keep, and ranks with other keys differ in it within a few calls."""
     return None if site is None else ("dropout", site.p, site.key % 7)
 
 
