@@ -132,6 +132,11 @@ def test_experts_are_reduced_by_a_collective_and_gathered_for_as_their_tokens_al
         assert down.experts == n_experts // 8
         assert layer.linear_forward(down)["tp"] == layer._links(SCATTER)
         assert (layer.linear_forward(up)["tp"] < layer._links(GATHER)) != few
+    parallel = {"tensor_parallel": 8, "sequence_parallel": True}
+    shards = model(parallel, **EXPERTS).layer.routing()
+    whole = model({**parallel, "sequence_parallel": False}, **EXPERTS).layer.routing()
+    assert shards.forward["tp"] > 0 == whole.forward["tp"], "every rank routes all tokens"
+    assert whole.inputs["tp"] > shards.inputs["tp"] > 0, "and all-reduces their weights' gradients"
 
 
 def test_stages_of_different_layers_differ():
