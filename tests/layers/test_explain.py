@@ -14,10 +14,12 @@ import torch.distributed as dist
 from steps import Results, gradients, tp_mesh, with_keys_in_one
 from testing import assert_kernel_close, on_every_rank
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from tpformer import ops
 from tpformer.kernels import cost
 from tpformer.layers import MLP, ColumnParallelLinear, RowParallelLinear, TensorParallel, explain, linear_plans
+from tpformer.layers.children import fusable, why_called
 from tpformer.models import GPT, GPTConfig
 from tpformer.ops.choice import Request
 
@@ -129,6 +131,30 @@ def test_what_is_called_as_a_module_is_named_with_the_reason():
         "layers.1.mlp.gate": "it has hooks",
     }
     assert "shared_experts.gate_proj+up_proj" in text
+
+
+HOOKS, REPLACED = "it has hooks", "its forward has been replaced"
+
+
+@pytest.mark.parametrize("touch, reason", [
+    (lambda child: child.register_forward_hook(lambda *_: None), HOOKS),
+    (lambda child: child.register_forward_pre_hook(lambda *_: None), HOOKS),
+    (lambda child: child.register_full_backward_hook(lambda *_: None), HOOKS),
+    (lambda child: child.register_full_backward_pre_hook(lambda *_: None), HOOKS),
+    (lambda child: setattr(child, "forward", child.forward), REPLACED),
+    (lambda child: child.compile(), REPLACED),
+    (lambda child: register_module_forward_hook(lambda *_: None), "hooks are registered for all modules"),
+])  # fmt: skip
+def test_each_way_to_touch_a_child_is_seen(touch, reason):
+    child = MLP(4)
+    assert why_called(child, MLP) is None
+    handle = touch(child)
+    try:
+        assert why_called(child, MLP) == reason and not fusable(MLP, child)
+    finally:
+        if handle is not None:
+            handle.remove()
+    assert fusable(MLP, child) == (handle is not None)
 
 
 def test_one_rank_has_shapes_and_no_predictions():
