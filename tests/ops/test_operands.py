@@ -137,12 +137,14 @@ def test_all_transports_refuse_the_same_or_give_the_same() -> None:
                 assert_kernel_close(a.detach(), b.detach().double(), b.detach(), make.__name__)
 
 
+@pytest.mark.parametrize("sequence_parallel", [True, False])
 @on_every_rank(2, pool="interpreted")
-def test_fused_operations_tell_of_their_dropout() -> None:
+def test_fused_operations_tell_of_their_dropout(sequence_parallel: bool) -> None:
     """Ranks with other keys would drop other elements of equal rows. Who came first hears it as its wait ends."""
-    group, options = dist.group.WORLD, where("fused", sequence_parallel=False)
+    group, options = dist.group.WORLD, where("fused", sequence_parallel)
     set_timeout(group, 0.5)
-    drop = ops.Dropout(torch.arange(TOKENS) * N, dist.get_rank(), 0.5)
+    rows = 2 if sequence_parallel else TOKENS
+    drop = ops.Dropout(torch.arange(rows) * N, dist.get_rank(), 0.5)
     with pytest.raises(RuntimeError, match=r"rank 0: .*'dropout', 0.5, 0.*rank 1: .*'dropout', 0.5, 1"):
         ops.row_linear(floats(TOKENS, K), floats(N, K), dropout=drop, **options)
         check_all()
