@@ -48,6 +48,8 @@ def imports(path: Path) -> Iterator[tuple[str, str, str]]:
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
             yield from ((module, alias.name, alias.asname or alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith("import_module"):
+            yield ast.unparse(node.args[0]).strip("f'"), "", ""
 
 
 def imported_modules(path: Path) -> set[str]:

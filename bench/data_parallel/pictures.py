@@ -11,9 +11,8 @@ from typing import Any
 
 from harness.bars import legend, paragraph
 from harness.plot import COLOURS, LEFT, LINE, RIGHT, TOP, WIDTH, line, text, ticks, write_document
-from tpformer.lessons import pipedream
 
-from . import servers, strategies
+from . import pipedream, servers, strategies
 
 STEP, NODE = 44, 11  # pixels between the steps of an all-reduce, and of a rank's circle
 BAR = 20  # pixels of a worker's row

@@ -21,6 +21,7 @@ from tpformer.lessons.algorithms import ALGORITHMS
 from tpformer.lessons.arrivals import Arrivals
 from tpformer.lessons.parameter_server import ParameterServer
 from tpformer.parallel import Layout
+from tpformer.training.model import summed_loss
 from tpformer.training.optimizer import build_optimizers
 from tpformer.training.setup import build_model, check_run, run_mesh
 
@@ -68,7 +69,7 @@ def rank_calls(ranks: int, repeats: int) -> Calls:
         """(bytes of each message, seconds) of the fastest of some steps."""
         config = settings(server, ranks)
         model = build_model(config, run_mesh(config, "cpu"))
-        waiting = Waiting(model, build_optimizers(model, config.optimizer))
+        waiting = Waiting(model, build_optimizers(model, config.optimizer), summed_loss)
         waiting.slower = slower
         found = []
         for _ in range(steps):

@@ -21,13 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.ranks import Calls, Ranks
 from tpformer.config import DataSection, ModelSection, OptimizerSection, RunConfig, TrainSection
 from tpformer.distributed import record_collectives
-from tpformer.lessons import pipedream
 from tpformer.parallel import Layout
 from tpformer.training.data import build_stdlib
 from tpformer.training.optimizer import build_optimizers
 from tpformer.training.schedules import learning_rate
 from tpformer.training.setup import build_model, check_run, open_data, run_mesh
 from tpformer.training.step import batch, evaluate, take_steps
+
+from . import pipedream
 
 RANKS, BATCH, STEPS, SEEDS = 4, 8, 200, (1, 2, 3)
 QUICK_STEPS, QUICK_SEEDS = 8, (1,)

@@ -19,6 +19,7 @@ from tpformer.lessons.algorithms import ALGORITHMS
 from tpformer.lessons.arrivals import Arrivals
 from tpformer.lessons.parameter_server import ParameterServer, owners_of
 from tpformer.parallel import exchange_named, local_norms, scale_gradients
+from tpformer.training.model import summed_loss
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.step import train_step
 from tpformer.training.verify import one_process
@@ -40,7 +41,7 @@ def rows_of(first: int, share: int) -> torch.Tensor:
 def train(config: RunConfig, steps: int, kind: type[ParameterServer] = ParameterServer) -> SimpleNamespace:
     """What a rank finds in the steps of a run. sent: bytes of each message of the last step."""
     model, optimizers = build(config)
-    server = kind(model, optimizers) if model.exchange.takes_steps else None
+    server = kind(model, optimizers, summed_loss) if model.exchange.takes_steps else None
     results, orders, staleness = [], [], []
     for step in range(1, steps + 1):
         first, share = model.own_samples(BATCH * (step - 1), BATCH)

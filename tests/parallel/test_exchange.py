@@ -85,7 +85,7 @@ def test_the_default_does_nothing() -> None:
     found, steps = exchange_named("library"), object()
     assert type(found) is Exchange and found.state() == {} and found.load({"a": torch.ones(1)}) == {}
     assert [found.samples(24, 12, rank, 3) for rank in range(3)] == [(24, 4), (28, 4), (32, 4)]
-    assert found.steps(steps, None, []) is steps and found.kept_bytes(1e6, 4) == 0
+    assert found.steps(steps, None, [], None) is steps and found.kept_bytes(1e6, 4) == 0
     fast, slow = Link(1.0, 1.0), Link(2.0, 1.0)
     assert found.seconds(8.0, 1, 1, fast, slow) == 0
     assert found.seconds(8.0, 4, 1, fast, slow) == 6 + 12

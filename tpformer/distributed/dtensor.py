@@ -18,6 +18,11 @@ def is_dtensor(x: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(x, module.DTensor)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: a DTensor's local tensor, or the tensor itself."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """A whole parameter, gradient or activation. Collective over the mesh of a DTensor.
 

@@ -1,9 +1,8 @@
 """How the gradients of replicas become one in other ways than the library's: lessons, to learn from and to compare.
 
-Belongs here: the names that parallel.exchange may have. Each lesson is an Exchange (tpformer/parallel/exchange.py), and
-nothing outside of this folder knows their names, but config/renamed.py, for older files. Their page is
-docs/data_parallel.md, their bench bench/data_parallel/.
-PipeDream is a simulation alone, and has no name.
+Belongs here: the names that parallel.exchange may have. Each lesson is an Exchange (tpformer/exchange.py), and nothing
+outside of this folder knows their names, but config/renamed.py, for older files. Their page is docs/data_parallel.md,
+their bench bench/data_parallel/.
 """
 
 from tpformer.config import Layout, check_choice

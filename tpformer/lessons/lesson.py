@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 
 from tpformer.config import Layout, check_known
 from tpformer.config.ranges import check_inside
-from tpformer.parallel import Exchange
+from tpformer.exchange import Exchange
 from tpformer.words import shown
 
 TRUTHS = {"true": True, "false": False}

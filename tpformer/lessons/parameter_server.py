@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from tpformer.distributed import all_reduce
 from tpformer.distributed.collectives import combine
-from tpformer.parallel import local_norms, scale_gradients
-from tpformer.training.model import ModelParts, summed_loss
-from tpformer.training.optimizer import LocalUpdate
-from tpformer.training.step import StepResult, clipping
+from tpformer.distributed.local_gradients import clipping, local_norms, scale_gradients
+from tpformer.exchange import StepResult
 
 from .arrivals import Arrivals
 from .reductions import Members
@@ -50,10 +48,11 @@ class ParameterServer:
     Communicates: for each update a push to and a pull from each other server, of its parameters; stale_server also 8
     bytes from rank 0 to each other server, and at the end of a step a message that a worker is done and all parameters
     once.
+    model, optimizers, loss: as for Exchange.steps.
     Errors: RuntimeError that names the rank, if one dies or does not answer within the group's timeout.
     """
 
-    def __init__(self, model: ModelParts, optimizers: Sequence[LocalUpdate]) -> None:
+    def __init__(self, model: Any, optimizers: Sequence[Any], loss: Callable[..., Tensor]) -> None:
         (self.part,), (self.optimizer,) = model.parts, optimizers
         self.dtype = next(self.part.parameters()).dtype
         if next(self.part.parameters()).is_cuda:
@@ -61,8 +60,8 @@ class ParameterServer:
                 f"parallel.exchange={model.layout.exchange!r} works on CPU processes, to learn from, and this run has "
                 f'a GPU: set train.device = "cpu"'
             )
-        self.exchange: Any = model.exchange
-        self.model, self.group = model, model.groups["dp_replicate"]
+        self.exchange = model.exchange
+        self.model, self.loss, self.group = model, loss, model.groups["dp_replicate"]
         self.rank, self.ranks = self.group.rank(), self.group.size()
         self.others = [rank for rank in range(self.ranks) if rank != self.rank]
         self.members = Members("the parameter server's exchange", self.group, tuple(range(self.ranks)))
@@ -142,7 +141,7 @@ class ParameterServer:
         """Fill .grad of the worker's copy with the gradient of a microbatch's mean loss; returns its summed loss and
         targets."""
         targets = (rows[:, 1:] >= 0).sum()
-        loss = summed_loss(self.worker, rows, first_sample)
+        loss = self.loss(self.worker, rows, first_sample)
         (loss / targets.clamp(min=1)).backward()
         return loss.detach(), targets
 

@@ -9,8 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from tpformer.config import Layout, RunConfig
 from tpformer.distributed.links import Link
+from tpformer.exchange import StepResult
 from tpformer.words import shown
 
 from .algorithms import all_reduce_seconds
@@ -57,9 +60,11 @@ class SyncServer(Lesson):
                 f"from, and not with {', '.join(given)}: leave that out"
             )
 
-    def steps(self, take_step: Callable, model: Any, optimizers: Sequence[Any]) -> Callable:
+    def steps(
+        self, take_step: Callable[..., StepResult], model: Any, optimizers: Sequence[Any], loss: Callable[..., Tensor]
+    ) -> Callable[..., StepResult]:
         """Those of a ParameterServer."""
-        return ParameterServer(model, optimizers).step
+        return ParameterServer(model, optimizers, loss).step
 
     def seconds(self, nbytes: float, inside: int, nodes: int, fast: Link, slow: Link) -> float:
         """Of pushes and pulls, each rank serving as many values."""

@@ -1,17 +1,13 @@
 """How a model is laid out on a mesh and how its gradients are completed. Re-exports only."""
 
 from tpformer.config import SCHEDULES, Layout
+from tpformer.distributed.dtensor import local_part
+from tpformer.distributed.local_gradients import local_norms, scale_gradients
+from tpformer.exchange import Exchange
 
 from .clipping import clip_grad_norm_
-from .exchange import Exchange, exchange_named, exchange_of
-from .gradients import (
-    gradient_norm,
-    gradient_norms,
-    local_norms,
-    local_part,
-    reduce_partial_gradients,
-    scale_gradients,
-)
+from .exchange import exchange_named, exchange_of
+from .gradients import gradient_norm, gradient_norms, reduce_partial_gradients
 from .master_weights import MasterWeights, needs_masters
 from .pipeline import Pipeline
 from .recording import Action, gather_actions

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from tpformer.distributed.local_gradients import scale_gradients
 from tpformer.layers import ParallelModule
 
-from .gradients import axis_groups, gradient_norm, scale_gradients, sum_partial_gradients
+from .gradients import axis_groups, gradient_norm, sum_partial_gradients
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What happens to gradients between backward and optimizer, on any mesh: partial sums, the global norm, scaling."""
+"""What happens to gradients between backward and optimizer, on any mesh: partial sums and the global norm."""
 
 import math
 from collections import defaultdict
@@ -12,9 +12,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from tpformer.distributed.collectives import all_reduce
+from tpformer.distributed.dtensor import local_part
+from tpformer.distributed.local_gradients import local_norms
 from tpformer.layers import ParallelModule
 from tpformer.layers.children import RUNS_WHOLE
-from tpformer.torch_private import foreach_multiply_, foreach_norm
 
 SUMMED_AT = "_summed_at"  # on a gradient: its version when it was summed
 
@@ -128,11 +129,6 @@ def _axes(tensor: Tensor) -> list[list[int]]:
     return [dist.get_process_group_ranks(group) for group in axis_groups(tensor)]
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: a DTensor's local tensor, or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _copies(grad: Tensor, ranks: int) -> int:
     """How many of the ranks that a norm is summed over hold the same part of a gradient: all, divided by the parts.
 
@@ -205,26 +201,3 @@ def gradient_norms(
     for group in (*groups, pipeline):
         totals = all_reduce(totals, group, "max" if largest else "sum")
     return totals if largest else totals.pow(1.0 / norm_type)
-
-
-@torch.no_grad()
-def local_norms(parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of what this rank holds of each gradient, 0 where that is nothing; float64 (parameters,).
-
-    No communication. A parameter whose gradient has an element that is not finite has a norm that is not finite.
-    """
-    grads = {index: local_part(p.grad) for index, p in enumerate(parameters) if p.grad is not None}
-    held = [index for index, grad in grads.items() if grad.numel()]  # FSDP2 may leave a rank nothing of a small one
-    if not held:
-        device = local_part(parameters[0]).device if parameters else None
-        return torch.zeros(len(parameters), dtype=torch.float64, device=device)
-    found = dict(zip(held, foreach_norm([grads[index] for index in held], norm_type), strict=True))
-    nothing = torch.zeros_like(found[held[0]])
-    return torch.stack([found.get(index, nothing) for index in range(len(parameters))]).double()
-
-
-@torch.no_grad()
-def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiply all gradients by one number, in place; a 0-dim Tensor stays on its device. No communication."""
-    if isinstance(factor, Tensor) or factor != 1.0:
-        foreach_multiply_([local_part(each.grad) for each in parameters if each.grad is not None], factor)

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from tpformer.distributed.dtensor import local_part
 from tpformer.torch_private import foreach_copy_, version_of
-
-from .gradients import local_part
 
 
 class MasterWeights:

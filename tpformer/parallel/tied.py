@@ -11,9 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.distributed.collectives import all_reduce
+from tpformer.distributed.dtensor import local_part
 from tpformer.distributed.mesh import DEFAULT_TIMEOUT, joining
-
-from .gradients import local_part
 
 
 class TiedParameter:

@@ -5,42 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tpformer.distributed.local_gradients import clipping, local_norms
+from tpformer.exchange import StepResult
 from tpformer.ops.embedding import check_ids
-from tpformer.parallel import local_norms
 
 from .data import Samples, TokenSamples
 from .experts import settle_experts
-from .model import NO_TARGET, ModelParts, token_ids
+from .model import NO_TARGET, ModelParts, summed_loss, token_ids
 from .norms import NormWatch
 from .optimizer import LocalUpdate
 from .transfers import to_device
-
-
-class StepResult(NamedTuple):
-    """What a step gave. Its tensors are where the parameters are, and reading one waits for the step.
-
-    loss: the mean over the global batch. norm: of all gradients before clipping. Both are float64 scalars.
-    skipped: a float32 scalar, 1 if loss or norm was not finite, so that nothing was updated, else 0.
-    local: local_norms of this rank's gradients. measured: NormWatch.measured, if it was asked for.
-    scale: the loss scale of the next step, float32; None without a LossScaler. loads: settle_experts'. packing:
-    ModelParts.packing.
-    All but `local` are equal on all ranks.
-    """
-
-    loss: Tensor
-    norm: Tensor
-    skipped: Tensor
-    local: Tensor
-    measured: Tensor | None
-    scale: Tensor | None
-    loads: Tensor | None
-    packing: Tensor | None
 
 
 class LossScaler:
@@ -73,11 +52,6 @@ class LossScaler:
         """Go on from a state that state_dict returned."""
         self.scale.fill_(float(state["scale"]))
         self.good_steps.fill_(int(state["good_steps"]))
-
-
-def clipping(norm: Tensor, clip_norm: float) -> Tensor | float:
-    """What gradients of this norm are multiplied by, so that it is at most clip_norm; 0 turns clipping off."""
-    return torch.clamp(clip_norm / (norm + 1e-6), max=1.0) if clip_norm > 0 else 1.0
 
 
 def train_step(
@@ -122,7 +96,7 @@ def train_step(
 
 def take_steps(model: ModelParts, optimizers: Sequence[LocalUpdate]) -> Callable[..., StepResult]:
     """What takes a model's steps: train_step without its first two arguments, or what its exchange has in its place."""
-    return model.exchange.steps(partial(train_step, model, optimizers), model, optimizers)
+    return model.exchange.steps(partial(train_step, model, optimizers), model, optimizers, summed_loss)
 
 
 def why_skipped(model: ModelParts, batch: Tensor, result: StepResult) -> str | None:

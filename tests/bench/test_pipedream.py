@@ -7,8 +7,8 @@ import pytest
 import torch
 from testing import assert_same
 
+from bench.data_parallel.pipedream import BACKWARD, FORWARD, in_flight, schedule, train
 from tpformer.config import OptimizerSection
-from tpformer.lessons.pipedream import BACKWARD, FORWARD, in_flight, schedule, train
 from tpformer.models import GPT, GPTConfig
 from tpformer.training.optimizer import build_optimizer
 

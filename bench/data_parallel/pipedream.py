@@ -2,7 +2,7 @@
 stages.
 
 Belongs here: the order of a pipeline without flush, the versions of weights that its stages hold, and training in that
-order. What is compared with it is in bench/data_parallel/strategies.py.
+order. What is compared with it is in strategies.py beside this.
 
 A stage alternates between the forward of one minibatch and the backward of another, and updates its weights after each
 backward. So a minibatch meets other weights on its way back than on its way there, unless a stage keeps those of its
