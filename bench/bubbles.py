@@ -27,9 +27,9 @@ from tpformer.ops import active_queue
 from tpformer.parallel import SCHEDULES, Action, Layout, Pipeline
 from tpformer.planner import (
     RATIOS,
+    bubble_lines,
     bubble_ratio,
     bubble_share,
-    describe,
     schedule_order,
     simulate,
     write_svg,
@@ -118,7 +118,7 @@ def build(schedule: str, n_microbatches: int, seconds: float, mesh: DeviceMesh) 
     return step
 
 
-class Case(NamedTuple):
+class ScheduleCase(NamedTuple):
     """What is run. seconds: of F, I and W each."""
 
     schedule: str
@@ -126,7 +126,7 @@ class Case(NamedTuple):
     seconds: float
 
 
-def setup(cases: Sequence[Case]) -> Calls:
+def setup(cases: Sequence[ScheduleCase]) -> Calls:
     """A rank's calls: one step of each case, by its schedule and number of microbatches."""
     mesh = build_mesh("cpu", tensor_parallel=1, pipeline_parallel=dist.get_world_size())
     return {f"{case.schedule} {case.n_microbatches}": build(*case, mesh) for case in cases}
@@ -140,7 +140,7 @@ def simulated_share(schedule: str, n_microbatches: int) -> float:
 
 def require_order(schedule: str, n_microbatches: int, actions: Sequence[Action]) -> None:
     """ValueError unless these are all actions of the schedule, on every rank in its order."""
-    describe(actions, schedule, n_microbatches)
+    bubble_lines(actions, schedule, n_microbatches)
     order = schedule_order(schedule, RANKS, n_microbatches, SCHEDULES[schedule].stages_per_rank)
     for rank, groups in enumerate(order):
         ran = [action[1:4] for action in sorted(actions, key=lambda a: a.start) if action.rank == rank]
@@ -154,7 +154,7 @@ def span(actions: Sequence[Action]) -> float:
     return max(action.end for action in actions) - min(action.start for action in actions)
 
 
-def make_row(case: Case, steps: int, actions: Sequence[Action]) -> Row:
+def make_row(case: ScheduleCase, steps: int, actions: Sequence[Action]) -> Row:
     """The row of the recorded step that counts; ValueError as require_order.
 
     steps: recorded in all; formula_share: None where the closed form does not hold; relative: measured / simulated - 1.
@@ -182,10 +182,10 @@ def make_row(case: Case, steps: int, actions: Sequence[Action]) -> Row:
     }
 
 
-def measure(ranks: Ranks, cases: Sequence[Case], budget: float) -> dict[Case, tuple[Row, list[Action]]]:
+def measure(ranks: Ranks, cases: Sequence[ScheduleCase], budget: float) -> dict[ScheduleCase, tuple[Row, list[Action]]]:
     """The fastest step of each case and its row: one round of all, then more of those that missed, until the budget."""
-    steps: dict[Case, list[list[Action]]] = {case: [] for case in cases}
-    found: dict[Case, tuple[Row, list[Action]]] = {}
+    steps: dict[ScheduleCase, list[list[Action]]] = {case: [] for case in cases}
+    found: dict[ScheduleCase, tuple[Row, list[Action]]] = {}
     end = time.monotonic() + budget
     missed = list(cases)
     while missed and (not found or time.monotonic() < end):
@@ -233,12 +233,12 @@ def draw(path: Path) -> Path:
     return write_bars(path, note, "% of the time from the first start to the last end", bars)
 
 
-def write_timelines(recorded: Mapping[Case, Sequence[Action]], directory: Path) -> None:
+def write_timelines(recorded: Mapping[ScheduleCase, Sequence[Action]], directory: Path) -> None:
     """Write pipeline_<schedule>.svg, and .json for Perfetto, into an existing directory."""
     for (schedule, n, seconds), actions in recorded.items():
         path = directory / f"pipeline_{schedule}.svg"
         title = f"{schedule}: {RANKS} ranks, {n} microbatches, F = I = W = {seconds * 1e3:.0f} ms"
-        write_svg(actions, path, title, describe(actions, schedule, n))
+        write_svg(actions, path, title, bubble_lines(actions, schedule, n))
         write_trace(actions, path.with_suffix(".json"))
 
 
@@ -246,7 +246,7 @@ def run(options: argparse.Namespace) -> Report:
     """Run every case, and require each bubble to be what theory says."""
     quick = options.quick
     cases = [
-        Case(name, n, QUICK if quick else max(SHORTEST, LENGTHENED / simulated_share(name, n)))
+        ScheduleCase(name, n, QUICK if quick else max(SHORTEST, LENGTHENED / simulated_share(name, n)))
         for name, n in itertools.product(NAMES, MICROBATCHES[:1] if quick else MICROBATCHES)
     ]
     with Ranks(RANKS, 1, setup, cases) as ranks:

@@ -79,7 +79,7 @@ class MLP(nn.Module):
         return self.fc2(act(self.fc1(x), self.activation))
 
 
-class Block(nn.Module):
+class PlainBlock(nn.Module):
     """The pre-norm block of a GPTConfig on x (batch, seq, hidden), with dropout at the end of both branches."""
 
     def __init__(self, config: GPTConfig, fused_qkv: bool = False, drop: Drop | None = None) -> None:
@@ -107,7 +107,7 @@ class PlainGPT(nn.Module):
         assert config.vocab_size is not None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = nn.Embedding(config.seq_length, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, fused_qkv) for _ in range(config.n_layers))
+        self.layers = nn.ModuleList(PlainBlock(config, fused_qkv) for _ in range(config.n_layers))
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
@@ -128,12 +128,12 @@ def plain_from(ours: GPT, *, fused_qkv: bool = False) -> PlainGPT:
 
 def plain_block(
     ours: nn.Module, config: GPTConfig, dtype: torch.dtype, *, fused_qkv: bool = False, drop: Drop | None = None
-) -> Block:
+) -> PlainBlock:
     """The plain block of this configuration with the values of `ours`, on its device; drop: instead of F.dropout."""
     values = {name: value.detach() for name, value in ours.named_parameters()}
     device = next(iter(values.values())).device
     with device:
-        block = Block(config, fused_qkv, drop).to(dtype)
+        block = PlainBlock(config, fused_qkv, drop).to(dtype)
     if config.position == "rope":
         block.self_attn.table = rope_table(config.seq_length, config.head_size, config.rope_base, dtype, device)
     block.load_state_dict(to_plain(block, values))
@@ -189,7 +189,7 @@ def require_close(what: str, ours: Tensor, other: Tensor | None, tolerance: floa
         raise AssertionError(f"{what}: error {error:.2e}, at most {tolerance:.2e} is right")
 
 
-def parallelized(config: GPTConfig, mesh: DeviceMesh | None, dtype: torch.dtype) -> Block:
+def parallelized(config: GPTConfig, mesh: DeviceMesh | None, dtype: torch.dtype) -> PlainBlock:
     """The block on a CPU by torch's parallelize_module, x (batch, seq / t, hidden); mesh None: not parallel.
 
     Its parameters have no values. Its dropout keeps a mask of one byte an element, as on a GPU: F.dropout on a CPU
@@ -200,7 +200,7 @@ def parallelized(config: GPTConfig, mesh: DeviceMesh | None, dtype: torch.dtype)
         return torch.native_dropout(x, config.dropout, True)[0] if config.dropout else x
 
     with torch.device("meta"):
-        block = Block(config, drop=drop).to(dtype)
+        block = PlainBlock(config, drop=drop).to(dtype)
     if mesh is not None:
         # the norms' outputs are sequence shards, gathered once for all linears that read them
         gather = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())

@@ -40,7 +40,7 @@ from tpformer.training.step import batch
 from tpformer.training.transfers import Fetched, to_device
 from tpformer.words import dtype_name
 
-from .profile import in_words, profiled
+from .profile import profile_line, profiled
 
 STEPS, QUICK_STEPS = 300, 4
 PROFILED = 2  # steps
@@ -110,7 +110,7 @@ def mfu(config: GPTConfig, tokens_per_second: float, device: torch.device) -> fl
     return None if machine is None else config.flops_per_token * tokens_per_second / machine.peak_flops
 
 
-class Trained(NamedTuple):
+class TimedRun(NamedTuple):
     """The loss and the seconds of every step, and what steps after them spent their time on, if that was asked."""
 
     losses: list[float]
@@ -118,7 +118,7 @@ class Trained(NamedTuple):
     profile: dict[str, Any]
 
 
-def train(model: Model, config: RunConfig, network: ModelParts, device: torch.device, profiles: bool) -> Trained:
+def train(model: Model, config: RunConfig, network: ModelParts, device: torch.device, profiles: bool) -> TimedRun:
     """A training run that writes no checkpoints and no logs.
 
     A step's loss is read when the next step is queued, so that a GPU has no pause between them.
@@ -143,7 +143,7 @@ def train(model: Model, config: RunConfig, network: ModelParts, device: torch.de
     losses = [each.read()["loss"] for each in fetched]
     ends = [begun, *(each.at for each in fetched)]
     profile = profiled(lambda: [take(steps + each).read() for each in range(PROFILED)], device) if profiles else {}
-    return Trained(losses, [end - begin for begin, end in pairwise(ends)], profile)
+    return TimedRun(losses, [end - begin for begin, end in pairwise(ends)], profile)
 
 
 def pretrain(
@@ -222,7 +222,7 @@ def run(options: argparse.Namespace) -> Report:
         dist.destroy_process_group()
     found = [] if steps < STEPS else [problem for row in rows for problem in problems(row)]
     outcome = "no loss is required of few steps" if steps < STEPS else "every final loss is as low as it must be"
-    profiles = [f"{row['model']}: {in_words(row['profile'])}" for row in rows if options.profile]
+    profiles = [f"{row['model']}: {profile_line(row['profile'])}" for row in rows if options.profile]
     return Report([result_table(rows), f"peak: {rows[0]['peak_is']}.", *profiles], {"rows": rows}, found, outcome)
 
 

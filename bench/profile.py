@@ -52,7 +52,7 @@ def united(spans: Sequence[tuple[float, float]]) -> float:
     return covered
 
 
-def in_words(found: dict[str, Any]) -> str:
+def profile_line(found: dict[str, Any]) -> str:
     """One line of a profile: the device's share, and the five longest kernels."""
     longest = ", ".join(f"{name[:40]} {time:g}" for name, time in found["longest"][:5])
     return (

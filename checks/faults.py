@@ -201,12 +201,12 @@ def try_fault(job: Job, layout: str, expected: Sequence[tuple[int, float, float]
 
 def good(checkpoints: Path) -> list[int]:
     """The steps whose checkpoints can be used."""
-    from tpformer.training.checkpoint_files import CheckpointError, verify
+    from tpformer.training.checkpoint_files import CheckpointError, check_files
 
     found = []
     for step in steps(checkpoints):
         try:
-            verify(step_path(checkpoints, step))
+            check_files(step_path(checkpoints, step))
             found.append(step)
         except CheckpointError:
             pass

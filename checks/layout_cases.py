@@ -35,7 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
 NEWER_MODEL, EIGHT, SIXTEEN = list(MODELS)[1:]
 
 
-class Case(NamedTuple):
+class LayoutCase(NamedTuple):
     """A layout, and the settings that it is trained with. microbatch_size None: the configuration derives it.
 
     model: the name of its options in MODELS; without a name it is a GPT-2. sgd: it trains by SGD in the place of AdamW.
@@ -64,7 +64,7 @@ class Case(NamedTuple):
         return RunConfig(model=model, data=data, parallel=self.layout, optimizer=optimizer, train=section)
 
     @property
-    def alone(self) -> Case:
+    def alone(self) -> LayoutCase:
         """The same model in one process."""
         return self._replace(layout=Layout(), microbatch_size=None)
 
@@ -99,7 +99,7 @@ class Case(NamedTuple):
 
 def case(
     microbatch_size: int | None = None, tied: bool = True, model: str = "", sgd: bool = False, **layout: object
-) -> Case:
+) -> LayoutCase:
     """A case from Layout's keywords, some by short names. It has 4 layers, or one a stage if stages are more."""
     short = {
         "tp": "tensor_parallel",
@@ -111,7 +111,7 @@ def case(
         "zero": "zero_stage",
     }
     made = Layout(**{short.get(key, key): value for key, value in layout.items()})  # type: ignore[arg-type]
-    return Case(made, microbatch_size, tied, max(LAYERS, made.n_stages), model, sgd)
+    return LayoutCase(made, microbatch_size, tied, max(LAYERS, made.n_stages), model, sgd)
 
 
 ONE = case()

@@ -44,7 +44,7 @@ from .layout_cases import (
     QUICK_CASES,
     QUICK_CONTEXT_CASES,
     QUICK_MOE_CASES,
-    Case,
+    LayoutCase,
 )
 from .layout_report import bfloat16_table, draw, result_table, routing_table
 from .routing import Key, Routed, flips, joined, recording, run_hash
@@ -73,7 +73,7 @@ NOTE = (
 Row = dict[str, Any]
 
 
-class Trained(NamedTuple):
+class RankRun(NamedTuple):
     """A rank's run: mean loss and gradient norm of each step, whole parameters (and buffers) after the last."""
 
     losses: list[float]
@@ -83,10 +83,10 @@ class Trained(NamedTuple):
     routed: dict[Key, Routed] = {}  # noqa: RUF012  (of a model with experts: where its tokens went)
 
 
-Results = dict[tuple[str, Case], list[Trained]]  # by purpose (a dtype, or a curve's) and layout: every rank's
+Results = dict[tuple[str, LayoutCase], list[RankRun]]  # by purpose (a dtype, or a curve's) and layout: every rank's
 
 
-def train(config: RunConfig, mesh: DeviceMesh, keep_parameters: bool) -> Trained:
+def train(config: RunConfig, mesh: DeviceMesh, keep_parameters: bool) -> RankRun:
     """This rank's part of a run: the functions of `tpformer pretrain`, without its files."""
     model = build_model(config, mesh)
     optimizers = build_optimizers(model, config.optimizer)
@@ -106,7 +106,7 @@ def train(config: RunConfig, mesh: DeviceMesh, keep_parameters: bool) -> Trained
     if keep_parameters:
         named = [one for part in model.parts for one in part.state_dict(keep_vars=True).items()]
         parameters = {name: full_tensor(parameter.detach()).cpu().numpy() for name, parameter in named}
-    return Trained(losses, norms, parameters, seconds, routed)
+    return RankRun(losses, norms, parameters, seconds, routed)
 
 
 def setup(runs: Mapping[str, RunConfig]) -> Calls:
@@ -119,7 +119,7 @@ def setup(runs: Mapping[str, RunConfig]) -> Calls:
     meshes: dict[tuple[int, ...], DeviceMesh] = {}
     gc.freeze()  # the collections below then skip what is imported, and are quick
 
-    def call(config: RunConfig) -> Trained:
+    def call(config: RunConfig) -> RankRun:
         layout = config.parallel
         data = (layout.data_parallel_replicate, layout.data_parallel_shard, layout.context_parallel)
         degrees = (layout.pipeline_parallel, *data)
@@ -136,7 +136,7 @@ def relative(values: Sequence[Sequence[float]], expected: Sequence[float]) -> fl
     return float(np.abs(np.array(values) / np.array(expected) - 1).max())
 
 
-def compare(ranks: Sequence[Trained], one: Trained) -> Row:
+def compare(ranks: Sequence[RankRun], one: RankRun) -> Row:
     """All ranks' results against one process's; ValueError when a parameter is on no rank."""
     worst, seen = (0.0, ""), set()
     for name, value in (each for rank in ranks for each in rank.parameters.items()):
@@ -160,7 +160,7 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.2g}") if isinstance(value, float) else value
 
 
-def make_row(one: Case, runs: Mapping[str, Sequence[Trained]], expected: Mapping[str, Trained]) -> Row:
+def make_row(one: LayoutCase, runs: Mapping[str, Sequence[RankRun]], expected: Mapping[str, RankRun]) -> Row:
     """A layout's row. runs: of all its ranks, by dtype; expected: of one process, by dtype; ok: within BOUNDS."""
     if not expected[FLOAT64].parameters:
         raise ValueError(f"{one}: one process returned no parameters in float64, so none would be compared")
@@ -175,7 +175,7 @@ def make_row(one: Case, runs: Mapping[str, Sequence[Trained]], expected: Mapping
     return {**sizes, **({"routing": routing} if routing else {}), "ok": ok}
 
 
-def routing_of(runs: Mapping[str, Sequence[Trained]], expected: Mapping[str, Trained]) -> Row:
+def routing_of(runs: Mapping[str, Sequence[RankRun]], expected: Mapping[str, RankRun]) -> Row:
     """How a model with experts routed its tokens; {} for other models.
 
     hash, one: hashes of all decisions in float64, here and in one process; tokens: how many decisions there are;
@@ -198,7 +198,7 @@ def errors(values: Sequence[Sequence[float]], oracle: Sequence[float]) -> list[f
     return [float(difference.max()), float(np.sqrt(np.square(difference).mean(axis=1)).max())]
 
 
-def bfloat16_row(one: Case, ranks: Sequence[Trained], single: Trained, oracle: Trained) -> Row:
+def bfloat16_row(one: LayoutCase, ranks: Sequence[RankRun], single: RankRun, oracle: RankRun) -> Row:
     """A layout in bfloat16. single: one process in bfloat16; oracle: one process in float64.
 
     loss, norm: largest relative difference from one process; errors against float64, each maximum and RMS, beside those
@@ -234,7 +234,7 @@ def curves_of(trained: Results) -> Row:
     return {"losses": losses[FLOAT64][ALONE].round(5).tolist(), "differences": differences}
 
 
-def plan(cases: Sequence[Case], complete: bool, train: str) -> dict[int, dict[tuple[str, Case], RunConfig]]:
+def plan(cases: Sequence[LayoutCase], complete: bool, train: str) -> dict[int, dict[tuple[str, LayoutCase], RunConfig]]:
     """World size -> its runs, by purpose (a dtype, or a curve's) and layout. ValueError for one that cannot run."""
     wanted = {(dtype, one) for dtype in COMPARED for one in cases}
     wanted |= {(dtype, one.alone) for dtype, one in wanted}
@@ -242,7 +242,7 @@ def plan(cases: Sequence[Case], complete: bool, train: str) -> dict[int, dict[tu
         low = [*BFLOAT16_CASES, *BFLOAT16_MOE_CASES]
         wanted |= {(BFLOAT16, each) for one in low for each in (one, one.alone)}
         wanted |= {(f"curve {dtype}", one) for dtype in BOUNDS for one in CURVES.values()}
-    worlds: dict[int, dict[tuple[str, Case], RunConfig]] = {}
+    worlds: dict[int, dict[tuple[str, LayoutCase], RunConfig]] = {}
     for purpose, one in sorted(wanted, key=str):
         long = purpose.startswith("curve")
         steps, lr = (CURVE_STEPS, CURVE_LR) if long else (STEPS, LR)
@@ -252,7 +252,7 @@ def plan(cases: Sequence[Case], complete: bool, train: str) -> dict[int, dict[tu
     return dict(sorted(worlds.items()))
 
 
-def train_all(worlds: Mapping[int, Mapping[tuple[str, Case], RunConfig]]) -> Results:
+def train_all(worlds: Mapping[int, Mapping[tuple[str, LayoutCase], RunConfig]]) -> Results:
     """Run everything, one world size after the other."""
     results: Results = {}
     for size, runs in worlds.items():

@@ -16,7 +16,18 @@ from rich.table import Table
 
 from harness.ranks import Calls, Ranks
 from harness.runner import columns
-from harness.step_counts import DATA, GEMMS, LAYERS, SENDS, Call, StepCounts, by_name, bytes_of, count_step, run_config
+from harness.step_counts import (
+    DATA,
+    GEMMS,
+    LAYERS,
+    SENDS,
+    Call,
+    StepCounts,
+    by_name,
+    bytes_of,
+    count_step,
+    run_config,
+)
 from tpformer.config import RECOMPUTE
 from tpformer.training.setup import build_model, run_mesh
 

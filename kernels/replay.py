@@ -3,8 +3,8 @@
 A launcher computes a tile, a grid and arguments from sizes. Triton then looks at each argument for the kernel that it
 compiled for such arguments, and encodes a TMA descriptor of each operand. This takes the host many times as long as the
 launch, and depends on no more than sizes, strides, dtypes, the last bits of addresses, and arguments that are no
-tensors. `replayed` keeps what came of it, a Plan. A later call that agrees in all of these allocates its results, puts
-its addresses into the plan, and launches.
+tensors. `replayed` keeps what came of it, a CallPlan. A later call that agrees in all of these allocates its results,
+puts its addresses into the plan, and launches.
 
 Belongs here: what is kept, for how long, and when it may not be used. Nothing about any kernel.
 """
@@ -48,7 +48,7 @@ class Lasting:
     plans: dict = field(default_factory=dict, init=False, repr=False)
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a tensor of a call begins: `offset` bytes into memory number `memory`. Numbers count the tensors that the
     call is given, then those that it allocates. None is a Lasting's memory, and `offset` then an address."""
 
@@ -64,14 +64,14 @@ class Prepared(NamedTuple):
     arguments: list
     """What it takes: HEAD of its own, with a gap for the stream, then the kernel's, without tuples, with gaps."""
     pointers: list[tuple[int, int, int]]
-    """Of each gap for an address: its index, and the two members of a Place."""
+    """Of each gap for an address: its index, and the two members of a Location."""
     maps: list[tuple[int, int, int, Callable[[int], Any]]]
     """The same of each gap for a TMA descriptor, and the function that encodes it for an address."""
     keys: list[int]
     """The indices of gaps for the dropout's key."""
 
 
-class Plan(NamedTuple):
+class CallPlan(NamedTuple):
     """What a launcher does in all calls of one description."""
 
     allocations: list[tuple]
@@ -96,18 +96,18 @@ class Recording(TorchFunctionMode):
         super().__init__()
         self.memories = list(tensors)
         self.given = len(tensors)
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, Location] = {}
         self.followed: list[Tensor] = []  # while they are held, no other tensor has their id
         self.launches: list[tuple[Any, tuple[int, ...], dict[str, Any]]] = []
         self.obstacle = ""
         for number, x in enumerate(tensors):
-            self.follow(x, Place(number, 0))
+            self.follow(x, Location(number, 0))
         for value in () if lasting is None else vars(lasting).values():
             for x in value if isinstance(value, tuple) else (value,):
                 if isinstance(x, Tensor):
-                    self.follow(x, Place(None, x.data_ptr()))
+                    self.follow(x, Location(None, x.data_ptr()))
 
-    def follow(self, x: Tensor, place: Place) -> None:
+    def follow(self, x: Tensor, place: Location) -> None:
         self.followed.append(x)
         self.places[id(x)] = place
 
@@ -118,16 +118,16 @@ class Recording(TorchFunctionMode):
             if name not in READS:
                 self.obstacle = name
         elif name in ALLOCATIONS:
-            self.follow(result, Place(len(self.memories), 0))
+            self.follow(result, Location(len(self.memories), 0))
             self.memories.append(result)
         elif name in VIEWS and id(arguments[0]) in self.places and shares_memory(result, arguments[0]):
             memory, offset = self.places[id(arguments[0])]
-            self.follow(result, Place(memory, offset + result.data_ptr() - arguments[0].data_ptr()))
+            self.follow(result, Location(memory, offset + result.data_ptr() - arguments[0].data_ptr()))
         else:
             self.obstacle = name
         return result
 
-    def plan(self, result: Any, keys: list[int]) -> Plan:
+    def plan(self, result: Any, keys: list[int]) -> CallPlan:
         """Unplanned if the call cannot be done again."""
         if self.obstacle:
             raise Unplanned(self.obstacle)
@@ -135,7 +135,7 @@ class Recording(TorchFunctionMode):
         for x in allocated:
             if not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
                 raise Unplanned("memory with gaps, or at an address that later memory does not have")
-        return Plan(
+        return CallPlan(
             [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in allocated],
             [prepared(compiled, grid, values, self.places, keys) for compiled, grid, values in self.launches],
             maker(mapped(self.numbered, result)),
@@ -167,7 +167,7 @@ def replayed(launcher: Callable) -> Callable:
     """
     if is_interpreted():
         return launcher
-    own: dict[tuple, Plan | None] = {}
+    own: dict[tuple, CallPlan | None] = {}
 
     @functools.wraps(launcher)
     def call(*arguments: Any, **options: Any) -> Any:
@@ -254,7 +254,7 @@ def record(
     tensors: list[Tensor],
     keys: list[int],
     lasting: Lasting | None,
-) -> tuple[Any, Plan | None]:
+) -> tuple[Any, CallPlan | None]:
     """(the launcher's result, the plan of this call or None)."""
     # One tensor may be given twice. Each time it becomes another object, so that it is known which of them is meant.
     aliases = [x.detach() for x in tensors]
@@ -300,7 +300,7 @@ def shares_memory(x: Tensor, y: Tensor) -> bool:
 class Arguments:
     """The arguments of a recorded launch, flat, and the gaps among them."""
 
-    def __init__(self, places: dict[int, Place], keys: list[int], encodings: Sequence) -> None:
+    def __init__(self, places: dict[int, Location], keys: list[int], encodings: Sequence) -> None:
         self.places, self.key, self.encodings = places, keys, iter(encodings)
         self.kinds: list[str] = []
         self.values: list = []
@@ -336,14 +336,14 @@ class Arguments:
             self.kinds.append(kind)
             self.values.append(value)
 
-    def place(self, x: Tensor) -> Place:
+    def place(self, x: Tensor) -> Location:
         if id(x) not in self.places:
             raise Unplanned("a tensor that was neither given nor allocated")
         return self.places[id(x)]
 
 
 def prepared(
-    compiled: Any, grid: tuple[int, ...], named: dict[str, Any], places: dict[int, Place], keys: list[int]
+    compiled: Any, grid: tuple[int, ...], named: dict[str, Any], places: dict[int, Location], keys: list[int]
 ) -> Prepared:
     """A launch that was recorded. named: its arguments and options. Unplanned for a tensor of unknown place."""
     encodings = getattr(compiled.metadata, "tensordesc_meta", None) or ()
@@ -379,7 +379,7 @@ def encoder(descriptor: Any, encoding: Any) -> Callable[[int], Any]:
     return encode
 
 
-def replay(plan: Plan, memories: list[Tensor], addresses: list[int], keys: list[int], stream: Any) -> Any:
+def replay(plan: CallPlan, memories: list[Tensor], addresses: list[int], keys: list[int], stream: Any) -> Any:
     """What the launcher of this plan does, and what it returns. memories: the tensors that it is given, to which those
     that it allocates are appended."""
     for shape, strides, dtype, device in plan.allocations:

@@ -54,7 +54,7 @@ LAUNCHERS = (
 )
 
 
-class Place(NamedTuple):
+class LaunchedRank(NamedTuple):
     """The place of this process among others, as a launcher says it. None: it does not say."""
 
     launcher: Launcher
@@ -104,7 +104,7 @@ def translated(environment: Mapping[str, str]) -> dict[str, str]:
     return own
 
 
-def _own(place: Place) -> dict[str, str]:
+def _own(place: LaunchedRank) -> dict[str, str]:
     """The place in torchrun's variables. ValueError if it is known in part."""
     missing = [what for what, value in (("how many there are", place.size), ("its local rank", place.local_rank))
                if value is None]  # fmt: skip
@@ -118,7 +118,7 @@ def _own(place: Place) -> dict[str, str]:
     return {name: str(value) for name, value in own.items()}
 
 
-def _meeting(place: Place, environment: Mapping[str, str]) -> dict[str, str]:
+def _meeting(place: LaunchedRank, environment: Mapping[str, str]) -> dict[str, str]:
     """MASTER_ADDR and MASTER_PORT: where the ranks meet. ValueError if nothing says where rank 0 is."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
     master = "127.0.0.1" if place.local_size == place.size else None
@@ -152,7 +152,7 @@ def _check(values: Mapping[str, str], environment: Mapping[str, str]) -> None:
         )
 
 
-def _place(environment: Mapping[str, str]) -> Place | None:
+def _place(environment: Mapping[str, str]) -> LaunchedRank | None:
     """The place of this process, by the first launcher that says all of it; None if none has started it.
 
     Another one that says less may be the nearer one. If it names another rank, it is believed, and so refused.
@@ -163,7 +163,7 @@ def _place(environment: Mapping[str, str]) -> Place | None:
     return next(iter(partly or whole), None)
 
 
-def _places(environment: Mapping[str, str]) -> Iterator[Place]:
+def _places(environment: Mapping[str, str]) -> Iterator[LaunchedRank]:
     for launcher in LAUNCHERS:
         rank = _number(environment, launcher.rank)
         if rank is None or (launcher.name == "srun" and _is_batch_script(environment)):
@@ -171,7 +171,7 @@ def _places(environment: Mapping[str, str]) -> Iterator[Place]:
         size, local_rank, local_size = (_number(environment, names) for names in launcher[2:])
         if launcher.name == "srun" and size is not None:
             local_size = _tasks_of_node(environment, size)
-        yield Place(launcher, rank, size, local_rank, local_size)
+        yield LaunchedRank(launcher, rank, size, local_rank, local_size)
 
 
 def _number(environment: Mapping[str, str], names: str) -> int | None:

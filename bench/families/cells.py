@@ -27,7 +27,7 @@ from tpformer.distributed import build_mesh
 from tpformer.layers import RowParallelLinear
 
 from .models import FAMILIES, Family
-from .training import Difference, Trained, compare, compare_runs, forward, in_float64, train, whole
+from .training import Difference, Trained, compare_runs, forward, in_float64, train, whole, worst_of
 
 RIGHT, NO_PLAN, REFUSED, WRONG, ERROR = VERDICTS = ("right", "no plan", "refused", "WRONG", "error")
 OURS = Path(tpformer.__file__).parent
@@ -101,8 +101,8 @@ def saved(model: nn.Module, family: Family, directory: Path, expected: Trained) 
     with torch.no_grad():
         last = {name: whole(x) for name, x in forward(again, family.batch()).items()}
     return [
-        compare(parameters, expected.parameters, "saved and loaded,", noise=1e-11),
-        compare(last, expected.last, "saved and loaded,"),
+        worst_of(parameters, expected.parameters, "saved and loaded,", noise=1e-11),
+        worst_of(last, expected.last, "saved and loaded,"),
     ]
 
 

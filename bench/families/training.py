@@ -106,7 +106,7 @@ class Difference(NamedTuple):
         return f"{self.what} is off by {self.error:.1g} times its largest value"
 
 
-def compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str, noise: float = 0.0) -> Difference:
+def worst_of(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str, noise: float = 0.0) -> Difference:
     """The worst of all tensors by name. noise: an absolute error that counts as none."""
     if missing := sorted(expected.keys() ^ found.keys()):
         return Difference(float("inf"), f"{what} {missing[0]}")
@@ -126,8 +126,8 @@ def compare_runs(found: Trained, expected: Trained) -> list[Difference]:
     """The worst differences of forward, gradients and trained parameters, in this order."""
     noise = NOISE * max(float(g.abs().max()) for g in expected.gradients.values())
     return [
-        compare(found.first, expected.first, "forward:"),
-        compare(found.gradients, expected.gradients, "gradient of", noise),
-        compare(found.parameters, expected.parameters, "after three steps,", TOLERANCE * ADAMW["lr"]),
-        compare(found.last, expected.last, "after three steps,"),
+        worst_of(found.first, expected.first, "forward:"),
+        worst_of(found.gradients, expected.gradients, "gradient of", noise),
+        worst_of(found.parameters, expected.parameters, "after three steps,", TOLERANCE * ADAMW["lr"]),
+        worst_of(found.last, expected.last, "after three steps,"),
     ]

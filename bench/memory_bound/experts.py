@@ -27,7 +27,7 @@ TOKENS, ROUTED_TOKENS = 8192, 32768  # a router's scores are small, and a kernel
 SHARE = 0.5  # of a copy's speed that a router has to reach: its comparisons take as long as its bytes, or longer
 
 
-class Experts(NamedTuple):
+class ExpertSizes(NamedTuple):
     """The experts of a layer, and how many tokens they are for."""
 
     model: str
@@ -48,12 +48,12 @@ class Experts(NamedTuple):
         return order.to(dtype) * (4 / self.experts) - 2
 
 
-def layers(tokens: int, quick: bool) -> list[Experts]:
+def layers(tokens: int, quick: bool) -> list[ExpertSizes]:
     """A layer of each model."""
     found = []
     for model, preset in PRESETS.items():
         c = preset_config(preset)
-        found.append(Experts(model, tokens, c.n_experts, c.experts_per_token, c.hidden_size, c.expert_size))
+        found.append(ExpertSizes(model, tokens, c.n_experts, c.experts_per_token, c.hidden_size, c.expert_size))
     return found[:1] if quick else found
 
 
@@ -64,7 +64,7 @@ def work(op: str, function: str, inputs: tuple) -> Work:
     return Work(inputs, ours, plain, {COMPILED: compiled(plain)})
 
 
-def route(backward: bool, layer: Experts, device: str, dtype: torch.dtype) -> Work:
+def route(backward: bool, layer: ExpertSizes, device: str, dtype: torch.dtype) -> Work:
     """Routers compute in float32, whatever the dtype of rows is."""
     dtype = torch.promote_types(dtype, torch.float32)
     policy, logits = Policy(layer.k), layer.scores(device, dtype)
@@ -74,7 +74,7 @@ def route(backward: bool, layer: Experts, device: str, dtype: torch.dtype) -> Wo
     return work("route", "route_backward", (torch.randn_like(weights), experts, scores, policy))
 
 
-def weighted_activation(backward: bool, layer: Experts, device: str, dtype: torch.dtype) -> Work:
+def weighted_activation(backward: bool, layer: ExpertSizes, device: str, dtype: torch.dtype) -> Work:
     options: dict[str, Any] = {"device": device, "dtype": dtype}
     gate_up = torch.randn(layer.rows, 2 * layer.ffn, **options)
     weights = torch.rand(layer.rows, device=device, dtype=torch.promote_types(dtype, torch.float32))
@@ -84,7 +84,7 @@ def weighted_activation(backward: bool, layer: Experts, device: str, dtype: torc
     return work("weighted_activation", "weighted_activation_backward", (da, gate_up, "silu", weights))
 
 
-def combine(layer: Experts, device: str, dtype: torch.dtype) -> Work:
+def combine(layer: ExpertSizes, device: str, dtype: torch.dtype) -> Work:
     """Rows lie as they are dispatched: sorted by expert, then by token."""
     experts, weights, _ = formulas.route_forward(layer.scores(device, torch.float32), Policy(layer.k))
     sent = Dispatch(dispatch(Routing(experts, weights), 0, layer.experts, layer.experts, 1))

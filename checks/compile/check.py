@@ -27,7 +27,7 @@ from rich.table import Table
 from . import compiler
 from .asked import Asked, digest
 from .cases import CAPABILITIES, Case
-from .rules import Row, empty_row, evaluate
+from .rules import Row, empty_row, judge
 from .summary import clean_commit, write_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +78,7 @@ def load_cases(source: str) -> dict[str, Case]:
 
 def work(source: str, key: str) -> Row:
     """In a worker process: evaluate one case."""
-    return evaluate(load_cases(source)[key])
+    return judge(load_cases(source)[key])
 
 
 def versions() -> dict[str, str]:

@@ -59,7 +59,7 @@ def empty_row(case: Case) -> Row:
     return row  # type: ignore[return-value]
 
 
-def evaluate(case: Case) -> Row:
+def judge(case: Case) -> Row:
     """Compile a case and judge it. An exception on the way is a violation, too."""
     row = empty_row(case)
     try:

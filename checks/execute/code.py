@@ -15,7 +15,7 @@ import numpy as np
 from checks.compile.statements import Instruction, split_operands
 
 from . import arithmetic
-from .memory import COMBINE, Operation
+from .memory import COMBINE, Atomic
 from .ptx import Kernel, Unsupported
 
 # the registers of a file, viewed as each type
@@ -271,7 +271,7 @@ class Code:
             raise Unsupported(i.opcode)
         name, order, scope = (next(part for part in i.parts if part in parts)
                               for parts in (("ld", *COMBINE), ORDERS, ("sys", "gpu", "cta")))  # fmt: skip
-        operation = self.constant(i.opcode, Operation(name, order, scope, VIEWS[TYPES[kind][0]]))
+        operation = self.constant(i.opcode, Atomic(name, order, scope, VIEWS[TYPES[kind][0]]))
         given, into = ", ".join(self.value(x, kind) for x in values), self.value(target, kind)
         return [f"w.atomic({operation}, {self.address(address, 'u64')}, [{given}], {into}, {self.lanes(i)}, {line})"]
 

@@ -16,7 +16,7 @@ from checks.compile.statements import Instruction
 
 from .arithmetic import LANES, Array
 from .code import VIEWS, Code
-from .memory import Access, Fault, Memory, Operation, SharedMemory
+from .memory import Access, Atomic, Fault, Memory, SharedMemory
 
 Lanes = Array | slice  # what selects the lanes that take part
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -126,7 +126,7 @@ class CTA:
             self.active = [self.whole]
 
 
-class Rows(dict[int, Array]):
+class RowsByNumber(dict[int, Array]):
     """The rows of a two-dimensional array by number; each is made when it is first asked for."""
 
     def __init__(self, array: Array) -> None:
@@ -147,7 +147,7 @@ class Warps:
         lanes = slice(low * LANES, high * LANES)
         self.special = cta.special | {"%tid.x": np.arange(low * LANES, high * LANES, dtype=np.uint32)}
         self.rows = np.repeat(np.arange(low, high), LANES)
-        self.views = [Rows(cta.registers[view[0]][:, lanes].view(dtype)) for view, dtype in VIEWS.items()]
+        self.views = [RowsByNumber(cta.registers[view[0]][:, lanes].view(dtype)) for view, dtype in VIEWS.items()]
         self.segment = 0
         self.first_line = cta.first_line
         """The number of the segment's first instruction."""
@@ -239,7 +239,7 @@ class Warps:
                 copy.group[ripe] = ENDED
         self.cta.copies = [copy for copy in self.cta.copies if (copy.group < ENDED).any()]
 
-    def atomic(self, operation: Operation, address: Any, values: list, target: Array, lanes: Lanes, line: int) -> None:
+    def atomic(self, operation: Atomic, address: Any, values: list, target: Array, lanes: Lanes, line: int) -> None:
         """atom, and loads with an order: one lane after another."""
         before, size, places = self.poll, np.dtype(operation.dtype).itemsize, self.spread(address, lanes).tolist()
         reads = operation.name == "ld" or operation.name == "add" and not np.any(values[0])

@@ -65,7 +65,7 @@ class Access(NamedTuple):
         return Fault(f"{self.cta.log.describe(self.line, self.cta.numbers[self.rows[lane]])} {what}")
 
 
-class Operation(NamedTuple):
+class Atomic(NamedTuple):
     """What an atomic access does."""
 
     name: str
@@ -255,7 +255,7 @@ class GlobalMemory(Memory):
         size = np.dtype(dtype).itemsize
         return self.units[size][(address - self.begin) // size].view(dtype)
 
-    def atomic(self, access: Access, operation: Operation, values: list) -> Array:
+    def atomic(self, access: Access, operation: Atomic, values: list) -> Array:
         """An atomic access of one lane; returns what was there. It hands knowledge on as its order and scope say."""
         at, cta, row = self.locate(access), access.cta, access.rows[0]
         name, order, scope, dtype = operation

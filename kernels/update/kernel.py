@@ -219,7 +219,7 @@ def adamw_(
         return
     device = masters[0].device
     check_numbers(masters, lr, scale, skipped)
-    call = Call(masters, gradients, copies, {"exp_avg": exp_avgs, "exp_avg_sq": exp_avg_sqs}, steps)
+    call = UpdateCall(masters, gradients, copies, {"exp_avg": exp_avgs, "exp_avg_sq": exp_avg_sqs}, steps)
     lr = on_device(lr, device)
     numbers = numbers_of(scale, skipped, lr * weight_decay)
     counts = (torch.stack([steps[i] for i in call.order]) + 1).to(torch.float64)
@@ -260,7 +260,7 @@ def sgd_(
     if not masters:
         return
     check_numbers(masters, lr, scale, skipped)
-    call = Call(masters, gradients, copies, {"momentum_buffer": momentum_buffers} if momentum_buffers else {})
+    call = UpdateCall(masters, gradients, copies, {"momentum_buffer": momentum_buffers} if momentum_buffers else {})
     numbers = numbers_of(scale, skipped, on_device(lr, masters[0].device))
     for _, table, blocks, form in call.launches():
         sgd_kernel[len(blocks),](
@@ -298,7 +298,7 @@ class Group:
     blocks: int = 0
 
 
-class Call:
+class UpdateCall:
     """The tensors of a call, put together by launches.
 
     order: the tensors' indices, those of a launch side by side. ValueError if a kernel cannot take them.

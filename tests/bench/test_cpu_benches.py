@@ -69,12 +69,12 @@ def step(schedule: str, stages: int, gap: float = 0.0) -> list[Action]:
 
 
 def test_bubbles_are_required_to_be_within_a_part_of_the_share_and_of_the_order():
-    case = bubbles.Case("ZBVZeroBubble", 8, 0.1)
+    case = bubbles.ScheduleCase("ZBVZeroBubble", 8, 0.1)
     row, close, far = (bubbles.make_row(case, 1, step("ZBVZeroBubble", 2, gap)) for gap in (0.0, 0.002, 0.005))
     assert row["measured_share"] == row["simulated_share"] == row["formula_share"] == 0.05882 and row["ok"]
     assert close["ok"] and 0.02 < close["relative"] < 0.05
     assert not far["ok"] and far["relative"] > 0.05 and far["difference"] < 0.01
-    actions, case = step("1F1B", 1), bubbles.Case("1F1B", 8, 0.1)
+    actions, case = step("1F1B", 1), bubbles.ScheduleCase("1F1B", 8, 0.1)
     assert bubbles.make_row(case, 1, actions)["formula_share"] == 0.27273
     swapped = [
         a._replace(microbatch=1 - a.microbatch) if a[1] == 3 and a[2] < 2 and a[3] == "F" else a for a in actions
@@ -90,7 +90,10 @@ def test_bubbles_that_miss_are_measured_again_within_the_budget():
         actions = step(name.split()[0], 1, gaps.pop(0))
         return [[action for action in actions if action.rank == rank] for rank in range(4)]
 
-    ranks, cases = SimpleNamespace(call=call), [bubbles.Case("1F1B", 8, 0.1), bubbles.Case("GPipe", 8, 0.1)]
+    ranks, cases = (
+        SimpleNamespace(call=call),
+        [bubbles.ScheduleCase("1F1B", 8, 0.1), bubbles.ScheduleCase("GPipe", 8, 0.1)],
+    )
     found = bubbles.measure(ranks, cases, 60)
     assert [(row["steps"], row["ok"]) for row, _ in found.values()] == [(4, True), (1, True)]
     ((row, actions),) = bubbles.measure(ranks, cases[:1], 0).values()

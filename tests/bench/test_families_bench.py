@@ -4,16 +4,16 @@ import torch
 
 from bench.families.cells import ERROR, REFUSED, RIGHT, WRONG, Cell, joined
 from bench.families.models import FAMILIES
-from bench.families.training import compare, compare_runs, in_float64, train
+from bench.families.training import compare_runs, in_float64, train, worst_of
 
 
 def test_what_is_missing_or_differs_is_wrong():
     x = torch.tensor([1.0, -4.0], dtype=torch.float64)
-    assert str(compare({"x": x + 4e-3}, {"x": x}, "forward:")) == "forward: x is off by 0.001 times its largest value"
-    assert not compare({"x": x * (1 + 1e-10)}, {"x": x}, "").wrong
-    assert not compare({"x": x * 1e-14}, {"x": x * 0}, "", noise=1e-13).wrong
+    assert str(worst_of({"x": x + 4e-3}, {"x": x}, "forward:")) == "forward: x is off by 0.001 times its largest value"
+    assert not worst_of({"x": x * (1 + 1e-10)}, {"x": x}, "").wrong
+    assert not worst_of({"x": x * 1e-14}, {"x": x * 0}, "", noise=1e-13).wrong
     for found in ({}, {"x": x, "y": x}, {"x": x[:1]}, {"x": x * torch.nan}, {"x": x + 1e-8}):
-        assert compare(found, {"x": x}, "").wrong, found
+        assert worst_of(found, {"x": x}, "").wrong, found
 
 
 def test_a_gradient_of_zero_that_should_not_be_is_found(tmp_path):

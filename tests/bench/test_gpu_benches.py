@@ -162,7 +162,7 @@ def test_a_profile_counts_what_overlaps_once():
     a = torch.randn(64, 64)
     found = profile.profiled(lambda: [a @ a, a @ a], torch.device("cpu"))
     assert 0 < found["busy_ms"] <= found["wall_ms"] and found["kernels"] >= 2
-    assert any(name == "aten::mm" for name, _ in found["longest"]) and "aten::mm" in profile.in_words(found)
+    assert any(name == "aten::mm" for name, _ in found["longest"]) and "aten::mm" in profile.profile_line(found)
 
 
 def gate_of_a_gather(case: str, layer: str) -> str:

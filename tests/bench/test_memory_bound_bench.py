@@ -18,7 +18,7 @@ from bench.memory_bound.cases import CASES, Heads
 def tiny(case: Case) -> Case:
     """The case at a size for a CPU: the same function and options."""
 
-    sizes = {Rows: (60, 40), Heads: (60, 4, 2, 8), experts.Experts: (60, 8, 3, 16, 24)}
+    sizes = {Rows: (60, 40), Heads: (60, 4, 2, 8), experts.ExpertSizes: (60, 8, 3, 16, 24)}
 
     def smaller(argument: Any) -> Any:
         if type(argument) in sizes:

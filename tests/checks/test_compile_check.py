@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 from checks.compile import compiler, ptx, ttgir
 from checks.compile.asked import Asked
 from checks.compile.check import DEFAULT, Cache, Check, load_cases, main
-from checks.compile.rules import Row, empty_row, evaluate
+from checks.compile.rules import Row, empty_row, judge
 from checks.compile.summary import clean_commit, write_page
 
 UNAVAILABLE = compiler.unavailable()
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE)
 
 @pytest.mark.parametrize("capability, dtype", [(80, "float16"), (90, "bfloat16"), (100, "bfloat16"), (90, "float32")])
 def test_a_kernel_that_follows_the_protocol_passes(capability: int, dtype: str) -> None:
-    row = evaluate(case(capability=capability, dtype=getattr(torch, dtype)))
+    row = judge(case(capability=capability, dtype=getattr(torch, dtype)))
     assert row["violations"] == []
     assert (row["releases"], row["acquires"], row["spills"], row["narrow_stores"]) == (1, 1, 0, 0)
     assert row["wide_stores"] > 0 and row["registers"] > 32 and row["shared"] > 8192
@@ -88,7 +88,7 @@ MUTATIONS = [
 
 @pytest.mark.parametrize("breakage, capability, fields, rules, text", MUTATIONS)
 def test_a_mutation_is_caught(breakage: str, capability: int, fields: dict[str, Any], rules: set, text: str) -> None:
-    row: dict[str, Any] = {**evaluate(case(breakage, capability, **fields))}
+    row: dict[str, Any] = {**judge(case(breakage, capability, **fields))}
     assert {violation.partition(":")[0] for violation in row["violations"]} == rules
     assert rules or all(row[name] == wanted for name, wanted in fields.items() if name in row)
     assert "registers" not in fields or (row["spills"] > 0 and row["registers"] <= fields["registers"])

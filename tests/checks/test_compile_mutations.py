@@ -14,7 +14,7 @@ from turns import in_turns
 
 from checks.compile import compiler
 from checks.compile.cases import Case
-from checks.compile.rules import evaluate
+from checks.compile.rules import judge
 from checks.compile.shipped import cases
 from tpformer.kernels import protocol, tile
 from tpformer.kernels.all_gather_grouped_matmul.kernel import all_gather_grouped_matmul_kernel as grouped_gather
@@ -49,7 +49,7 @@ def shipped() -> dict[str, Case]:
 
 
 def broken_rules(name: str) -> set[str]:
-    violations = evaluate(shipped()[name])["violations"]
+    violations = judge(shipped()[name])["violations"]
     rules = {violation.partition(":")[0] for violation in violations}
     assert "fails" not in rules, violations
     return rules

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from checks import layouts
 from checks.layout_cases import EIGHT, SIXTEEN, case
 from checks.layout_report import draw
-from checks.layouts import FLOAT32, FLOAT64, Trained, bfloat16_row, make_row
+from checks.layouts import FLOAT32, FLOAT64, RankRun, bfloat16_row, make_row
 from checks.routing import Routed
 from harness.runner import machine, main
 from tpformer.config import RunConfig
@@ -87,11 +87,11 @@ def test_a_token_at_another_expert_is_a_miss() -> None:
         moe_row(same, {}, 1.0)
 
 
-def trained(loss: float = 2.0, norm: float = 1.0, parameter: float = 0.5) -> Trained:
-    return Trained([2.0, loss], [1.0, norm], {"a": np.zeros(2), "b": np.array([0.5, parameter])}, 0.1)
+def trained(loss: float = 2.0, norm: float = 1.0, parameter: float = 0.5) -> RankRun:
+    return RankRun([2.0, loss], [1.0, norm], {"a": np.zeros(2), "b": np.array([0.5, parameter])}, 0.1)
 
 
-def row(double: Trained, single: Trained) -> layouts.Row:
+def row(double: RankRun, single: RankRun) -> layouts.Row:
     """The matrix's row for two ranks: the first trains as one process does, the second gives `double` and `single`."""
     runs = {FLOAT64: [trained(), double], FLOAT32: [trained(), single]}
     return make_row(case(tp=2), runs, {FLOAT64: trained(), FLOAT32: trained()})
@@ -126,7 +126,7 @@ def test_parameters_that_are_small_or_that_no_rank_has() -> None:
 
 def test_bfloat16_is_allowed_twice_the_error_of_one_process() -> None:
     eps = torch.finfo(torch.bfloat16).eps
-    oracle, single = Trained([2.0] * 4, [1.0] * 4, {}, 0), Trained([2.0, 2.0, 2.0, 2.1], [1.0] * 4, {}, 0)
+    oracle, single = RankRun([2.0] * 4, [1.0] * 4, {}, 0), RankRun([2.0, 2.0, 2.0, 2.1], [1.0] * 4, {}, 0)
     found = bfloat16_row(case(tp=2), [single, single], single, oracle)
     assert found["ok"] and found["loss"] == 0
     limit = 2 * (0.1 + eps * 2)
@@ -150,7 +150,7 @@ def without_reduction(part: torch.nn.Module) -> None:
             parameter.grad = DTensor.from_local(grad.to_local(), grad.device_mesh, places, run_check=False)
 
 
-def train_with(defects: bool, config: RunConfig) -> Trained:
+def train_with(defects: bool, config: RunConfig) -> RankRun:
     """Train, with a defect of tied parameters, of tensor parallelism and of data parallelism."""
     with contextlib.ExitStack() as stack:
         for owner, name, wrong in (
@@ -168,7 +168,7 @@ def pooled(
 ) -> contextlib.AbstractContextManager:
     """Stands for harness.ranks.Ranks: it runs on the tests' pool, and its ranks may have the defects."""
 
-    def call(name: str) -> list[Trained]:
+    def call(name: str) -> list[RankRun]:
         return pool(size).run(train_with, defects and runs[name].parallel.world_size > 1, runs[name])
 
     return contextlib.nullcontext(SimpleNamespace(call=call))
@@ -179,13 +179,13 @@ def test_the_command_notices_a_defect(
     defects: bool, ranks: WorkerPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Each of the three layouts has one of the defects. The command trains two layers for two steps."""
-    whole, few = layouts.Case.config, (case(tp=2), case(pp=2), case(2, shard=2, zero=1))
+    whole, few = layouts.LayoutCase.config, (case(tp=2), case(pp=2), case(2, shard=2, zero=1))
 
-    def config(self: layouts.Case, *arguments: object) -> RunConfig:
+    def config(self: layouts.LayoutCase, *arguments: object) -> RunConfig:
         found = whole(self, *arguments)  # type: ignore[arg-type]
         return replace(found, model=replace(found.model, n_layers=2))
 
-    monkeypatch.setattr(layouts.Case, "config", config)
+    monkeypatch.setattr(layouts.LayoutCase, "config", config)
     small = {
         "STEPS": 2,
         "QUICK_CASES": few,

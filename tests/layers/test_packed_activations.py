@@ -59,7 +59,7 @@ def packing_block(size: int = 128, **options: Any) -> TransformerBlock:
     return kept(transformer_block, size, 4, **{"dtype": torch.bfloat16, "pack_activations": True} | options)
 
 
-def report(device: str = "cpu") -> packing.Report:
+def report(device: str = "cpu") -> packing.PackingReport:
     return ops.packing_report(device)
 
 

@@ -17,7 +17,7 @@ from bench.layer_memory import balanced_route
 from tpformer.config import RunConfig
 from tpformer.distributed import record_collectives
 from tpformer.kernels.route import reference as route
-from tpformer.ops.recompute import _Run
+from tpformer.ops.recompute import _RegionRun
 from tpformer.planner.counting import CollectiveCounter
 from tpformer.planner.dry_run import count_rank, plan_config
 from tpformer.planner.rank_memory import predicted_memory
@@ -77,11 +77,11 @@ def real(config: RunConfig, saved: bool) -> dict:
     found = {"parameters": nbytes(model.parameters())}
     alive = Alive(storages([*model.parameters(), batch]), batch[:, :-1])
     with record_collectives() as calls, CollectiveCounter(mesh) as fsdp:
-        once = alive.keeping(_Run.once) if saved else _Run.once
+        once = alive.keeping(_RegionRun.once) if saved else _RegionRun.once
         hooks = (alive.pack, lambda x: x.x if isinstance(x, Handle) else x)
         # the counts are of experts with equal numbers of tokens
         balanced = mock.patch.object(route, "route_forward", balanced_route)
-        with balanced, mock.patch.object(_Run, "once", once):
+        with balanced, mock.patch.object(_RegionRun, "once", once):
             with saved_tensors_hooks(*hooks) if saved else nullcontext():
                 model.gradients(batch, first_sample=0)
         model.gradient_norm()

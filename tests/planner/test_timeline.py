@@ -13,7 +13,7 @@ import torch.distributed as dist
 from bench.bubbles import build
 from tpformer.distributed import build_mesh
 from tpformer.parallel import SCHEDULES, Action, gather_actions, recording
-from tpformer.planner import Step, bubble_share, describe, draw_timeline, schedule_order, simulate, timeline
+from tpformer.planner import Step, bubble_lines, bubble_share, draw_timeline, schedule_order, simulate, timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 # two ranks, one stage each, one microbatch, and a reduction on rank 0
@@ -89,18 +89,18 @@ def test_trace_has_every_action_in_microseconds(tmp_path):
 
 def test_what_is_said_of_a_whole_step_is_the_formula_and_its_own_order():
     actions = simulate(schedule_order("1F1B", 4, 8, 1), lambda step: 2.0 if step.kind == "B" else 1.0)
-    formula, order = describe(actions, "1F1B", 8).split("\n")
+    formula, order = bubble_lines(actions, "1F1B", 8).split("\n")
     assert "(p-1)/m = 0.375 of the computing time, 27.3% of the whole" in formula and order.endswith(": 27.3%")
     late = [action._replace(start=2 * action.start, end=action.start + action.end) for action in actions]
-    assert bubble_share(late, 4) > 0.5 and describe(late, "1F1B", 8) == describe(actions, "1F1B", 8)
+    assert bubble_share(late, 4) > 0.5 and bubble_lines(late, "1F1B", 8) == bubble_lines(actions, "1F1B", 8)
     actions = simulate(schedule_order("ZBVZeroBubble", 4, 4, 2), lambda step: 1.0)
-    assert "(p-1)/(6 m) does not hold for p = 4 ranks, m = 4 microbatches" in describe(actions, "ZBVZeroBubble", 4)
+    assert "(p-1)/(6 m) does not hold for p = 4 ranks, m = 4 microbatches" in bubble_lines(actions, "ZBVZeroBubble", 4)
     for wrong, n in ((late[1:], 8), (late + late[:1], 8), (late, 16)):
         said = (
             f"1F1B on 4 ranks with {n} microbatches has {8 * n} actions. The record has {len(wrong)},.*one whole step"
         )
         with pytest.raises(ValueError, match=said):
-            describe(wrong, "1F1B", n)
+            bubble_lines(wrong, "1F1B", n)
 
 
 def run_and_draw(cases: dict[str, int], directory: Path) -> list[list[Action] | None]:

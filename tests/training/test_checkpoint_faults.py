@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from tpformer.training import checkpoint, checkpoint_files
 from tpformer.training.checkpoint import Checkpointer, CheckpointError, load_checkpoint
-from tpformer.training.checkpoint_files import newest_good, read_tensors, saved_tensors, step_path, steps, verify
+from tpformer.training.checkpoint_files import check_files, newest_good, read_tensors, saved_tensors, step_path, steps
 
 
 def make_checkpoint(directory, step, dtype=torch.float32):
@@ -133,11 +133,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(ranks, tmp_pat
     for folder, (damage, words) in zip(folders, DAMAGES, strict=True):
         make_checkpoint(folder, 9)
         newest = make_checkpoint(folder, 10)
-        verify(newest)
+        check_files(newest)
         assert newest_good(folder, print) == 10
         damage(newest)
         with pytest.raises(CheckpointError) as error:
-            verify(newest)
+            check_files(newest)
         reports: list[str] = []
         assert newest_good(folder, reports.append) == 9 and len(reports) == 1, words
         assert all(word in str(error.value) and word in reports[0] for word in (*words, "step-10"))
@@ -165,7 +165,7 @@ def test_a_flipped_bit_of_the_manifest_names_the_manifest(tmp_path):
     for index, byte in enumerate(content := manifest.read_bytes()):
         manifest.write_bytes(content[:index] + bytes([byte ^ 1 << index % 8]) + content[index + 1 :])
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
-            verify(path)
+            check_files(path)
 
 
 def fails_and_is_killed(directory):
@@ -183,7 +183,7 @@ def fails_and_is_killed(directory):
         checkpointer.wait()
     dist.barrier()  # each rank removes its part
     assert [path.name for path in directory.iterdir()] == ["step-1"], "what the failed save has written is gone"
-    verify(directory / "step-1")
+    check_files(directory / "step-1")
     dist.barrier()
     write = FileSystemWriter.write_data
     if dist.get_rank() == 1:

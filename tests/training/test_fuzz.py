@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from tpformer.config import build_config, check_config, read_toml
-from tpformer.training.checkpoint_files import MODEL, saved_tensors, verify, write_checkpoint
+from tpformer.training.checkpoint_files import MODEL, check_files, saved_tensors, write_checkpoint
 from tpformer.training.companions import byte_tokenizer
 from tpformer.training.data import IndexedDataset, build_dataset, load_tokenizer
 from tpformer.training.metrics import cut_metrics
@@ -43,7 +43,7 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
 
 
 def read_checkpoint(path: Path) -> None:
-    verify(path.parent)
+    check_files(path.parent)
     saved_tensors(path.parent, MODEL)
 
 

@@ -14,7 +14,7 @@ from tiny_runs import write_run
 from tpformer.config import RunConfig, build_config, check_config, read_toml
 from tpformer.parallel import TiedParameter
 from tpformer.training import verify as verifying
-from tpformer.training.verify import RANDOM, Difference, Report, check_memory, verify_config, verify_rank
+from tpformer.training.verify import RANDOM, Difference, Verified, check_memory, verify_config, verify_rank
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = {"vocab_size": 250, "seq_length": 16, "n_layers": 4, "hidden_size": 32, "n_heads": 4, "dropout": 0.1}
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch):
 
 
 def test_the_verdict_needs_every_difference_to_be_small():
-    good = Report([(2.0, 2.0)], [(1.0, 1.0 + 5e-10)], Difference(9e-10, "a"), Difference(0.0, ""))
+    good = Verified([(2.0, 2.0)], [(1.0, 1.0 + 5e-10)], Difference(9e-10, "a"), Difference(0.0, ""))
     assert good.ok
     for bad in (
         good._replace(losses=[(2.0, 2.0), (2.0 * (1 + 2e-9), 2.0)]), good._replace(norms=[(math.nan, 1.0)]),

@@ -259,9 +259,9 @@ def _search(options: Plan, question: "Question") -> None:
 def _write(options: Plan, question: "Question", choices: Sequence["Choice"], tokens: float) -> list[str]:
     """Write the files that were asked for, before the output, whose reader may go. A line for each."""
     from tpformer.planner.plan_page import page
-    from tpformer.planner.plan_report import record
+    from tpformer.planner.plan_report import plain_values
 
-    records = [record(choice, question, tokens, options.price) for choice in choices]
+    records = [plain_values(choice, question, tokens, options.price) for choice in choices]
     rows = io.StringIO(newline="")
     writer = csv.DictWriter(rows, list(dict.fromkeys(key for each in records for key in each)), restval=0)
     writer.writeheader()
@@ -387,12 +387,12 @@ def _sweep(options: Plan) -> None:
 def _validate() -> bool:
     """Print every table with its gates and what each term is worth. Whether all gates are met."""
     from tpformer.planner.plan_report import validation_lines, validation_table
-    from tpformer.planner.published import TABLES, TEETH, evaluate
+    from tpformer.planner.published import TABLES, TEETH, outcome_of
 
     met = True
     for name in TABLES:
-        found = evaluate(name)
-        teeth = {term: evaluate(name, frozenset({term})).failures for term in TEETH.get(name, ())}
+        found = outcome_of(name)
+        teeth = {term: outcome_of(name, frozenset({term})).failures for term in TEETH.get(name, ())}
         _print(validation_table(found), *validation_lines(found, teeth))
         met = met and not found.failures and all(teeth.values())
     return met

@@ -94,7 +94,7 @@ def linear_plans(module: nn.Module, tokens: int, dtype: torch.dtype | None = Non
         if not isinstance(layer, ParallelModule) or layer in shared:
             continue
         place = torch.device(layer.tp.mesh.device_type if layer.tp.mesh else "cpu") if device.type == "meta" else device
-        where = _Place(tokens, dtype, place)
+        where = _Inputs(tokens, dtype, place)
         if isinstance(layer, MoE) and isinstance(layer.gate, Router) and isinstance(layer.experts, Experts):
             plans += _moe(f"{path}." * bool(path), layer, where)
             if layer.fuses() and layer.shared_experts is not None:
@@ -119,14 +119,14 @@ def _noted(plan: LinearPlan, note: str) -> LinearPlan:
     return plan._replace(decision=plan.decision._replace(reason=reason))
 
 
-class _Place(NamedTuple):
+class _Inputs(NamedTuple):
     tokens: int
     dtype: torch.dtype
     device: torch.device
 
 
 def _column(
-    path: str, layer: ParallelModule, where: _Place, n: int, width: int, k: int, grouped: ops.Grouped | None = None
+    path: str, layer: ParallelModule, where: _Inputs, n: int, width: int, k: int, grouped: ops.Grouped | None = None
 ) -> LinearPlan:
     """The plan of column-parallel GEMMs that have n output features in all, `width` of them on one rank."""
     tp = layer.tp
@@ -137,12 +137,12 @@ def _column(
     return LinearPlan(path, operation, request, shape, local, ops.choose_transport(request))
 
 
-def _columns(path: str, layers: list[ColumnParallelLinear], where: _Place) -> LinearPlan:
+def _columns(path: str, layers: list[ColumnParallelLinear], where: _Inputs) -> LinearPlan:
     n, width = sum(layer.out_features for layer in layers), sum(layer.width for layer in layers)
     return _column(path, layers[0], where, n, width, layers[0].in_features)
 
 
-def _row(path: str, layer: RowParallelLinear, where: _Place) -> LinearPlan:
+def _row(path: str, layer: RowParallelLinear, where: _Inputs) -> LinearPlan:
     n, width = layer.out_features, layer.width
     request = layer.tp.request(row_request, where.tokens, width, n, where.dtype, where.device)
     operation = "matmul" if layer.tp.size == 1 else request.op
@@ -150,7 +150,7 @@ def _row(path: str, layer: RowParallelLinear, where: _Place) -> LinearPlan:
     return LinearPlan(path, operation, request, shape, local, ops.choose_transport(request))
 
 
-def _moe(prefix: str, layer: MoE, where: _Place) -> list[LinearPlan]:
+def _moe(prefix: str, layer: MoE, where: _Inputs) -> list[LinearPlan]:
     """The plans of a router and of experts, with which a shared expert's linears share gather and reduction."""
     gate, experts, tp = layer.gate, layer.experts, layer.tp
     k, rows = gate.policy.k, where.tokens // tp.size if tp.sequence_parallel else where.tokens
@@ -181,7 +181,7 @@ def _moe(prefix: str, layer: MoE, where: _Place) -> list[LinearPlan]:
     return [routed, gather, reduce]
 
 
-def _head(path: str, layer: LMHead, where: _Place, why_all_logits: str | None) -> list[LinearPlan]:
+def _head(path: str, layer: LMHead, where: _Inputs, why_all_logits: str | None) -> list[LinearPlan]:
     """The plans of the logits and of the loss. The loss makes all logits only if a module has to be called for them."""
     logits = _column(f"{path} (logits)".lstrip(), layer, where, layer.rows, layer.width, layer.hidden_size)
     operation, decision = "linear_cross_entropy", logits.decision

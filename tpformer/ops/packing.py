@@ -50,7 +50,7 @@ class Whole(NamedTuple):
     version: int
 
 
-class Report(NamedTuple):
+class PackingReport(NamedTuple):
     """What this process has packed since the last report. Tensors are int64 scalars on the device."""
 
     values: int
@@ -90,19 +90,19 @@ class Tally:
         self.totals = found if self.totals is None else self.totals + found
         self.counts.clear()
 
-    def report(self, device: torch.device) -> Report:
+    def report(self, device: torch.device) -> PackingReport:
         """What was packed."""
         if self.counts:
             self._sum()
         totals = torch.zeros(2, dtype=torch.int64, device=device) if self.totals is None else self.totals
-        return Report(self.values, totals[0], self.kept, totals[1])
+        return PackingReport(self.values, totals[0], self.kept, totals[1])
 
 
 TALLIES: dict[torch.device, Tally] = {}
 
 
-def packing_report(device: torch.device | str) -> Report:
-    """The Report of all that this process has packed on a device, whose counts then begin anew.
+def packing_report(device: torch.device | str) -> PackingReport:
+    """The PackingReport of what this process has packed on a device, whose counts then begin anew.
 
     A training loop on a GPU asks for it once a step, because only the device knows whether a tensor overflowed there.
     """

@@ -57,11 +57,11 @@ def recompute(region: Callable[..., Any], *inputs: Any, keep_random_state: bool 
         *inputs,
         use_reentrant=False,
         preserve_rng_state=keep_random_state,
-        context_fn=lambda: (_Run(shared, again=False), _Run(shared, again=True)),
+        context_fn=lambda: (_RegionRun(shared, again=False), _RegionRun(shared, again=True)),
     )
 
 
-class _Run:
+class _RegionRun:
     """A run of a region: the first, or one in a backward.
 
     It also surrounds a region's first run, which may be part of an outer region's second run. A graph that is kept is
@@ -70,10 +70,10 @@ class _Run:
 
     def __init__(self, region: _Region, again: bool) -> None:
         self.region, self.again = region, again
-        self.outer: _Run | None = None
+        self.outer: _RegionRun | None = None
         self.made: Tensor | None = None
         """The result of the last operation that may leave out its end."""
-        self.tokens: list[Token[_Run | None]] = []
+        self.tokens: list[Token[_RegionRun | None]] = []
 
     def __enter__(self) -> None:
         self.outer, self.taken, self.count, self.made = _RUN.get(), 0, 0, None
@@ -97,7 +97,7 @@ class _Run:
         return kept[self.taken - 1]
 
 
-_RUN: ContextVar[_Run | None] = ContextVar("run", default=None)
+_RUN: ContextVar[_RegionRun | None] = ContextVar("run", default=None)
 
 
 def _tensors(result: Any) -> Sequence[Tensor]:

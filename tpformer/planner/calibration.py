@@ -48,7 +48,7 @@ def _calibrated_gpu(device: Device, folder: Path) -> Device:
     return device
 
 
-class Row(NamedTuple):
+class MeasuredRate(NamedTuple):
     """A rate that the bench measured of a baseline. sizes: M, N and K of a product in CASES, or nothing."""
 
     baseline: str
@@ -57,7 +57,7 @@ class Row(NamedTuple):
     value: float
 
 
-def _rows(path: Path, device: Device) -> list[Row]:
+def _rows(path: Path, device: Device) -> list[MeasuredRate]:
     """The rates in a result of the bench, if it is there. ValueError for another file, or another GPU's result."""
     if not path.is_file():
         return []
@@ -73,7 +73,7 @@ def _rows(path: Path, device: Device) -> list[Row]:
     return rows
 
 
-def _row(row: Mapping[str, Any]) -> Row:
+def _row(row: Mapping[str, Any]) -> MeasuredRate:
     value = float(row["baseline_value"])
     sizes: tuple[int, ...] = ()
     if row["case"] in CASES:
@@ -81,10 +81,10 @@ def _row(row: Mapping[str, Any]) -> Row:
         sizes = m, n, k
     if not value > 0:
         raise ValueError("a rate is above 0")
-    return Row(row["baseline"], row["shape"], sizes, value)
+    return MeasuredRate(row["baseline"], row["shape"], sizes, value)
 
 
-def _rate(device: Device, measured: Mapping[str, Row]) -> float:
+def _rate(device: Device, measured: Mapping[str, MeasuredRate]) -> float:
     """Times the device's FLOP/s: then as many shapes are predicted to be slower as are predicted to be faster."""
 
     def too_high(rate: float) -> bool:

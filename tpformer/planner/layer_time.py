@@ -44,25 +44,25 @@ class Terms(dict[str, float]):
         return sum(self.values())
 
 
-class Work(NamedTuple):
+class PassSeconds(NamedTuple):
     """Seconds of one microbatch in a layer or a stage: the forward, the input gradients and the weight gradients."""
 
     forward: Terms
     inputs: Terms
     weights: Terms
 
-    def __add__(self, other: Work) -> Work:  # type: ignore[override]
-        return Work(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+    def __add__(self, other: PassSeconds) -> PassSeconds:  # type: ignore[override]
+        return PassSeconds(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
-    def times(self, n: float) -> Work:
+    def times(self, n: float) -> PassSeconds:
         """n times this."""
-        return Work(*(Terms({name: n * seconds for name, seconds in terms.items()}) for terms in self))
+        return PassSeconds(*(Terms({name: n * seconds for name, seconds in terms.items()}) for terms in self))
 
-    def without(self, names: frozenset[str]) -> Work:
+    def without(self, names: frozenset[str]) -> PassSeconds:
         """All but the terms of these names."""
         if not names:
             return self
-        return Work(*(Terms({n: s for n, s in terms.items() if n not in names}) for terms in self))
+        return PassSeconds(*(Terms({n: s for n, s in terms.items() if n not in names}) for terms in self))
 
 
 class Linear(NamedTuple):
@@ -225,7 +225,7 @@ class LayerModel:
         traffic = activation_seconds(heads * seq * seq * self.software.scores[backward], self.device)
         return Terms(attention=products, scores=traffic)
 
-    def routing(self) -> Work:
+    def routing(self) -> PassSeconds:
         """The router of a layer with experts, what it sends, and the sums of each token's rows.
 
         Its GEMM is in float32, and its weights' gradient is not deferred. On several ranks the host waits for the
@@ -249,7 +249,7 @@ class LayerModel:
         returned = exposed_seconds(op, (self.tokens, k, 1), t, "sequential", self.device, 1.0, 4)
         forward = Terms(gemm=logits, elementwise=combined, tp=sent if self.layout.sequence_parallel else 0.0)
         forward["wait"] = 2 * self.software.host_kernel * (t > 1)
-        return Work(forward, Terms(gemm=2 * logits, elementwise=combined, tp=returned), Terms())
+        return PassSeconds(forward, Terms(gemm=2 * logits, elementwise=combined, tp=returned), Terms())
 
     def elementwise(self, backward: bool, experts: bool = False) -> dict[str, float]:
         """Seconds of the kernels that only move memory: those of the activation, and all others."""
@@ -274,7 +274,7 @@ class LayerModel:
         every = repeats.get("elementwise", 0.0)
         return seconds + max(every, repeats.get("activation", 0.0)) * moved["activation"] + every * moved["rest"]
 
-    def work(self, recomputes: bool = True, *, experts: bool = False, packs: bool = False) -> Work:
+    def work(self, recomputes: bool = True, *, experts: bool = False, packs: bool = False) -> PassSeconds:
         """A layer's. recomputes: whether it is one that the layout recomputes. experts: whether it has some. packs:
         whether its activations are packed."""
         forward, inputs, weights = self.routing() if experts else (Terms(), Terms(), Terms())
@@ -295,9 +295,9 @@ class LayerModel:
             more = self.software.expert_kernels if experts else (0, 0)
             kernels = [self.device.launch * sum(n) for n in zip(self.software.kernels, more, strict=True)]
             forward["launch"], inputs["launch"], weights["launch"] = kernels[0], kernels[1] * 2 / 3, kernels[1] / 3
-        return Work(forward, inputs, weights)
+        return PassSeconds(forward, inputs, weights)
 
-    def head(self) -> Work:
+    def head(self) -> PassSeconds:
         """The last norm, the logits and the loss of one microbatch, and their gradients."""
         width = padded_vocab(self.model.vocab_size or 0, self.model.vocab_multiple) // self.t
         traffic = activation_seconds(self.tokens * width * self.software.logits / 2, self.device)
@@ -306,6 +306,6 @@ class LayerModel:
         forward = gemm_seconds(self.tokens, width, self.h, self.device)
         inputs = gemm_seconds(self.tokens, self.h, width, self.device)
         weights = gemm_seconds(width, self.h, self.tokens, self.device, added=self.software.accumulation)
-        return Work(
+        return PassSeconds(
             Terms(logits=forward + traffic, tp=gather), Terms(logits=inputs + traffic, tp=reduce), Terms(logits=weights)
         )

@@ -59,7 +59,7 @@ def assumed(question: Question) -> str:
     return f"steps of {train.global_batch_size:,} samples of {question.config.model.seq_length:,} tokens, {rates}"
 
 
-def record(choice: Choice, question: Question, tokens: float, price: float | None) -> dict[str, Any]:
+def plain_values(choice: Choice, question: Question, tokens: float, price: float | None) -> dict[str, Any]:
     """A layout as plain values: seconds, bytes, tokens/s, MFU, days for `tokens` tokens and their price."""
     cost, ends = cost_of(choice, question, tokens, price), cost_range(choice, question, tokens, price)
     found: dict[str, Any] = {

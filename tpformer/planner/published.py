@@ -32,7 +32,7 @@ TEETH = {
 TABLES = ("megatron_a100", "megatron_recompute", "megatron_layer", "megatron_h100", "torchtitan")
 
 
-class Row(NamedTuple):
+class PublishedRun(NamedTuple):
     """One configuration as it was published, without what was measured."""
 
     name: str
@@ -51,7 +51,7 @@ class Table(NamedTuple):
     "hardware" FLOPs."""
     fit: str | None
     """The row on which the rate is fitted."""
-    rows: list[Row]
+    rows: list[PublishedRun]
     published: dict[str, float]
     gates: Mapping[str, Any]
     ratios: Sequence[Mapping[str, Any]]
@@ -84,7 +84,7 @@ def read_table(name: str) -> Table:
     for row in raw["row"]:
         train = {"dtype": "bfloat16", "device": "cuda", **row["train"]}
         config = build_config({"model": row["model"], "parallel": row["parallel"], "train": train})
-        rows.append(Row(row["name"], config, stacks[row.get("stack", only)]))
+        rows.append(PublishedRun(row["name"], config, stacks[row.get("stack", only)]))
         published[row["name"]] = row["published"]
     device = raw["device"] if raw["device"] in devices.names() else DIRECTORY / f"{raw['device']}.toml"
     return Table(
@@ -108,7 +108,7 @@ def hardware_flops(config: RunConfig) -> float:
     return 96 * batch * s * layers * h**2 * (1 + s / (6 * h) + vocabulary / (16 * layers * h))
 
 
-def predict(table: Table, row: Row, rate: float = 1.0, without: frozenset[str] = NOTHING) -> float:
+def predict(table: Table, row: PublishedRun, rate: float = 1.0, without: frozenset[str] = NOTHING) -> float:
     """The model's value of a row in the table's unit. rate: times the device's FLOP/s."""
     config, device = row.config, table.device.scaled(rate)
     if table.counts == "layer":
@@ -158,7 +158,7 @@ class Outcome(NamedTuple):
             yield ratio["name"], predicted, published, ratio["within"]
 
 
-def evaluate(name: str, without: frozenset[str] = NOTHING) -> Outcome:
+def outcome_of(name: str, without: frozenset[str] = NOTHING) -> Outcome:
     """Fit a table's one rate, predict the other rows, and compare. without: terms that the model leaves out."""
     table = read_table(name)
     rate = fitted_rate(table, without)

@@ -43,7 +43,7 @@ ALONE = Occupancies(np.array([[1]]), np.array([[0]]))  # without a pipeline
 WHOLE = ("naive", "GPipe", "LoopedBFS")  # schedules in which all microbatches are in flight
 
 
-class Plan(NamedTuple):
+class RankMemory(NamedTuple):
     """One rank's memory.
 
     states: the model states by formula. peak: the schedule's Peak. parts: (name, bytes) of all that the device needs at
@@ -157,7 +157,9 @@ def _head_kept(config: RunConfig, stream: float, item: int) -> float:
     return 2 * stream + table + statistics
 
 
-def predicted_memory(config: RunConfig, pipeline_rank: int, software: Software = OURS, *, worst: bool = False) -> Plan:
+def predicted_memory(
+    config: RunConfig, pipeline_rank: int, software: Software = OURS, *, worst: bool = False
+) -> RankMemory:
     """The memory that a pipeline rank needs, without building it. Errors: ValueError of an impossible schedule.
 
     software: adds what another stack holds besides, such as attention scores of a layer or all logits of a microbatch.
@@ -207,7 +209,7 @@ def rank_memory(
     software: Software = OURS,
     *,
     worst: bool = False,
-) -> Plan:
+) -> RankMemory:
     """The memory that a rank needs. stages: its own, counted or predicted. moments: of its schedule. worst: as above.
 
     train.dtype, train.device and the vocabulary must be set.
@@ -235,7 +237,7 @@ def rank_memory(
     if (workspaces := _workspaces(config)) > 0:
         parts.append(("fused workspaces *", float(workspaces)))
     parts.append(("temporaries *", _temporaries(config, stages, of_rank, peak.saved, worst)))
-    return Plan(states, peak, parts, host)
+    return RankMemory(states, peak, parts, host)
 
 
 def _workspaces(config: RunConfig) -> int:

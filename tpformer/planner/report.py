@@ -15,7 +15,7 @@ from tpformer.distributed.mesh import AXES
 from .bubbles import RATIOS, Order, Step, bubble_ratio, schedule_order
 from .dry_run import RankCount, count_parameters, count_rank
 from .memory import expert_rows, occupancies
-from .rank_memory import ALONE, Plan, predicted_memory, rank_memory, stages_size
+from .rank_memory import ALONE, RankMemory, predicted_memory, rank_memory, stages_size
 from .states import Precision, accumulates, model_states, most_at_once
 
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -31,14 +31,14 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def rank_plan(config: RunConfig, count: RankCount, order: Order | None) -> Plan:
+def rank_plan(config: RunConfig, count: RankCount, order: Order | None) -> RankMemory:
     """The memory that a counted rank needs. order: the pipeline's schedule, or None without a pipeline."""
     indices = [stage.stage for stage in count.stages]
     moments = ALONE if order is None else occupancies(order[count.coordinates["pp"]], indices)
     return rank_memory(config, count.stages, moments)
 
 
-def remedies(config: RunConfig, count: RankCount, plan: Plan) -> list[tuple[str, float]]:
+def remedies(config: RunConfig, count: RankCount, plan: RankMemory) -> list[tuple[str, float]]:
     """(change of the configuration, bytes that it saves on this rank by formula), largest first."""
     layout, of_rank = config.parallel, stages_size(config, count.stages)
     found: list[tuple[str, float]] = []
@@ -64,7 +64,7 @@ def remedies(config: RunConfig, count: RankCount, plan: Plan) -> list[tuple[str,
     return sorted((each for each in found if each[1] > 0), key=lambda each: -each[1])
 
 
-def verdict(config: RunConfig, count: RankCount, plan: Plan, device_memory: float) -> Iterator[str]:
+def verdict(config: RunConfig, count: RankCount, plan: RankMemory, device_memory: float) -> Iterator[str]:
     """Lines that say whether a rank fits into device_memory bytes, and if not, which changes would help."""
     room = device_memory - plan.total
     of = f"predicted: {size(plan.total)} of {size(device_memory)}"
@@ -144,7 +144,7 @@ def rank_lines(config: RunConfig, count: RankCount, order: Order | None, device_
         yield from expert_lines(config, count.coordinates["pp"], plan, device_memory)
 
 
-def expert_lines(config: RunConfig, pipeline_rank: int, plan: Plan, device_memory: float) -> Iterator[str]:
+def expert_lines(config: RunConfig, pipeline_rank: int, plan: RankMemory, device_memory: float) -> Iterator[str]:
     """What a rank needs if its experts get more than their share of the tokens: memory follows the worst expert."""
     usual, worst = (predicted_memory(config, pipeline_rank, worst=each).total for each in (False, True))
     rows, most = (f"{expert_rows(config, worst=each):,}" for each in (False, True))

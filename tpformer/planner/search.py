@@ -20,7 +20,7 @@ from tpformer.parallel import Exchange, exchange_of
 from .devices import Device
 from .layer_time import LayerModel
 from .layouts import DEFAULTS, OFFLOADS, layout_text, pack_of, with_layout
-from .rank_memory import Plan, different_ranks, least_memory, predicted_memory
+from .rank_memory import RankMemory, different_ranks, least_memory, predicted_memory
 from .software import OURS, Software
 from .step_time import StepModel, StepTime, mfu
 
@@ -76,7 +76,7 @@ class Choice(NamedTuple):
 
     config: RunConfig
     step: StepTime
-    memory: Plan
+    memory: RankMemory
     tokens: float
     """Tokens/s of all GPUs."""
     mfu: float
@@ -192,13 +192,13 @@ def range_of(question: Question, config: RunConfig) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def _choice(question: Question, model: StepModel, memory: Plan) -> Choice:
+def _choice(question: Question, model: StepModel, memory: RankMemory) -> Choice:
     config, step = model.config, model.step()
     tokens = config.train.global_batch_size * config.model.seq_length / step.seconds
     return Choice(config, step, memory, tokens, mfu(config, step.seconds, question.device))
 
 
-def most_memory(question: Question, config: RunConfig) -> Plan:
+def most_memory(question: Question, config: RunConfig) -> RankMemory:
     """The memory of the pipeline rank that needs most."""
     ranks = different_ranks(config.model, config.parallel)
     return max((predicted_memory(config, rank, question.software) for rank in ranks), key=lambda plan: plan.total)
@@ -324,7 +324,7 @@ def _layouts(question: Question, shape: Mapping[str, Any], dropped: Counter[str]
             dropped["does not fit"] += 1
 
 
-def fitting(question: Question, configs: Mapping[str, RunConfig]) -> Iterator[tuple[RunConfig, Plan]]:
+def fitting(question: Question, configs: Mapping[str, RunConfig]) -> Iterator[tuple[RunConfig, RankMemory]]:
     """A layout with as little offloading as it needs to fit, and its memory. Two kinds may be as little."""
     found: set[str] = set()
     for offload, config in configs.items():

@@ -20,7 +20,7 @@ from tpformer.parallel import Action, Exchange, exchange_named
 from .bubbles import simulate
 from .costs import model_flops_utilization
 from .devices import Device
-from .layer_time import LayerModel, Terms, Work
+from .layer_time import LayerModel, PassSeconds, Terms
 from .memory import microbatch_rows
 from .rank_memory import cached_order, different_ranks, few_microbatches, predicted_stage, stage_ranges
 from .roofline import activation_seconds, stream_seconds
@@ -56,7 +56,7 @@ class StepTime(NamedTuple):
 class StageTime:
     """One microbatch in one stage."""
 
-    work: Work
+    work: PassSeconds
     host: dict[str, float]
     """Seconds of launching F, I and W, or of moving what they save to the host and back if that takes longer."""
     sends: dict[str, float]
@@ -190,22 +190,22 @@ class StepModel:
         return StageTime(work.without(self.without), host, self._sends(index))
 
     @property
-    def _layers(self) -> dict[tuple[bool, bool, bool], Work]:
+    def _layers(self) -> dict[tuple[bool, bool, bool], PassSeconds]:
         """A layer's work, by whether it is recomputed, has experts, and is packed."""
         if ("layers",) not in self._shared:
             self._shared[("layers",)] = self._works()
         return self._shared[("layers",)]
 
-    def _works(self) -> dict[tuple[bool, bool, bool], Work]:
+    def _works(self) -> dict[tuple[bool, bool, bool], PassSeconds]:
         experts = {self.model.has_experts(layer) for layer in (0, self.model.n_layers - 1)}
         packs = (False, True) if self.layout.pack_activations else (False,)
         every = itertools.product((False, True), experts, packs)
         return {kind: self.layer.work(kind[0], experts=kind[1], packs=kind[2]) for kind in every}
 
-    def _embedding(self) -> Work:
+    def _embedding(self) -> PassSeconds:
         """Rows of the table, read and written; their gradients are added in float32."""
         read = activation_seconds(self.layer.rows * self.model.hidden_size * 4, self.device)
-        return Work(Terms(elementwise=read), Terms(), Terms(elementwise=3 * read))
+        return PassSeconds(Terms(elementwise=read), Terms(), Terms(elementwise=3 * read))
 
     @property
     def _between(self) -> Link:

@@ -217,7 +217,7 @@ def _axis(y: float, start: float, span: float) -> list[str]:
     return parts
 
 
-def describe(actions: Sequence[Action], schedule: str, n_microbatches: int) -> str:
+def bubble_lines(actions: Sequence[Action], schedule: str, n_microbatches: int) -> str:
     """Two lines on what a recorded step's bubble should be: by the closed form, and if communication took no time.
 
     actions: those of all ranks of one pipeline in one step. ValueError if they are not exactly this schedule's.
@@ -254,5 +254,5 @@ def draw_timeline(actions: Sequence[Action], directory: Path, schedule: str, n_m
     make_folder(directory)
     ranks = 1 + max(action.rank for action in actions)
     title = f"{schedule}: {ranks} pipeline ranks, {n_microbatches} microbatches"
-    write_svg(actions, directory / "pipeline.svg", title, describe(actions, schedule, n_microbatches))
+    write_svg(actions, directory / "pipeline.svg", title, bubble_lines(actions, schedule, n_microbatches))
     write_trace(actions, directory / "pipeline.json")

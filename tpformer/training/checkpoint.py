@@ -35,6 +35,7 @@ from .checkpoint_files import (
     OPTIMIZER,
     TRAINER,
     Writer,
+    check_files,
     discard,
     fsync,
     manifest_entries,
@@ -45,7 +46,6 @@ from .checkpoint_files import (
     saved_tensors,
     step_path,
     steps,
-    verify,
     write_manifest,
 )
 from .checkpoint_metadata import METADATA, CheckpointError
@@ -151,7 +151,7 @@ def choose_step(directory: Path, step: int | None, report: Callable[[str], None]
         return newest
     if step not in found:
         raise FileNotFoundError(f"{directory} has no checkpoint of step {step}: it has {', '.join(map(str, found))}")
-    (verify if checkpointer is None else checkpointer.verify)(step_path(directory, step))
+    (check_files if checkpointer is None else checkpointer.verify)(step_path(directory, step))
     return step
 
 
@@ -319,7 +319,7 @@ class Checkpointer:
         """
 
         def read() -> str:
-            verify(path, share=self._rank, of=self._ranks)
+            check_files(path, share=self._rank, of=self._ranks)
             return file_sha256(path / MANIFEST)
 
         found = _on_every_rank(self._group, read)

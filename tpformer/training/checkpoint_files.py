@@ -84,7 +84,7 @@ def read_note(directory: Path) -> tuple[int, dict[str, Any]]:
     return step, extra
 
 
-def verify(directory: Path, *, share: int = 0, of: int = 1) -> None:
+def check_files(directory: Path, *, share: int = 0, of: int = 1) -> None:
     """CheckpointError, which names the file, for a checkpoint that cannot be used.
 
     Where a file and the manifest disagree, both are named: nothing says which of them is damaged.
@@ -154,7 +154,7 @@ def newest_good(
     report: Callable[[str], None],
     *,
     among: Sequence[int] | None = None,
-    check: Callable[[Path], None] = verify,
+    check: Callable[[Path], None] = check_files,
 ) -> int | None:
     """The step of the newest checkpoint that is good, or None. Bad ones are reported, and left as they are.
 

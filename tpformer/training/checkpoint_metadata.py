@@ -46,7 +46,7 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be used. The message names the file or the tensor, and what is wrong with it."""
 
 
-class _Place(NamedTuple):
+class _FileRange(NamedTuple):
     """Where a saved shard lies: the file, and the bytes in it. The names are those that DCP's reader asks for."""
 
     relative_path: str
@@ -103,12 +103,12 @@ def _tensor(record: _Record) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
 
 
-def _place(record: _Record) -> _Place:
+def _place(record: _Record) -> _FileRange:
     fields = record.state
     file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
     if Path(file).name != file or min(offset, length) < 0:
         raise ValueError(f"no file of the checkpoint has bytes {offset} to {offset + length} of {shown(file)}")
-    return _Place(file, int(offset), int(length))
+    return _FileRange(file, int(offset), int(length))
 
 
 def _metadata(record: _Record) -> Metadata:

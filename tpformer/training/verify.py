@@ -51,7 +51,7 @@ class Difference(NamedTuple):
     parameter: str
 
 
-class Report(NamedTuple):
+class Verified(NamedTuple):
     """What was compared.
 
     losses, norms: for each step (in the layout, in one process), from the rank that differs most.
@@ -256,7 +256,7 @@ def _from_ranks(value: T) -> list[T]:
     return values
 
 
-def verify(config: RunConfig) -> Report:
+def verify(config: RunConfig) -> Verified:
     """Run a configuration of verify_config both ways and compare. Only rank 0's report counts. Collective.
 
     Compared are the losses and norms of all ranks in every step, the gradients of step 1 before clipping, and the
@@ -287,10 +287,10 @@ def verify(config: RunConfig) -> Report:
         norms.append(max(((norm, expected_norm) for _, norm in everywhere), key=relative))
     parameters = largest_difference(run, one)
     close_mesh(mesh)
-    return Report(losses, norms, gradients, parameters)
+    return Verified(losses, norms, gradients, parameters)
 
 
-def describe(config: RunConfig) -> str:
+def settings_line(config: RunConfig) -> str:
     """Two lines that say what is verified: the layout and the data."""
     plain, layout, world = Layout(), config.parallel, config.parallel.world_size
     names = [field.name for field in dataclasses.fields(Layout)]
@@ -303,7 +303,7 @@ def describe(config: RunConfig) -> str:
     )
 
 
-def report_table(report: Report) -> Table:
+def report_table(report: Verified) -> Table:
     """The report as a table for the console."""
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
@@ -328,7 +328,7 @@ def verify_rank(config: RunConfig) -> int:
     """
     leader = os.environ.get("RANK", "0") == "0"
     console = Console(width=None if sys.stdout.isatty() else 160, quiet=not leader)
-    console.print(describe(config), highlight=False, soft_wrap=True)
+    console.print(settings_line(config), highlight=False, soft_wrap=True)
     report = verify(config)
     console.print(report_table(report), highlight=False)
     outcome = (
