@@ -51,51 +51,52 @@ class ColumnLinearFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, call: _Call, normed: Normed | None, *weights_and_biases):
+    def forward(ctx, x_shard, norm_weight, norm_bias, call: _Call, normed: Normed | None, *weights_and_biases):
         n = len(weights_and_biases) // 2
         weights, biases = weights_and_biases[:n], weights_and_biases[n:]
-        rows, mean, rstd = normalised(x, call.norm, normed)
+        normed_shard, mean, rstd = normalised(x_shard, call.norm, normed)
         ctx.call, ctx.deferred = call, call.deferred
         ctx.set_materialize_grads(False)  # the weight of an output that nobody uses gets no gradient, not zeros
-        keep(ctx, x, norm_weight, norm_bias, mean, rstd, *weights, readable=call.norm is not None)
-        outputs = tuple(call.transport.gathering.gather_matmul(rows, weights, biases))
-        return (*outputs, x) if call.carry else outputs
+        keep(ctx, x_shard, norm_weight, norm_bias, mean, rstd, *weights, readable=call.norm is not None)
+        outputs = tuple(call.transport.gathering.gather_matmul(normed_shard, weights, biases))
+        return (*outputs, x_shard) if call.carry else outputs
 
     @staticmethod
     @first_derivative
     def backward(ctx, *dys):
-        x, norm_weight, norm_bias, mean, rstd, *weights = kept(ctx)
+        x_shard, norm_weight, norm_bias, mean, rstd, *weights = kept(ctx)
         call: _Call = ctx.call
         norm = restored(call.norm, norm_weight, norm_bias)
         dys, dcarried = (dys[:-1], dys[-1]) if call.carry else (dys, None)
-        rows = x
+        normed_shard = x_shard
         if norm is not None:
             # one cheap pass over x; otherwise the forward would have kept norm(x)
-            rows = implementation("norm", x).norm_rebuilt(x, (mean, rstd), norm)
+            normed_shard = implementation("norm", x_shard).norm_rebuilt(x_shard, (mean, rstd), norm)
         n, needed = 5 + len(weights), ctx.needs_input_grad
         used = [dy is not None for dy in dys]
         wanted, wanted_biases = ([*map(and_, used, wants)] for wants in (needed[5:n], needed[n:]))
-        gathered = call.transport.gathering.start_gather(rows) if call.deferred is None and any(wanted) else None
-        dx, dnorm_weight, dnorm_bias = (None if any(used) else dcarried), None, None
+        begins = call.deferred is None and any(wanted)
+        gathering = call.transport.gathering.start_gather(normed_shard) if begins else None
+        dx_shard, dnorm_weight, dnorm_bias = (None if any(used) else dcarried), None, None
         if any(needed[:3]) and any(used):
             some = [list(compress(each, used)) for each in (dys, weights)]
-            dx, _ = call.transport.matmul_reduce(*some, transposed=False)
+            dx_shard, _ = call.transport.matmul_reduce(*some, transposed=False)
             if norm is not None:
-                backward = implementation("norm", x).norm_backward
-                dx, dnorm_weight, dnorm_bias = backward(dx, x, (mean, rstd), norm, dcarried)
+                backward = implementation("norm", x_shard).norm_backward
+                dx_shard, dnorm_weight, dnorm_bias = backward(dx_shard, x_shard, (mean, rstd), norm, dcarried)
             elif dcarried is not None:
-                dx += dcarried
+                dx_shard += dcarried
         dbiases = [dy.sum(0) if wants else None for dy, wants in zip(dys, wanted_biases, strict=True)]
         dweights = [None] * len(dys)
-        if gathered is not None:
-            whole = gathered()
-            dweights = [dy.t() @ whole if wants else None for dy, wants in zip(dys, wanted, strict=True)]
+        if gathering is not None:
+            normed_gathered = gathering()
+            dweights = [dy.t() @ normed_gathered if wants else None for dy, wants in zip(dys, wanted, strict=True)]
         elif call.deferred is not None:
-            _defer(call, rows, dys, wanted)
-        return dx, dnorm_weight, dnorm_bias, None, None, *dweights, *dbiases
+            _defer(call, normed_shard, dys, wanted)
+        return dx_shard, dnorm_weight, dnorm_bias, None, None, *dweights, *dbiases
 
 
-def _defer(call: _Call, normed: Tensor, dys: Sequence[Tensor], wanted: Sequence[bool]) -> None:
+def _defer(call: _Call, normed_shard: Tensor, dys: Sequence[Tensor], wanted: Sequence[bool]) -> None:
     """Queue the weight gradients, together with the gather that they need."""
     assert call.deferred is not None
     queue, sinks = call.deferred
@@ -103,12 +104,12 @@ def _defer(call: _Call, normed: Tensor, dys: Sequence[Tensor], wanted: Sequence[
     pairs = [pair for pair, wants in zip(zip(sinks, dys, strict=True), wanted, strict=True) if wants]
 
     def make() -> None:
-        rows = gather(normed)()
+        normed_gathered = gather(normed_shard)()
         for sink, dy in pairs:
-            sink(dy.t() @ rows)
+            sink(dy.t() @ normed_gathered)
 
     if pairs:
-        queue.add(make, normed, *(dy for _, dy in pairs))
+        queue.add(make, normed_shard, *(dy for _, dy in pairs))
 
 
 @uncompiled

@@ -52,51 +52,50 @@ class RowLinearFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, gate, weight, bias, residual, next_norm: Norm | None, call: _Call):
+    def forward(ctx, x, gate, weight, bias, residual_shard, next_norm: Norm | None, call: _Call):
         ctx.call, ctx.deferred = call, call.deferred
         ctx.versions = None if call.dropout is None else versions(call.dropout.start)
         keep(ctx, x, gate, weight, readable=0 if call.activation is None else 2)
         if call.skip:
             return x.new_empty(len(x) // call.transport.sharing, len(weight))
         a = implementation("activation", x).activation_forward(x, call.activation, gate)
-        finish = Finish(bias, call.dropout, residual, next_norm)
-        y, normed = call.transport.matmul_reduce([a], [weight], transposed=True, finish=finish)
+        finish = Finish(bias, call.dropout, residual_shard, next_norm)
+        y_shard, normed = call.transport.matmul_reduce([a], [weight], transposed=True, finish=finish)
         if normed is None:
-            return y
+            return y_shard
         ctx.set_materialize_grads(False)  # no zeros for outputs that have no gradient
         ctx.mark_non_differentiable(*(part for part in normed if part is not None))
-        return y, *normed
+        return y_shard, *normed
 
     @staticmethod
     @first_derivative
-    def backward(ctx, dy, *_):
+    def backward(ctx, dy_shard, *_):
         x, gate, weight = kept(ctx)
         call: _Call = ctx.call
         wants_x, wants_gate, wants_weight, wants_bias, wants_residual, *_ = ctx.needs_input_grad
-        dresidual = dy if wants_residual else None
+        dresidual_shard = dy_shard if wants_residual else None
         check_starts(call.dropout, ctx.versions)
-        dy, dbias = implementation("dropout", dy).finish_backward(dy, call.dropout, wants_bias)
+        dy_shard, dbias = implementation("dropout", dy_shard).finish_backward(dy_shard, call.dropout, wants_bias)
         gathering = call.transport.gathering
-        dx = dgate = dweight = gathered = None
+        dx = dgate = dweight = dy_gathered = None
         if wants_x or wants_gate:
-            dx, dgate, a, gathered = gathering.gather_matmul_derivative(
-                dy, weight, x, gate, call.activation, keep=call.deferred is not None
+            dx, dgate, a, dy_gathered = gathering.gather_matmul_derivative(
+                dy_shard, weight, x, gate, call.activation, keep=call.deferred is not None
             )
         elif wants_weight:
             a = implementation("activation", x).activation_forward(unpacked(x), call.activation, unpacked(gate))
 
-        held = dy if gathered is None else gathered  # so that a queue keeps one of the two alive, not both
+        held = dy_shard if dy_gathered is None else dy_gathered  # so that a queue keeps one of the two alive, not both
 
         def weight_gradient() -> Tensor:
-            whole = gathering.start_gather(held)() if gathered is None else held
-            return whole.t() @ a
+            return (gathering.start_gather(held)() if dy_gathered is None else held).t() @ a
 
         if call.deferred is not None and wants_weight:
             queue, (sink,) = call.deferred
             queue.add(lambda: sink(weight_gradient()), held, a)
         elif wants_weight:
             dweight = weight_gradient()
-        return dx, dgate, dweight, dbias, dresidual, None, None
+        return dx, dgate, dweight, dbias, dresidual_shard, None, None
 
 
 def _check_operands(

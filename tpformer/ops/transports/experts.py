@@ -24,35 +24,35 @@ if TYPE_CHECKING:
 
 def gather_experts(
     transport: Transport,
-    x: Tensor,
+    x_shard: Tensor,
     dispatch: Dispatch,
     weights: Tensor,
     *,
     transposed: bool = False,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(y (R, N), gathered rows (T, K)): each dispatched row of gather(x) times the transpose of its expert's matrix.
+    """(y (R, N), x_gathered (T, K)): each dispatched row of x_gathered times the transpose of its expert's matrix.
 
-    Shapes: x (T / t, K), or all rows without sequence parallelism; weights (E, N, K), or (E, K, N) if transposed. The
-    group's next operation may overwrite the gathered rows, unless `keep`.
+    Shapes: x_shard (T / t, K), or all rows without sequence parallelism; weights (E, N, K), or (E, K, N) if transposed.
+    The group's next operation may overwrite x_gathered, unless `keep`.
     Communication: one all-gather of T * K * itemsize bytes with sequence parallelism.
     """
     transport = transport.gathering
     if transport.name == "fused":
-        return cast("Fused", transport).gather_grouped(x, dispatch, weights, transposed=transposed, keep=keep)
+        return cast("Fused", transport).gather_grouped(x_shard, dispatch, weights, transposed=transposed, keep=keep)
     if transport.group is not None:
         record_transport(GATHER, transport.name)
-    grouped = implementation("grouped_matmul", x).grouped_matmul
+    grouped = implementation("grouped_matmul", x_shard).grouped_matmul
     if transport.name != "pipelined":
-        gathered = all_gather(x, transport.group)
-        return grouped(gathered, weights, dispatch.offsets, dispatch.tokens, transposed=transposed), gathered
+        x_gathered = all_gather(x_shard, transport.group)
+        return grouped(x_gathered, weights, dispatch.offsets, dispatch.tokens, transposed=transposed), x_gathered
     assert transport.group is not None
-    gathered = x.new_empty(dispatch.n_tokens, x.shape[1])
-    y = x.new_empty(len(dispatch.slots), weights.shape[2 if transposed else 1])
-    for arrived in gather_chunks(x, gathered, transport.group):
-        rows, part = dispatch.parts[arrived.start // len(x)]
-        y[rows] = grouped(gathered[arrived], weights, part.offsets, part.tokens, transposed=transposed)
-    return y, gathered
+    x_gathered = x_shard.new_empty(dispatch.n_tokens, x_shard.shape[1])
+    y = x_shard.new_empty(len(dispatch.slots), weights.shape[2 if transposed else 1])
+    for arrived in gather_chunks(x_shard, x_gathered, transport.group):
+        rows, part = dispatch.parts[arrived.start // len(x_shard)]
+        y[rows] = grouped(x_gathered[arrived], weights, part.offsets, part.tokens, transposed=transposed)
+    return y, x_gathered
 
 
 def reducing(transport: str) -> str:

@@ -53,7 +53,7 @@ class Fused(Transport):
         self.spare = spare_processors(group)
 
     def _begin_gather(
-        self, operation: str, x: Tensor, columns: int | None, keep: bool
+        self, operation: str, x_shard: Tensor, columns: int | None, keep: bool
     ) -> tuple[Channel, KernelWorkspace, Tensor | None]:
         """(channel, workspace, rows that copies send). Keep the rows until the copies are joined. If they are None, the
         kernel has to push. KernelWorkspace.end ends it.
@@ -62,80 +62,82 @@ class Fused(Transport):
         rows from the slot, so the own ones, which no copy engine sends, have to be put there.
         """
         world = self.group.size()
-        record("all_gather", world * x.nbytes)
-        workspace = kernel_workspace(self.group, "gather", x.device)
-        rows, k = x.shape
-        space = all_gather_matmul_space(rows, k, world, x.element_size())
-        channel = workspace.begin(operation, *space, x.shape, x.dtype)
+        record("all_gather", world * x_shard.nbytes)
+        workspace = kernel_workspace(self.group, "gather", x_shard.device)
+        rows, k = x_shard.shape
+        space = all_gather_matmul_space(rows, k, world, x_shard.element_size())
+        channel = workspace.begin(operation, *space, x_shard.shape, x_shard.dtype)
         sizes = (rows * world, columns, k)
-        if not workspace.copies_allowed or not send_by_copies(sizes, world, x.dtype, x.device):
+        if not workspace.copies_allowed or not send_by_copies(sizes, world, x_shard.dtype, x_shard.device):
             return channel, workspace, None
-        whole = packed(x)
-        workspace.copy_gather(whole, keep)
-        return channel, workspace, whole
+        sent = packed(x_shard)
+        workspace.copy_gather(sent, keep)
+        return channel, workspace, sent
 
-    def _gathered(self, channel: Channel, workspace: KernelWorkspace, x: Tensor) -> Tensor:
+    def _gathered(self, channel: Channel, workspace: KernelWorkspace, x_shard: Tensor) -> Tensor:
         """The gathered rows, valid until the next gather. They are the slot itself, or a copy once a CUDA graph was
         captured: then only the device knows which slot it is."""
         if workspace.captured:
-            return gathered_copy(channel, x)
-        return channel.gathered(workspace.epoch & 1, x)
+            return gathered_copy(channel, x_shard)
+        return channel.gathered(workspace.epoch & 1, x_shard)
 
-    def gather_matmul(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    def gather_matmul(
+        self, x_shard: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> list[Tensor]:
         """Transport.gather_matmul: own rows first; a fourth weight and later ones get a GEMM of their own."""
         missing = [bias is None for bias in biases]
         if any(missing) and not all(missing):
             biases = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
         first, rest = slice(MAXIMUM_WEIGHTS), slice(MAXIMUM_WEIGHTS, None)
         more = len(weights) > MAXIMUM_WEIGHTS
-        require_matrices(x, *weights)
+        require_matrices(x_shard, *weights)
         columns = sum([w.shape[0] for w in weights[first]])
         record_transport(GATHER, self.name)
-        channel, workspace, sent = self._begin_gather("all_gather_matmul", x, columns, keep=more)
+        channel, workspace, sent = self._begin_gather("all_gather_matmul", x_shard, columns, keep=more)
         push = sent is None
         outputs = all_gather_matmul(
-            x, weights[first], channel, biases[first], push=push, keep=push and more, spare=self.spare
+            x_shard, weights[first], channel, biases[first], push=push, keep=push and more, spare=self.spare
         )
         workspace.end()
         if more:
-            gathered = self._gathered(channel, workspace, x)
-            outputs += [F.linear(gathered, w, bias) for w, bias in zip(weights[rest], biases[rest], strict=True)]
+            x_gathered = self._gathered(channel, workspace, x_shard)
+            outputs += [F.linear(x_gathered, w, bias) for w, bias in zip(weights[rest], biases[rest], strict=True)]
         return outputs
 
     def gather_matmul_derivative(
-        self, dy: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
+        self, dy_shard: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Transport.gather_matmul_derivative, with the activation's derivative in the GEMM's epilogue."""
-        dy = dy.contiguous()
-        require_matrices(dy, weight)
+        dy_shard = dy_shard.contiguous()
+        require_matrices(dy_shard, weight)
         record_transport(GATHER, self.name)
-        channel, workspace, sent = self._begin_gather("all_gather_matmul", dy, weight.shape[1], keep=True)
+        channel, workspace, sent = self._begin_gather("all_gather_matmul", dy_shard, weight.shape[1], keep=True)
         push = sent is None
         options: dict = {"push": push, "keep": push, "spare": self.spare}
         if activation is None:
-            (dx,) = all_gather_matmul(dy, [weight], channel, b_transposed=True, **options)
+            (dx,) = all_gather_matmul(dy_shard, [weight], channel, b_transposed=True, **options)
             dgate, a = None, x
         else:
-            dx, dgate, a = all_gather_matmul_derivative(dy, weight, channel, x, activation, gate, **options)
+            dx, dgate, a = all_gather_matmul_derivative(dy_shard, weight, channel, x, activation, gate, **options)
         workspace.end()
-        gathered = gathered_copy(channel, dy) if keep else self._gathered(channel, workspace, dy)
-        return dx, dgate, a, gathered
+        dy_gathered = gathered_copy(channel, dy_shard) if keep else self._gathered(channel, workspace, dy_shard)
+        return dx, dgate, a, dy_gathered
 
     def gather_grouped(
-        self, x: Tensor, dispatch: Dispatch, weights: Tensor, *, transposed: bool, keep: bool
+        self, x_shard: Tensor, dispatch: Dispatch, weights: Tensor, *, transposed: bool, keep: bool
     ) -> tuple[Tensor, Tensor]:
         """What experts.gather_experts returns. Every rank calls it, also one whose experts have no row."""
         record_transport(GATHER, self.name)
         # of a dense GEMM with as much work, if all ranks have as many rows
         columns = max(1, dispatch.k * weights.shape[2 if transposed else 1] // self.group.size())
-        channel, workspace, sent = self._begin_gather("all_gather_grouped_matmul", x, columns, keep=True)
+        channel, workspace, sent = self._begin_gather("all_gather_grouped_matmul", x_shard, columns, keep=True)
         push = sent is None
         y = all_gather_grouped_matmul(
-            x, weights, channel, dispatch.counts, dispatch.tokens, transposed=transposed, push=push, keep=push,
+            x_shard, weights, channel, dispatch.counts, dispatch.tokens, transposed=transposed, push=push, keep=push,
             spare=self.spare,
         )  # fmt: skip
         workspace.end()
-        return y, gathered_copy(channel, x) if keep else self._gathered(channel, workspace, x)
+        return y, gathered_copy(channel, x_shard) if keep else self._gathered(channel, workspace, x_shard)
 
     def matmul_reduce(
         self,
@@ -172,14 +174,14 @@ class Fused(Transport):
         workspace.end()
         return (y, None) if finish.norm is None else finish_rows(y, Finish(norm=finish.norm))
 
-    def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
+    def start_gather(self, x_shard: Tensor) -> Callable[[], Tensor]:
         """Transport.start_gather: copy engines begin at once; shards that they would be slow with, the wait pushes."""
-        channel, workspace, sent = self._begin_gather("all_gather", x, None, keep=True)
+        channel, workspace, sent = self._begin_gather("all_gather", x_shard, None, keep=True)
 
         def wait() -> Tensor:
-            await_gathered(channel, x, push=sent is None)
+            await_gathered(channel, x_shard, push=sent is None)
             workspace.end()
-            return self._gathered(channel, workspace, x)
+            return self._gathered(channel, workspace, x_shard)
 
         return wait
 

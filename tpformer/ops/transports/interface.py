@@ -1,6 +1,7 @@
 """The interface of transports: four methods that column_linear and row_linear call, and the record of their calls.
 
-Letters: M rows (tokens) in total, t ranks; K and N are those of this rank's GEMM.
+Letters: M rows (tokens) in total, t ranks; K and N are those of this rank's GEMM. x_shard has this rank's rows,
+x_gathered those of all ranks.
 """
 
 from __future__ import annotations
@@ -61,22 +62,24 @@ class Transport(ABC):
         """The group whose ranks a linear has to tell of its call. Fused operations tell them as they begin."""
 
     @abstractmethod
-    def gather_matmul(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        """gather(x) @ W_i^T + b_i for every weight, from one gather.
+    def gather_matmul(
+        self, x_shard: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> Sequence[Tensor]:
+        """gather(x_shard) @ W_i^T + b_i for every weight, from one gather.
 
-        Shapes: x (M / t, K); weights (N_i, K); biases (N_i,) or None; results (M, N_i), each in memory of its own.
+        Shapes: x_shard (M / t, K); weights (N_i, K); biases (N_i,) or None; results (M, N_i), each in its own memory.
         Communication: one all-gather of M * K * itemsize bytes.
         """
 
     @abstractmethod
     def gather_matmul_derivative(
-        self, dy: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
+        self, dy_shard: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """(dx, dgate, a, gathered): the backward of a @ W^T, a = act(x) or act(gate) * x, from each rank's rows of dy.
+        """(dx, dgate, a, dy_gathered): the backward of a @ W^T, a = act(x) or act(gate) * x.
 
-        Shapes: dy (M / t, N); weight (N, K); x, gate, dx, dgate and the rebuilt a (M, K); gathered = gather(dy) (M, N).
+        Shapes: dy_shard (M / t, N); weight (N, K); x, gate, dx, dgate and the rebuilt a (M, K); dy_gathered (M, N).
         With an activation x and gate may be packed.
-        The group's next operation may overwrite gathered, unless `keep`.
+        The group's next operation may overwrite dy_gathered, unless `keep`.
         Communication: one all-gather of M * N * itemsize bytes.
         """
 
@@ -98,8 +101,8 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begin to gather x (M / t, K); the function returned waits for the rows (M, K).
+    def start_gather(self, x_shard: Tensor) -> Callable[[], Tensor]:
+        """Begin to gather x_shard (M / t, K); the function returned waits for x_gathered (M, K).
 
         A matmul_reduce of the same group may come between. The group's next gather may overwrite the rows.
         Communication: one all-gather of M * K * itemsize bytes.

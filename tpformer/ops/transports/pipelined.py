@@ -29,32 +29,34 @@ class Pipelined(Transport):
         super().__init__(group, sequence_parallel)
         self.gathering = self if sequence_parallel else LOCAL
 
-    def _rows(self, x: Tensor) -> int:
-        return len(x) * self.group.size()
+    def _rows(self, shard: Tensor) -> int:
+        return len(shard) * self.group.size()
 
-    def gather_matmul(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    def gather_matmul(
+        self, x_shard: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> list[Tensor]:
         """Transport.gather_matmul: a GEMM for each weight and each rank's rows."""
         record_transport(GATHER, self.name)
-        gathered = x.new_empty(self._rows(x), x.shape[1])
-        outputs = [x.new_empty(self._rows(x), len(weight)) for weight in weights]
-        for rows in gather_chunks(x, gathered, self.group):
+        x_gathered = x_shard.new_empty(self._rows(x_shard), x_shard.shape[1])
+        outputs = [x_shard.new_empty(len(x_gathered), len(weight)) for weight in weights]
+        for rows in gather_chunks(x_shard, x_gathered, self.group):
             for y, weight, bias in zip(outputs, weights, biases, strict=True):
                 if bias is None:
-                    torch.mm(gathered[rows], weight.t(), out=y[rows])
+                    torch.mm(x_gathered[rows], weight.t(), out=y[rows])
                 else:
-                    torch.addmm(bias, gathered[rows], weight.t(), out=y[rows])
+                    torch.addmm(bias, x_gathered[rows], weight.t(), out=y[rows])
         return outputs
 
     def gather_matmul_derivative(
-        self, dy: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
+        self, dy_shard: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Transport.gather_matmul_derivative; the activation's derivative is a pass of its own."""
         record_transport(GATHER, self.name)
-        gathered = dy.new_empty(self._rows(dy), dy.shape[1])
-        da = dy.new_empty(x.shape)
-        for rows in gather_chunks(dy, gathered, self.group):
-            torch.mm(gathered[rows], weight, out=da[rows])
-        return *implementation("activation", x).activation_backward(da, x, activation, gate), gathered
+        dy_gathered = dy_shard.new_empty(self._rows(dy_shard), dy_shard.shape[1])
+        da = dy_shard.new_empty(x.shape)
+        for rows in gather_chunks(dy_shard, dy_gathered, self.group):
+            torch.mm(dy_gathered[rows], weight, out=da[rows])
+        return *implementation("activation", x).activation_backward(da, x, activation, gate), dy_gathered
 
     def matmul_reduce(
         self,
@@ -78,6 +80,6 @@ class Pipelined(Transport):
         y = reduce(fill, shape, inputs[0], self.group)
         return finish_rows(y, finish)
 
-    def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
+    def start_gather(self, x_shard: Tensor) -> Callable[[], Tensor]:
         """Transport.start_gather: an asynchronous all-gather."""
-        return start_all_gather(x, self.group)
+        return start_all_gather(x_shard, self.group)

@@ -27,20 +27,22 @@ class Sequential(Transport):
         if self.group is not None:
             record_transport(op, self.name)
 
-    def gather_matmul(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    def gather_matmul(
+        self, x_shard: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> list[Tensor]:
         """Transport.gather_matmul: all-gather, then F.linear for each weight."""
         self._record(GATHER)
-        gathered = all_gather(x, self.group)
-        return list(map(F.linear, repeat(gathered), weights, biases))
+        x_gathered = all_gather(x_shard, self.group)
+        return list(map(F.linear, repeat(x_gathered), weights, biases))
 
     def gather_matmul_derivative(
-        self, dy: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
+        self, dy_shard: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Transport.gather_matmul_derivative: all-gather, GEMM, then the activation's derivative."""
         self._record(GATHER)
-        gathered = all_gather(dy, self.group)
+        dy_gathered = all_gather(dy_shard, self.group)
         backward = implementation("activation", x).activation_backward
-        return *backward(gathered @ weight, x, activation, gate), gathered
+        return *backward(dy_gathered @ weight, x, activation, gate), dy_gathered
 
     def matmul_reduce(
         self,
@@ -61,9 +63,9 @@ class Sequential(Transport):
             y.addmm_(x, weight)
         return finish_rows((reduce_scatter if self.sequence_parallel else all_reduce)(y, self.group), finish)
 
-    def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
+    def start_gather(self, x_shard: Tensor) -> Callable[[], Tensor]:
         """Transport.start_gather: gathers when it is waited for, so that one collective is under way at a time."""
-        return lambda: all_gather(x, self.group)
+        return lambda: all_gather(x_shard, self.group)
 
 
 LOCAL = Sequential(None)  # one rank
