@@ -140,7 +140,7 @@ def timed(ranks: Ranks) -> tuple[list[Row], Row]:
 
 def count_table(rows: Sequence[Row]) -> Table:
     names = ("messages", "values", "busiest")
-    table = columns(("algorithm",), ("ranks", "steps", *(f"{name}, formula" for name in names), "ok"))
+    table = columns(("algorithm",), ("ranks", "rounds", *(f"{name}, formula" for name in names), "ok"))
     for row in rows:
         cells = [f"{row[name][0]:g}, {row[name][1]:g}" for name in names]
         table.add_row(row["algorithm"], str(row["ranks"]), str(row["steps"]), *cells, "yes" if row["ok"] else "NO")
@@ -160,7 +160,7 @@ def time_table(rows: Sequence[Row]) -> Table:
 def fit_words(fit: Row) -> str:
     """What a fit has found."""
     return (
-        f"{fit['latency_us']:.0f} us for each step, {fit['gigabytes_per_second']:.2f} GB/s, mean error "
+        f"{fit['latency_us']:.0f} us for each round, {fit['gigabytes_per_second']:.2f} GB/s, mean error "
         f"{100 * fit['mean_error']:.0f} %"
     )
 

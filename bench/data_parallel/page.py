@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 
 def counts_table(rows: Sequence[Row], name: str) -> str:
     """Counted and by formula, for each number of ranks."""
-    cells = [("ranks", "steps", "messages", "formula", "values / N", "formula", "busiest / N", "formula")]
+    cells = [("ranks", "rounds", "messages", "formula", "values / N", "formula", "busiest / N", "formula")]
     for row in (each for each in rows if each["algorithm"] == name):
         n = row["n"]
         pairs = [f"{number:g}" for number in row["messages"]]

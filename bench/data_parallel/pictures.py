@@ -14,7 +14,7 @@ from harness.plot import COLOURS, LEFT, LINE, RIGHT, TOP, WIDTH, line, text, tic
 
 from . import pipedream, servers, strategies
 
-STEP, NODE = 44, 11  # pixels between the steps of an all-reduce, and of a rank's circle
+STEP, NODE = 44, 11  # pixels between the rounds of an all-reduce, and of a rank's circle
 BAR = 20  # pixels of a worker's row
 HEIGHT = 240  # of a panel of curves
 Row = dict[str, Any]
@@ -41,7 +41,7 @@ def _arrow(x1: float, y1: float, x2: float, y2: float, label: str) -> list[str]:
 
 
 def draw_messages(name: str, messages: Sequence[Sequence[int]], result: Mapping[str, Any], target: Path) -> Path:
-    """Ranks from left to right, steps from top to bottom, an arrow for each message."""
+    """Ranks from left to right, rounds from top to bottom, an arrow for each message."""
     ranks, steps = 4, 1 + max(step for step, *_ in messages)
 
     def x(rank: int) -> float:
@@ -49,7 +49,7 @@ def draw_messages(name: str, messages: Sequence[Sequence[int]], result: Mapping[
 
     def body(top: float) -> tuple[list[str], float]:
         y = [top + NODE + STEP * step for step in range(steps + 1)]
-        parts = [text(10, y[step] + STEP / 2 + 4, f"step {step + 1}", fill="#444") for step in range(steps)]
+        parts = [text(10, y[step] + STEP / 2 + 4, f"round {step + 1}", fill="#444") for step in range(steps)]
         for step, sender, receiver, values in messages:
             parts += _arrow(x(sender), y[step], x(receiver), y[step + 1], str(values))
         for at in y:
@@ -94,7 +94,7 @@ def draw_turns(result: Mapping[str, Any], target: Path) -> Path:
             bars = [(worker, begin, end, COLOURS[worker % 4], "") for worker, begin, end in turns]
             end = max(end for *_, end in turns)
             parts.append(
-                text(10, top + 10, f"{server}: {len(turns)} microbatches in {end:g} turns", font_weight="bold")
+                text(10, top + 10, f"{server}_server: {len(turns)} microbatches in {end:g} turns", font_weight="bold")
             )
             parts += _rows(
                 bars, [f"worker {worker}" for worker in range(4)], top + 18, (WIDTH - LEFT - RIGHT - 40) / 24
@@ -103,8 +103,8 @@ def draw_turns(result: Mapping[str, Any], target: Path) -> Path:
         return parts, top
 
     note = (
-        "A step of 24 microbatches on 4 workers, if only computing takes time. The last worker is 4 times slower. At "
-        "once all wait for it; late the others compute what it does not."
+        "A step of 24 microbatches on 4 workers, if only computing takes time. The last worker is 4 times slower. "
+        "With sync_server all wait for it; with stale_server the others compute what it does not."
     )
     return document(target, result, note, body)
 

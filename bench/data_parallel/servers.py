@@ -130,7 +130,7 @@ def time_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     cells = [("server", "all as fast, s", "one slow, s", "ratio")]
     for row in rows:
         ratio = f"{row['slow'] / row['even']:.2f}"
-        cells.append((f"`{row['server']}`", f"{row['even']:.2f}", f"{row['slow']:.2f}", ratio))
+        cells.append((f"`{row['server']}_server`", f"{row['even']:.2f}", f"{row['slow']:.2f}", ratio))
     return cells
 
 

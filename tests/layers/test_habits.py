@@ -32,8 +32,8 @@ once.
 
 - `=` means that the result and every gradient equal those of torch.nn's modules: in float64 but for rounding, under
   autocast within twice torch.nn's own error.
-- `[1]` means that an error refuses the habit; the note below the table says why, or what to do instead.
-- `= [1]` means that it equals torch.nn on one rank and is refused on several tensor-parallel ranks.
+- `[n]` means that an error refuses the habit; note n below the table says why, or what to do instead.
+- `= [n]` means that it equals torch.nn on one rank and is refused on several tensor-parallel ranks.
 - An empty place means that the layer has no linear to do this to.
 
 `.venv/bin/python -m pytest tests/layers/test_habits.py` compares it on one process and on two tensor-parallel ranks,

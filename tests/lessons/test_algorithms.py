@@ -10,10 +10,11 @@ import torch.distributed as dist
 from testing import assert_identical, assert_same, on_every_rank
 
 from tpformer.distributed import record_collectives
-from tpformer.lessons.algorithms import ALGORITHMS, NAMES, Link, Traffic, all_reduce_seconds, hierarchical
+from tpformer.lessons.algorithms import ALGORITHMS, HIERARCHICAL, Link, Traffic, all_reduce_seconds, hierarchical
 from tpformer.lessons.reductions import RUNNABLE, RUNS, Members, reduce_by
 
 FAST, SLOW = Link(2e-6, 300e9), Link(12e-6, 40e9)
+NAMES = (*ALGORITHMS, HIERARCHICAL)
 
 
 def test_values_of_the_textbook_and_seconds():

@@ -97,17 +97,9 @@ def levels(ranks: int) -> tuple[int, int]:
     return found, ranks - (1 << found)
 
 
-ALGORITHMS: dict[str, Callable[[int, float], Traffic]] = {
-    "driver": driver,
-    "all_pairs": all_pairs,
-    "ring": ring,
-    "tree": tree,
-    "butterfly": butterfly,
-    "halving_doubling": halving_doubling,
-    "parameter_server": parameter_server,
-}
+COSTS = (driver, all_pairs, ring, tree, butterfly, halving_doubling, parameter_server)
+ALGORITHMS: dict[str, Callable[[int, float], Traffic]] = {cost.__name__: cost for cost in COSTS}
 HIERARCHICAL = "hierarchical"
-NAMES = (*ALGORITHMS, HIERARCHICAL)
 
 
 def all_reduce_seconds(algorithm: str, nbytes: float, inside: int, nodes: int, fast: Link, slow: Link) -> float:

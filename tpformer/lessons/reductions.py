@@ -206,12 +206,7 @@ def hierarchical(members: Members, x: Tensor, inside: int) -> None:
 
 
 RUNS: dict[str, Callable[[Members, Tensor], None]] = {
-    "driver": driver,
-    "all_pairs": all_pairs,
-    "ring": ring,
-    "tree": tree,
-    "butterfly": butterfly,
-    "halving_doubling": halving_doubling,
+    run.__name__: run for run in (driver, all_pairs, ring, tree, butterfly, halving_doubling)
 }
 RUNNABLE = (*RUNS, HIERARCHICAL)
 
