@@ -1,7 +1,4 @@
-"""Which files an item's result depends on.
-
-Belongs here: what kernels import of one another, so that an item names its operations alone. Other files it names.
-"""
+"""Which files a result depends on: those that globs name, and what kernels among them import of one another."""
 
 import ast
 import functools
@@ -13,7 +10,7 @@ from . import provenance
 KERNELS = "kernels"
 
 
-@functools.cache  # many items have the same kernels
+@functools.cache  # many results depend on the same kernels
 def imports(text: str) -> list[tuple[int, str, list[str]]]:
     """(dots, module, names) of each relative import of a source."""
     nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and node.level)

@@ -85,11 +85,11 @@ class Linears(NamedTuple):
 
     k: Any
     a_stride: Any
-    """From one row of A to the next."""
+    """Elements from one row of A to the next."""
     weights: tuple[Weight, Weight, Weight]
     derivative: Derivative
     slot_rows: Any = None
-    """If A is gathered: rows from one virtual rank's copy of A to the next one's."""
+    """Rows, if A is gathered, from one virtual rank's copy of A to the next one's."""
 
 
 class LinearForm(NamedTuple):
@@ -97,7 +97,7 @@ class LinearForm(NamedTuple):
 
     tile: Tile
     activation: str
-    """As in tile.activate."""
+    """Its name, as in tile.activate."""
     a_transposed: bool = False
     """A is stored as (k, rows)."""
     b_transposed: bool = False
@@ -139,7 +139,7 @@ class ReductionForm(NamedTuple):
     step: int
     """Rows that a program finishes at a time."""
     aligned: bool
-    """As in random_tile."""
+    """Whether n is a multiple of 4, as in random_tile."""
     producers: int = 0
     """How many programs only multiply. 0: every program does everything in turn."""
     one_shot: bool = False

@@ -63,7 +63,7 @@ class Channel(Lasting):
     counters: Tensor
     """int32 (served, world * writer_flags), device memory that only the rank itself uses; zeros between operations."""
     views: dict[tuple, Tensor] = field(default_factory=dict, init=False, repr=False)
-    """What `gathered` has returned, at most VIEWS of them."""
+    """Views that `gathered` has returned, at most VIEWS of them."""
 
     def require(self, operation: str, nbytes: int, flags: int, sized_by: str | None = None) -> None:
         """ValueError if an operation needs larger slots or more flags than there are, and would write beyond them.

@@ -62,11 +62,11 @@ class Prepared(NamedTuple):
     run: Callable
     """Triton's launcher for these arguments."""
     arguments: list
-    """What it takes: HEAD of its own, with a gap for the stream, then the kernel's, without tuples, with gaps."""
+    """Its arguments: HEAD of its own, with a gap for the stream, then the kernel's, without tuples, with gaps."""
     pointers: list[tuple[int, int, int]]
-    """Of each gap for an address: its index, and the two members of a Location."""
+    """A row for each gap for an address: its index in `arguments`, and the two members of a Location."""
     maps: list[tuple[int, int, int, Callable[[int], Any]]]
-    """The same of each gap for a TMA descriptor, and the function that encodes it for an address."""
+    """The same row for each gap for a TMA descriptor, and the function that encodes it for an address."""
     keys: list[int]
     """The indices of gaps for the dropout's key."""
 
@@ -78,7 +78,7 @@ class CallPlan(NamedTuple):
     """(shape, strides, dtype, device) of each tensor that it allocates."""
     launches: list[Prepared]
     result: Callable[[list[Tensor]], Any]
-    """What it returns, of the tensors that it is given and allocates."""
+    """The function that makes what it returns of the tensors that it is given and allocates."""
 
 
 class Memory(int):

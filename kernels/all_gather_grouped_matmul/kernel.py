@@ -37,9 +37,9 @@ class Experts(NamedTuple):
     n: Any
     k: Any
     a_stride: Any
-    """From one row of the shard, or of a slot, to the next."""
+    """Elements from one row of the shard, or of a slot, to the next."""
     weight_stride: Any
-    """From one row of a matrix to the next."""
+    """Elements from one row of a matrix to the next."""
     slot_rows: Any
     """Rows from one virtual rank's slot to the next one's."""
 

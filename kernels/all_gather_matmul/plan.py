@@ -27,12 +27,12 @@ class Work(NamedTuple):
     """A rank's part of a gather and of the GEMM that takes the rows."""
 
     nbytes: int
-    """Of the rank's shard, with the columns that are added to its rows."""
+    """Bytes of the rank's shard, with the columns that are added to its rows."""
     world: int
     tiles: int
-    """Of the chunks of all ranks."""
+    """Tiles of the chunks of all ranks."""
     seconds: float
-    """Of the GEMM, by the model, on all SMs."""
+    """Seconds of the GEMM, by the model, on all SMs."""
 
 
 class Push(NamedTuple):
@@ -41,8 +41,8 @@ class Push(NamedTuple):
     pushers: int
     """The first so many programs push. 0: copies send the shard."""
     joins: int
-    """From which of a rank's chunks on pushers take tiles, counted from 0, the own one; as many as there are ranks:
-    never."""
+    """The first of a rank's chunks of which pushers take tiles, counted from 0, the own one. The number of ranks:
+    they take none."""
 
 
 NO_PUSH = Push(0, 0)

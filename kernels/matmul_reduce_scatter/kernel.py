@@ -184,9 +184,9 @@ class Finishing(NamedTuple):
     early_blocks: int
     """The row blocks that all ranks have computed before the last tiles are under way. They are finished first."""
     early_runs: int
-    """Of each of them."""
+    """Runs of each early row block."""
     late_runs: int
-    """Of each of the others."""
+    """Runs of each late row block."""
 
 
 def runs_of_block(blocks: int, units: int, finishers: int) -> int:

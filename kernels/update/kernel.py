@@ -44,7 +44,7 @@ class Form(NamedTuple):
     gradient: Any
     """Triton's dtype of gradients."""
     copy: Any
-    """That of copies; None if there are none."""
+    """Triton's dtype of copies; None if there are none."""
     aligned: bool
     """Whether everything begins at multiples of 16 bytes."""
 
@@ -292,7 +292,7 @@ class Group:
     """The tensors of a launch."""
 
     members: list[int]
-    """Which of the call's they are."""
+    """Their indices among the tensors of the call."""
     rows: list[list[int]]
     """Their rows of the table."""
     blocks: int = 0

@@ -190,7 +190,7 @@ ON_TWO_RANKS: list[Refusal] = [
     (lambda: row(True, sequence_dim=1)(torch.zeros(4, 6)),
      r"sequence_dim=1 is the dim of the features in x of shape \(4, 6\)"),
     (lambda: TransformerBlock(SelfAttention(8, 2, tp=tp_mesh()), layers.MLP(8), layers.RMSNorm(8), layers.RMSNorm(8)),
-     r"different ranks \(SelfAttention on 2 tensor-parallel ranks, MLP on 1 .*with one tp="),
+     "a RMSNorm on 1 tensor-parallel rank cannot be part of a TransformerBlock on 2 .* the same tp"),
     (lambda: column(n=1), "weight has 1 rows on its sharded dim, too few for 2"),
     (lambda: column()(torch.ones(2, 4)),
      "x has 4 features, but every rank needs all in_features=8: .* give it gather_output=True"),

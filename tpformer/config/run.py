@@ -78,7 +78,7 @@ class DataSection:
     train_contents: tuple[str, ...] = ()
     """Token type, size and SHA-256 of each training dataset. Filled in as a run starts; given ones are compared."""
     valid_contents: tuple[str, ...] = ()
-    """The same of each validation dataset."""
+    """The contents of each validation dataset, likewise."""
 
 
 @dataclass(frozen=True, kw_only=True)

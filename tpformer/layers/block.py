@@ -19,7 +19,6 @@ from .module import ParallelModule
 from .moe import Experts, MoE, Router
 from .norm import NORMS
 from .positions import Positions, positions_of
-from .tensor_parallel import TensorParallel
 
 OWN = (SelfAttention, MLP, MoE, Router, Experts, ColumnParallelLinear, RowParallelLinear, *NORMS.values())
 
@@ -66,7 +65,8 @@ class TransformerBlock(ParallelModule):
         *,
         dropout: float = 0.0,
     ) -> None:
-        super().__init__(common_tp(attention, mlp, input_layernorm, post_attention_layernorm))
+        parts = (attention, mlp, input_layernorm, post_attention_layernorm)
+        super().__init__(next((part.tp for part in parts if isinstance(part, ParallelModule)), None))
         check_range("model.dropout", dropout, "dropout")
         self.dropout = dropout
         self.keep = Keep()  # what waits for the backward: layers.keep sets it
@@ -167,14 +167,3 @@ class TransformerBlock(ParallelModule):
         rows = ops.scatter_rows(positions.to_samples(ops.gather_rows(x, group)), group)
         y = call_rows(self.self_attn, rows, self.tp, positions=plain)
         return ops.scatter_rows(positions.to_rows(ops.gather_rows(y, group)), group)
-
-
-def common_tp(*parts: nn.Module) -> TensorParallel | None:
-    """The tensor parallelism of those parts that are this library's; None without one. Errors: ValueError if they
-    differ."""
-    own = [part for part in parts if isinstance(part, ParallelModule)]
-    places = [(part.tp.size, part.tp.sharded, part.tp.mesh if part.tp.size > 1 else None) for part in own]
-    if any(place != places[0] for place in places):
-        said = ", ".join(f"{type(part).__name__} on {part.tp}" for part in own)
-        raise ValueError(f"the parts of a block lie on different ranks ({said}): build all of them with one tp=")
-    return own[0].tp if own else None

@@ -68,7 +68,7 @@ class ParameterServer:
         self.owners = owners_of([parameter.numel() for parameter in model.parameters()], self.ranks)
         self.worker = copy.deepcopy(self.part) if self.exchange.changes_losses else self.part
         self.arrivals: Arrivals | None = None
-        """Of the last step, if it was a stale one."""
+        """The order of updates in the last step, if it was a stale one."""
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
         """The elements of tensors one after another, in the model's dtype."""

@@ -166,7 +166,12 @@ def _groups(state: Any) -> Iterable[Any]:
 
 
 def take_weight_gradients(part: nn.Module) -> None:
-    """After weight gradients were added to .grad outside of a backward: accumulate them in the reduce dtype."""
+    """Move weight gradients that were added to .grad outside of a backward into FSDP2's accumulated ones.
+
+    .grad is in the compute dtype; what FSDP2 accumulates is in the reduce dtype. It then does what it does behind a
+    backward: it gives up gathered parameters, and reduces where this backward is to reduce (a reduce-scatter for each
+    unit). A module without FSDP2 stays as it is.
+    """
     if isinstance(part, FSDPModule):
         for group in parameter_groups(part):
             group.post_backward()

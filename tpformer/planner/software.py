@@ -53,7 +53,7 @@ class Software:
     forward_transport: str = "sequential"
     """sequential, pipelined, fused, or auto: what carries the linears' tensor-parallel communication."""
     backward_transport: str = "sequential"
-    """The same in the backward; or beside: reductions run beside the weight gradients' GEMMs."""
+    """The backward's transport, by the same names; or beside: reductions run beside the weight gradients' GEMMs."""
     gathered_bytes: int | None = None
     """Bytes of an element that the forward gathers over tensor-parallel ranks. None: as many as others have."""
     regathers: bool = True

@@ -209,7 +209,7 @@ class _Part(dcp.DefaultLoadPlanner):
         return dcp.LoadPlan(create_read_items_for_chunk_list(self.name, saved, [chunk]))
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Where the values of the part go."""
+        """The tensor that DCP's reader fills with what it reads for an index: the whole part, in its own dtype."""
         return self.tensor
 
 

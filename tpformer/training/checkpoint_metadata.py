@@ -103,7 +103,8 @@ def _tensor(record: _Record) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
 
 
-def _place(record: _Record) -> _FileRange:
+def _file_range(record: _Record) -> _FileRange:
+    """Where a shard lies. ValueError for a file outside of the checkpoint's folder, and for negative bytes."""
     fields = record.state
     file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
     if Path(file).name != file or min(offset, length) < 0:
@@ -118,7 +119,7 @@ def _metadata(record: _Record) -> Metadata:
     places = {}
     for key, entry in fields["storage_data"].items():
         offset = key.state.get("offset")
-        places[MetadataIndex(key.state["fqn"], None if offset is None else _size(offset))] = _place(entry)
+        places[MetadataIndex(key.state["fqn"], None if offset is None else _size(offset))] = _file_range(entry)
     for name, entry in tensors.items():
         if not isinstance(name, str) or any(MetadataIndex(name, chunk.offsets) not in places for chunk in entry.chunks):
             raise ValueError(f"it does not say where {name} lies")

@@ -190,7 +190,7 @@ class StepGraph:
             masters.refresh()
 
     def _set_rate(self, lr: float) -> None:
-        """As an optimizer's own step leaves it: a number, not where the graph reads it."""
+        """Write lr into all optimizers' groups as a number, as their own steps leave it; a graph reads a tensor."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr

@@ -90,12 +90,12 @@ class ModelParts:
         self.pipeline: Pipeline | None = None
         self.router_bias_rate = router_bias_rate
         self.packing: Tensor | None = None
-        """Of the last gradients: values that were packed, escapes, tensors left as they are, and whether they were
-        computed twice; int64 (4,), sums over all ranks. None without packed activations."""
+        """Counts of the last gradients: values packed, escapes, tensors left as they are, and whether all was computed
+        twice; int64 (4,), sums over all ranks. None without packed activations."""
         self._scale = torch.ones(())
         self._dtype = dtype
         self.masters = [_masters(part, dtype) if needs_masters(part, dtype) else None for part in parts]
-        """Of each part, None where it computes with its own parameters or FSDP2's."""
+        """The MasterWeights of each part, None where it computes with its own parameters or FSDP2's."""
         if mesh is not None and layout.pipeline_parallel > 1:
             self.pipeline = self._pipeline(mesh)
             if self.config.tie_embeddings:

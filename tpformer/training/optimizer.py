@@ -29,11 +29,11 @@ class LocalUpdate(torch.optim.Optimizer):
     """
 
     STATE_NAMES: tuple[str, ...] = ()
-    """What it may keep for a parameter, by the keys of its state."""
+    """The keys of the state that it may keep for a parameter."""
     masters: MasterWeights | None = None
-    """Whose copies to compute with it writes, too."""
+    """The float32 masters whose 16-bit copies an update writes, too; None without copies."""
     found_inf: Tensor | None = None
-    """What `update` calls skipped; torch.amp.GradScaler sets it, too."""
+    """The scalar that `update` calls skipped; torch.amp.GradScaler sets it, too."""
     _scale: float | Tensor = 1.0
     _step_group: Callable[..., None]
     """Update the parameters of a group by a module of kernels/update. The arguments are what `_groups` gives."""
@@ -63,8 +63,11 @@ class LocalUpdate(torch.optim.Optimizer):
         return loss
 
     def _groups(self) -> Iterator[tuple[Any, dict[str, Any], list[nn.Parameter], dict[str, Any]]]:
-        """For each group (the module of its update, the group, its parameters with gradients, arguments of the update).
-        All groups have to be updated."""
+        """Yield (module of the update's kernels, group, parameters, options) for each group with gradients.
+
+        options: what the kernels take besides tensors. All groups have to be updated: after the last one the masters
+        follow. No communication. ValueError for an option of torch's optimizer that the kernels do not have.
+        """
         for group in self.param_groups:
             if others := [name for name in ("amsgrad", "maximize", "dampening", "differentiable") if group.get(name)]:
                 raise ValueError(f"{type(self).__name__} has no {others[0]}: leave it out, or take torch's optimizer")
