@@ -104,9 +104,9 @@ def test_names_of_ours_beside_those_of_others_exist():
 MOE = (ROOT / "docs/moe.md").read_text()
 
 
-def table(header: str) -> list[list[str]]:
+def table(header: str, page: str = MOE) -> list[list[str]]:
     """The cells of the rows below a header that begins so."""
-    lines = MOE.split(f"\n| {header}")[1].split("\n\n")[0].splitlines()[2:]
+    lines = page.split(f"\n| {header}")[1].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines]
 
 
@@ -129,10 +129,14 @@ def test_volumes_of_experts():
 
 
 def test_memory_of_experts():
-    rows = table("model | h")
-    assert len(rows) == 3
-    assert [row[4] for row in rows] == [str(round(2 + 4 * int(k) * int(f) / int(h), 1)) for _, h, f, k, _ in rows]
-    for row, config in zip(rows[:2], map(preset_config, ("mixtral-8x7b", "qwen3-30b-a3b")), strict=True):
+    *rows, _ = table("| h | f |", (ROOT / "docs/memory.md").read_text())
+    assert len(rows) == 5
+    for _, *cells in rows:
+        (h, f, k, shared, n), (branch, routing) = map(int, cells[:5]), cells[5:]
+        assert (branch, routing) == (f"{2 + 4 * (k * f + shared) / h:.3g}", f"{(12 * k + 4 * n) / h:.2f}")
+    for row, config in zip(
+        rows, map(preset_config, ("mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b")), strict=False
+    ):
         assert row[1:4] == [str(size) for size in (config.hidden_size, config.expert_size, config.experts_per_token)]
 
 
