@@ -179,13 +179,13 @@ def replayed(launcher: Callable) -> Callable:
         tensors: list[Tensor] = []
         addresses: list[int] = []
         keys: list[int] = []
-        lasting = describe((*arguments, *options.values()), description, tensors, addresses, keys)
+        lasting = describe_call((*arguments, *options.values()), description, tensors, addresses, keys)
         plans = own if lasting is None else lasting.plans
         wanted = tuple(description)
         try:
             plan = plans[wanted]
         except KeyError:
-            result, plan = record(launcher, arguments, options, tensors, keys, lasting)
+            result, plan = plan_call(launcher, arguments, options, tensors, keys, lasting)
             if len(plans) >= PLANS:
                 plans.pop(next(iter(plans)), None)
             plans[wanted] = plan
@@ -219,7 +219,7 @@ def device_of_launches() -> int | None:
     return triton.runtime.driver.active.get_current_device()
 
 
-def describe(
+def describe_call(
     values: Sequence, description: list, tensors: list[Tensor], addresses: list[int], keys: list[int]
 ) -> Lasting | None:
     """Append to `description` what a plan depends on, and to the other lists what may differ between its calls.
@@ -236,10 +236,10 @@ def describe(
             description.append((value.shape, value.stride(), value.dtype, value.device, address % ALIGNMENT))
         elif isinstance(value, Dropout):
             keys.append(signed(value.key))
-            describe((value.start, value.p), description, tensors, addresses, keys)
+            describe_call((value.start, value.p), description, tensors, addresses, keys)
         elif isinstance(value, (tuple, list)):
             description += (kind, len(value))
-            lasting = describe(value, description, tensors, addresses, keys) or lasting
+            lasting = describe_call(value, description, tensors, addresses, keys) or lasting
         elif isinstance(value, Lasting):
             lasting = value
         else:
@@ -247,7 +247,7 @@ def describe(
     return lasting
 
 
-def record(
+def plan_call(
     launcher: Callable,
     arguments: tuple,
     options: dict[str, Any],
@@ -277,7 +277,7 @@ def record(
 
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """Nested tuples, named tuples and lists with `change` of each value, in the order of `describe`."""
+    """Nested tuples, named tuples and lists with `change` of each value, in the order of `describe_call`."""
     if not isinstance(value, tuple | list):
         return change(value)
     members = [mapped(change, member) for member in value]

@@ -21,7 +21,7 @@ from tpformer.kernels.launch import resident_programs
 from tpformer.kernels.matmul_all_reduce.kernel import band_rows, matmul_all_reduce, select_all_reduce_tile, share_sums
 from tpformer.kernels.matmul_all_reduce.kernel import plan as plan_all_reduce
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
-from tpformer.kernels.replay import describe
+from tpformer.kernels.replay import describe_call
 from tpformer.planner.devices import as_if_on, load_device
 
 
@@ -206,7 +206,7 @@ def test_what_cannot_run_is_refused() -> None:
 def test_lists_that_share_out_the_same_tensors_in_another_way_have_plans_of_their_own() -> None:
     def description(*values: object) -> list:
         found: list = []
-        describe(values, found, [], [], [])
+        describe_call(values, found, [], [], [])
         return found
 
     x, y, z = torch.zeros(3, 16).unbind()

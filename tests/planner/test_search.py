@@ -95,7 +95,7 @@ def test_experts_are_shared_by_ranks_that_divide_them(n_experts):
     sizes = {values["tp"] for values in planner.every_layout(asked)}
     assert sizes == {t for t in (1, 2, 3, 4, 6) if n_experts % t == 0 and 8 % t == 0}
     assert planner.search(asked, 1).dropped["tp does not divide the experts"] == (n_experts == 6)
-    reason = planner.why_not(asked, laid_out(asked, "tp=4,dp=3"))
+    reason = planner.refusal_of(asked, laid_out(asked, "tp=4,dp=3"))
     assert ("whole experts" in str(reason)) == (n_experts == 6)
 
 
@@ -118,7 +118,7 @@ def test_a_layout_that_cannot_work_gets_the_reason_and_the_nearest_that_does():
         "pp=4,dp=2,schedule=ZBVZeroBubble,stages=5": "pipeline_stages_per_rank=5, but ZBVZeroBubble has 2",
         "pp=8,stages=4": "pipeline_stages_per_rank=4, but 1F1B has 1",
     }.items():
-        found = planner.why_not(asked, laid_out(asked, text))
+        found = planner.refusal_of(asked, laid_out(asked, text))
         assert found is not None and reason in found, (text, found)
     near = planner.nearest(asked, parse_layout("dp=8,zero=1,microbatch=8"))
     assert near is not None and "dp=8,zero=1" in layout_text(near.config) and near.config.microbatch_size < 8
@@ -126,7 +126,7 @@ def test_a_layout_that_cannot_work_gets_the_reason_and_the_nearest_that_does():
     assert not tiny.choices and tiny.dropped["does not fit"] > 0, "not even by a lower bound"
     large = question({"preset": "gpt2-1.5b"}, 1, 8, load_device("a100-40"), Space(offload=("none",)))
     small = large._replace(device=dataclasses.replace(large.device, memory=20e9))
-    assert "is predicted to need" in str(planner.why_not(small, with_layout(small.config, {})))
+    assert "is predicted to need" in str(planner.refusal_of(small, with_layout(small.config, {})))
 
 
 def test_texts_of_layouts():
@@ -277,14 +277,14 @@ def test_the_runs_other_settings_limit_the_search(model, sections):
     for values in planner.every_layout(asked):
         check_config(with_layout(asked.config, values), trains=False)
     near = planner.nearest(asked, parse_layout("tp=8,microbatch=16"))
-    assert near is not None and planner.why_not(asked, near.config) is None
+    assert near is not None and planner.refusal_of(asked, near.config) is None
 
 
 def test_ranks_that_share_a_layer_are_in_one_node():
     six = question({**SMALL, "n_heads": 12, "head_dim": 64}, 12, 48, load_device("h100", gpus_per_node=6))
-    reason = planner.why_not(six, laid_out(six, "tp=4,dp=3"))
+    reason = planner.refusal_of(six, laid_out(six, "tp=4,dp=3"))
     assert "would not be in the same node of 6" in str(reason)
-    assert planner.why_not(six._replace(gpus=4), with_layout(six.config, {"tp": 4})) is None
+    assert planner.refusal_of(six._replace(gpus=4), with_layout(six.config, {"tp": 4})) is None
     assert any(each["tp"] == 4 for each in planner.shapes(six._replace(gpus=4), Counter()))
 
 

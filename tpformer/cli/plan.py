@@ -290,12 +290,12 @@ def run_file(options: Plan, choice: "Choice") -> str:
 def _explain(options: Plan, question: "Question") -> None:
     from tpformer.planner import plan_report
     from tpformer.planner.layouts import layout_text, parse_layout, with_layout
-    from tpformer.planner.search import evaluate, nearest, why_not
+    from tpformer.planner.search import evaluate, nearest, refusal_of
 
     values = parse_layout(options.explain or "")
     config = with_layout(question.config, values)
     tokens = _tokens(options, question.config)
-    if (reason := why_not(question, config)) is None:
+    if (reason := refusal_of(question, config)) is None:
         choice = evaluate(question, config)
         written = _write(options, question, [choice], tokens)
         _print(

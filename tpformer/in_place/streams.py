@@ -92,7 +92,7 @@ def find_streams(model: nn.Module, cut: Linears, args: tuple, kwargs: dict[str, 
     Errors:  ValueError with the reasons, if there is no such layer.
     """
     streams = Streams()
-    recorder = _record(model, list(_layers(model, cut)), args, kwargs)
+    recorder = _record_layers(model, list(_layers(model, cut)), args, kwargs)
     layouts: dict[str, Layout] = {}
     tried: dict[Any, Layout | Misfit] = {}
     for name, layer in _layers(model, cut):
@@ -138,7 +138,7 @@ def _layers(model: nn.Module, cut: Linears) -> Iterator[tuple[str, nn.Module]]:
                 yield name, module
 
 
-def _record(model: nn.Module, layers: list[tuple[str, nn.Module]], args: tuple, kwargs: dict) -> _Recorder:
+def _record_layers(model: nn.Module, layers: list[tuple[str, nn.Module]], args: tuple, kwargs: dict) -> _Recorder:
     """The calls of layers in one call of the model, in the order in which they began."""
     recorder, hooks = _Recorder(), []
     for name, layer in layers:

@@ -204,7 +204,7 @@ def most_memory(question: Question, config: RunConfig) -> RankMemory:
     return max((predicted_memory(config, rank, question.software) for rank in ranks), key=lambda plan: plan.total)
 
 
-def why_not(question: Question, config: RunConfig) -> str | None:
+def refusal_of(question: Question, config: RunConfig) -> str | None:
     """Why a layout cannot work: a ValueError's sentence, or how much does not fit. None if it can."""
     if config.parallel.world_size != question.gpus:
         return f"the layout has {config.parallel.world_size} ranks for {question.gpus} GPUs"

@@ -112,7 +112,7 @@ def _order(code: int, error_file: Path) -> tuple[int, int]:
     return (1, error_file.stat().st_mtime_ns) if error_file.exists() else (2, 0)
 
 
-def _describe(code: int, error_file: Path) -> str:
+def _end_in_words(code: int, error_file: Path) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     if code == HANG_EXIT_CODE:
@@ -135,7 +135,7 @@ def _report(failed: list[tuple[int, int]], world_size: int, private: str, receiv
     if code == USAGE_EXIT_CODE and _error_file(private, first).exists():
         return  # the rank has said it, and it is not this rank's alone
     for index, (rank, code) in enumerate(failed):
-        what = f"rank {rank} of {world_size} {_describe(code, _error_file(private, rank))}"
+        what = f"rank {rank} of {world_size} {_end_in_words(code, _error_file(private, rank))}"
         print(f"then {what}" if index else f"{what}; all ranks were stopped", file=sys.stderr, flush=True)
 
 
