@@ -51,7 +51,10 @@ def reduce_partial_gradients(
 
 @torch.no_grad()
 def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
-    """Make whole the gradients that are DTensors with Partial placements. A parameter's own layout tells which."""
+    """Make whole, Replicate, the gradients that are DTensors with Partial placements.
+
+    Communication: one all-reduce per mesh axis of each (mesh, placements, dtype).
+    """
     buckets: dict[tuple, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         grad = parameter.grad

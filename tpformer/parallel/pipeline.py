@@ -196,9 +196,10 @@ class Pipeline:
         self.schedule = schedule(stages, n_microbatches=n_microbatches, loss_fn=loss_fn, scale_grads=False)
 
     def step(self, inputs: Tensor, target: Any, **kwargs: Any) -> Tensor:
-        """Forward and backward of all microbatches. Returns the sum of their losses, 0 on ranks without the last stage.
+        """Forward and backward of all microbatches. Returns the sum of their losses, 0-dim, 0 without the last stage.
 
         inputs, target and the tensors in kwargs hold all microbatches along dim 0. Every stage gets kwargs.
+        Communication: each boundary tensor to the next stage, its gradient back, and what the parts and FSDP2 send.
         When it returns, gradients are complete but for reduce_partial_gradients.
         """
         return self._run(self.schedule.step, inputs, target, kwargs)

@@ -42,7 +42,8 @@ def inputs_of(batch: Tensor, first_sample: int | Tensor) -> tuple[Tensor, Tensor
 
 
 def summed_loss(part: GPT, batch: Tensor, first_sample: int | Tensor) -> Tensor:
-    """The loss of a whole model in training, summed over the targets of a batch. No communication."""
+    """The loss of a whole model in training, summed over the targets of a batch (samples, seq_length + 1) int64: 0-dim,
+    float32 or wider. No communication."""
     ids, targets, index = inputs_of(batch, first_sample)
     return part(ids, targets=targets, sample_index=index, step=STEP)
 

@@ -103,7 +103,8 @@ class NoiseScale:
 
 
 def batch_gradient_norm(model: ModelParts, rows: Tensor, first_sample: int, scale: float | Tensor) -> Tensor:
-    """The gradient norm of a batch that updates nothing. Arguments as of ModelParts.gradients; .grad is None after."""
+    """The gradient norm of a batch that updates nothing, as ModelParts.gradient_norm. Arguments and communication as of
+    ModelParts.gradients; .grad is None after."""
     model.gradients(rows, first_sample=first_sample, loss_scale=scale)
     norm = model.gradient_norm() / scale
     model.drop_gradients()
