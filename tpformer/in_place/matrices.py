@@ -21,12 +21,12 @@ from tpformer.distributed.dtensor import is_dtensor
 from tpformer.layers import TensorParallel
 from tpformer.ops.divided import enter_part, leave_part
 from tpformer.ops.uncompiled import uncompiled
+from tpformer.parallel.judge import Call, copy_of, departs, random_like, with_random_values
 from tpformer.torch_private import tree_leaves, tree_map
 
 from .linears import class_of, lay_out, reduced
 from .measured import settings
-from .sequence_trial import with_random_values
-from .trial import Refused, differ, short
+from .trial import Refused, short
 
 MOST = 256  # divisions that are tried
 ONCE, SUMMED = "once", "summed"  # of parameters that stay whole: the first rank uses it, or all do on their part
@@ -194,33 +194,13 @@ class _Copy:
     """A copy of a module in float64 with random parameters, and the arguments of its trial."""
 
     def __init__(self, module: nn.Module, call: tuple[tuple, dict]) -> None:
-        memo: dict[int, Any] = {id(m.config): m.config for m in module.modules() if hasattr(m, "config")}
-        self.module = with_random_values(copy.deepcopy(module, memo)).double().eval()
-        generator = torch.Generator().manual_seed(1)
-
-        def real(x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            if not x.is_floating_point():
-                return x.detach().clone()
-            drawn = torch.randn(tuple(x.shape), generator=generator, dtype=torch.float64).to(x.device)
-            return drawn if x.requires_grad else x.detach().double()
-
-        self.call = tree_map(real, call)
-        self.asked = [isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(call)]
+        self.module, self.call = with_random_values(module), Call(call)
 
     def result(self, division: Division, rank: int, t: int) -> tuple[Tensor, list[Tensor]]:
         """What one rank computes, and the arguments and whole parameters that may have gradients."""
-        module, flags = copy.deepcopy(self.module), iter(self.asked)
-        leaves: list[Tensor] = []
-
-        def fresh(x: Any) -> Any:
-            if next(flags):
-                leaves.append(x.clone().requires_grad_())
-                return leaves[-1] * 1
-            return x.clone() if isinstance(x, Tensor) else x
-
-        args, kwargs = division.arguments(tree_map(fresh, self.call), rank, t)
+        module = copy_of(self.module)
+        call, leaves = self.call.fresh()
+        args, kwargs = division.arguments(call, rank, t)
         leaves += [p.requires_grad_() for p in module.parameters() if p.is_floating_point()]
         parts = {name: part_of(p, name, division, rank, t) for name, p in module.named_parameters(recurse=False)}
         for name, value in division.attributes(module, rank, t).items():
@@ -244,20 +224,19 @@ class _Copy:
             result, leaves = self.result(division, rank, t)
         if not result.requires_grad:  # no expert of this rank was chosen
             return [result, *[None] * len(leaves)]
-        weight = torch.randn(result.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-        gradients = torch.autograd.grad(result, leaves, weight.to(result), allow_unused=True)
+        gradients = torch.autograd.grad(result, leaves, random_like(result, 2), allow_unused=True)
         return [result.detach(), *gradients]
 
     def adds_up(self, division: Division, results: Sequence[Tensor | None], t: int) -> bool:
         """Whether the ranks' results and gradients are those of the whole module."""
         with torch.no_grad():
             parts = [self.result(division, rank, t)[0] for rank in range(t)]
-        if any(part.shape != parts[0].shape for part in parts) or differ(sum(parts[1:], parts[0]), results[0]):
+        if any(part.shape != parts[0].shape for part in parts) or departs(sum(parts[1:], parts[0]), results[0]):
             return False
         ranks = [self.run(division, rank, t) for rank in range(t)]
         for expected, *found in zip(results, *ranks, strict=True):
             some = [x for x in found if x is not None]
-            if differ(sum(some[1:], some[0]) if some else None, expected):
+            if departs(sum(some[1:], some[0]) if some else None, expected):
                 return False
         return True
 

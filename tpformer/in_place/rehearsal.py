@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from tpformer.layers.children import DROPOUTS
+from tpformer.parallel.judge import departs, same_values
 from tpformer.torch_private import tree_leaves
 
 from .measured import as_measured
 from .narrowed import Narrowed
 from .regions import Region, inputs_of, join, stand_ins, values_of
-from .trial import TOLERANCE
 from .ways import Way, own_slice
 
 Found = Mapping[str, tuple[Region, Way]]  # regions by the names of their last linears
@@ -174,7 +174,7 @@ class Rehearsal:
                 expected = ordinary.calls[name][done[name]][0]
                 size = -(-expected.shape[-1] // self.t)
                 own = expected[..., (rank or 0) * size : ((rank or 0) + 1) * size]
-                if not _close(args[0].detach(), own):
+                if departs(args[0], own):
                     again = f" in its call {done[name] + 1}" * (done[name] > 0)
                     raise _Departs(f"with one rank's features of {self.t}, {name} does not get that rank's part{again}")
                 return (expected.clone(), *args[1:])
@@ -229,22 +229,6 @@ def _changed(attributes: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
-    if found.shape != expected.shape:
-        return False
-    tolerance = max(TOLERANCE, torch.finfo(expected.dtype).eps ** 0.5)
-    return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
-
-
 def _same(found: list[Any], expected: list[Any]) -> bool:
     """Whether two runs left equal tensors and numbers. Other objects are not compared."""
-    if len(found) != len(expected):
-        return False
-    for x, y in zip(found, expected, strict=True):
-        if isinstance(x, Tensor) and isinstance(y, Tensor):
-            x = x.detach()
-            if not x.is_meta and (x.shape != y.shape or not bool(((x == y) | ((x != x) & (y != y))).all())):
-                return False
-        elif isinstance(x, int | float | str) and x != y:
-            return False
-    return True
+    return len(found) == len(expected) and all(map(same_values, found, expected))

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tpformer.parallel.judge import Values, departs, random_like, with_random_values
 from tpformer.torch_private import tree_map_with_path
 
 RANKS = 2  # the ranks of a trial: what holds for two parts of a sequence holds for more
 TOKENWISE = ("Linear", "FalconLinear", "Conv1D", "Embedding")  # modules with matrices that treat every token alike
-CLOSE = 1e-4  # of the largest element: trials run in float32 at least, and a wrong layout is wrong by much more
 
 # How a tensor of a rank is a part of the one for the whole sequence, (batch, seq, ...) or rows (batch * seq, N):
 EQUAL, SHARD = "whole", "shard"  # all of it; this rank's tokens
@@ -89,33 +89,10 @@ def real_leaves(tree: Any) -> dict[str, Tensor]:
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape:
+    """Whether a tensor is as in one process. What is no number there, as in rows that are masked, has to be none."""
+    if a.shape != b.shape or not torch.equal(a != a, b != b):
         return False
-    a, b = a.detach().double(), b.detach().double()
-    finite = torch.where(b.isfinite(), b, 0)
-    return torch.allclose(a, b, rtol=CLOSE, atol=CLOSE * float(finite.abs().max()) if b.numel() else 0, equal_nan=True)
-
-
-def _held(x: Any) -> Any:
-    """A copy of a leaf; of a tensor on meta, one of zeros."""
-    if not isinstance(x, Tensor):
-        return deepcopy(x)
-    return torch.zeros(x.shape, dtype=x.dtype) if x.is_meta else x.detach().clone()
-
-
-@torch.no_grad()
-def with_random_values(layer: nn.Module) -> nn.Module:
-    """A copy whose parameters are random, so that no zero or one hides anything. What is on meta gets values."""
-    layer, generator = deepcopy(layer), torch.Generator().manual_seed(0)
-    for module in layer.modules():
-        for name, value in module.named_buffers(recurse=False):
-            setattr(module, name, _held(value))
-        for name, value in module.named_parameters(recurse=False):
-            if is_real(value):
-                random = torch.randn(value.shape, generator=generator) * (value.shape[-1:].numel() or 1) ** -0.5
-                held = torch.rand(value.shape, generator=generator) + 0.5 if value.ndim < 2 else random
-                setattr(module, name, nn.Parameter(held.to("cpu" if value.is_meta else value.device, value.dtype)))
-    return layer
+    return not departs(a.masked_fill(a != a, 0), b.masked_fill(b != b, 0))
 
 
 class _Take(torch.autograd.Function):
@@ -135,12 +112,11 @@ class _Trial:
     """A copy of a layer with one recorded call, and what its modules gave and got for the whole sequence."""
 
     def __init__(self, layer: nn.Module, tree: dict, stream: str, cut: Linears) -> None:
-        self.dtype = torch.promote_types(real_leaves(tree)[stream].dtype, torch.float32)
-        self.layer = with_random_values(layer).to(self.dtype).eval().requires_grad_(True)
+        self.layer, values = with_random_values(layer), Values(1)
         self.columns, self.rows, self.others, self.stream = *cut, stream
         self.asked = {path for path, leaf in real_leaves(tree).items() if leaf.requires_grad or path == stream}
         self.tree = tree_map_with_path(
-            lambda _, leaf: _held(leaf).to(self.dtype) if is_real(leaf) else _held(leaf), tree
+            lambda _, leaf: values.real(leaf) if isinstance(leaf, Tensor) else deepcopy(leaf), tree
         )
         self.batch, self.seq = real_leaves(tree)[stream].shape[:2]
         self.names = {module: name for name, module in self.layer.named_modules()}
@@ -176,8 +152,7 @@ class _Trial:
 
     def _weight(self, key: tuple, whole: Tensor) -> Tensor:
         """A random weight of a tensor in the trial's loss, the same in every run."""
-        generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
-        return torch.randn(whole.shape, generator=generator, dtype=torch.float64).to(whole.device)
+        return random_like(whole, zlib.crc32(repr(key).encode()))
 
     def _count(self, key: tuple, x: Tensor, whole: Tensor, kind: str) -> None:
         """Add a tensor to the loss of this run."""

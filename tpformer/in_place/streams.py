@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from tpformer.torch_private import tree_map_with_path
 
-from .measured import as_measured
+from .measured import as_measured, settings
 from .plan import INDEX
 from .regions import HARMLESS, stand_ins
 from .sequence_trial import Layout, Linears, Misfit, call_tree, real_leaves, try_layer
@@ -106,7 +106,8 @@ def find_streams(model: nn.Module, cut: Linears, args: tuple, kwargs: dict[str, 
         key = _signature(layer, call, own)
         if key not in tried:
             try:
-                tried[key] = try_layer(layer, call.args, call.kwargs, own)
+                with settings(model):
+                    tried[key] = try_layer(layer, call.args, call.kwargs, own)
             except Misfit as misfit:
                 tried[key] = misfit
         found = tried[key]

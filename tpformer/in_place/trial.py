@@ -8,7 +8,6 @@ positions, norms), it may be cut if every rank's input of the last linear is its
 gradients that ranks compute are the whole ones, or add up to them where something adds them up.
 """
 
-import copy
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpformer.torch_private import tree_leaves, tree_map
+from tpformer.parallel.judge import Call, Values, copy_of, departs, largest, random_like, with_random_values
 
-from .regions import join, linear_of, sizes_of
+from .regions import linear_of, sizes_of
 from .ways import Shown, Way, own_slice, ways
 
 MOST = 300  # ways that are tried
 NOISE = 1e-12  # of the largest of all gradients: what rounding leaves of those that are zero, as of biases of keys
-TOLERANCE = 1e-5  # of the largest element: models compute norms and positions in float32 whatever their dtype is
 
 
 # An example: a region of heads, each divided by its sum. `up` has 4 output features, n_heads is 2, scale is (1, 10).
@@ -63,15 +61,16 @@ def find_way(root: nn.Module, columns: Sequence[str], row: str, call: tuple[tupl
     if width <= (t - 1) * -(-width // t):
         raise Refused(f"its {width} input features are too few for {t} ranks")
     try:
-        whole = _Run(root, columns, row, call)
+        trial = _Trial(root, columns, row, call)
+        whole = trial.run(None)
         shown = whole.shown(width, t)
     except Exception as error:
         raise Refused(f"{type(root).__name__} cannot be tried alone ({short(error)})") from error
     reason = ""
-    outputs = {name: len(whole.weights[name]) for name in columns}
+    outputs = {name: module.get_parameter("weight").shape[0] for name, module in trial.linears.items()}
     for way in islice(ways(root, outputs, shown, t), MOST):
         try:
-            return _tried(whole, way, width, t)
+            return _tried(trial, whole, way, width, t)
         except Refused as refused:
             reason = reason or str(refused)
         except Exception as error:
@@ -83,122 +82,80 @@ def short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A plain linear with these parameters, which it shares."""
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta", dtype=weight.dtype)
+    made.weight = nn.Parameter(weight)
+    if bias is not None:
+        made.bias = nn.Parameter(bias)
+    return made
+
+
+class _Trial:
+    """A copy of root with random values, plain linears in the place of the columns, and the row only as a shape."""
+
+    def __init__(self, root: nn.Module, columns: Sequence[str], row: str, call: tuple[tuple, dict]) -> None:
+        self.row, self.call, self.linears, values = row, Call(call), {}, Values(1)
+        instead: dict[nn.Module, nn.Module] = {}
+        for name in (*columns, row):
+            linear = linear_of(root.get_submodule(name))
+            assert linear is not None
+            (k, n), like = sizes_of(linear), linear.weight
+            if name == row:
+                made = nn.Linear(k, n, linear.bias is not None, device="meta", dtype=torch.float64)
+            else:
+                bias = None if linear.bias is None else values.normal((n,), like)
+                made = self.linears[name] = _linear(values.normal((n, k), like) * k**-0.5, bias)
+            instead[root.get_submodule(name)] = made
+        self.module = with_random_values(root, instead)
+
+    def run(self, way: Way | None, rank: int = 0, t: int = 1) -> "_Run":
+        """The run of one rank in this way, or of one process."""
+        instead: dict[nn.Module, nn.Module] = {}
+        for name, linear in self.linears.items():
+            rows = [slice(None)] if way is None else way.cuts[name].rows(rank, t)
+            weight, bias = (_rows(x, rows) for x in (linear.weight, linear.bias))
+            instead[linear] = _linear(weight, bias)
+        return _Run(self, copy_of(self.module, instead), way, (rank, t))
+
+
+def _rows(x: Tensor | None, rows: Sequence[slice]) -> Tensor | None:
+    """Some rows of a parameter; a copy, which is what a try of a large model costs, only where they are several."""
+    if x is None or len(rows) == 1:
+        return None if x is None else x.detach()[rows[0]]
+    return torch.cat([x.detach()[part] for part in rows])
+
+
 class _Run:
-    """One run of a copy of root up to the row: its input there, and where gradients can be asked for.
+    """One run of a copy up to the row: its input there, and where gradients can be asked for."""
 
-    whole, way, at: None, or the run of all ranks whose values this rank's run shares, and (rank, t).
-    """
-
-    def __init__(
-        self, root: nn.Module, columns: Sequence[str], row: str, call: tuple[tuple, dict],
-        whole: "_Run | None" = None, way: Way | None = None, at: tuple[int, int] = (0, 1),
-    ) -> None:  # fmt: skip
-        self.root, self.columns, self.row, self.call = root, columns, row, call
-        linear = root.get_submodule(columns[0])
-        device = next(linear.parameters()).device
-        self.device = torch.device("cpu") if device.type == "meta" else device
-        self.generator = torch.Generator().manual_seed(0)
-        self.weights: dict[str, Tensor] = {} if whole is None else whole.weights
-        self.values: dict[str, Tensor] = {} if whole is None else whole.values
-        self.parameters: dict[str, nn.Parameter] = {}
-        self.parts: list[tuple[nn.Module, str, Tensor]] = []
-        module = self._copy(way, at)
+    def __init__(self, trial: _Trial, module: nn.Module, way: Way | None, at: tuple[int, int]) -> None:
+        self.columns, self.row = list(trial.linears), trial.row
+        linears = {id(p) for name in (*self.columns, self.row) for p in module.get_submodule(name).parameters()}
+        named = module.named_parameters(remove_duplicate=False)
+        self.parameters = {key: p for key, p in named if id(p) not in linears and p.is_floating_point()}
         self.integers: dict[str, dict[str, int]] = {}
+        self.entered: tuple[str, str] | None = None
+        self.before: dict[str, Tensor] = {}  # what enters the columns
+        self.entering: dict[str, Tensor] = {}  # the same, cut from the graph above
+        self.narrowed, self.t = None if way is None else way.narrowed, at[1]
+        held: list[tuple[nn.Module, str, Tensor]] = []
         if way is None:
-            _watch_integers(module, (*columns, row), self.integers)
+            _watch_integers(module, (*self.columns, self.row), self.integers)
         else:
             for holder, changes in way.attributes.items():
                 for name, value in changes.items():
                     setattr(module.get_submodule(holder), name, value)
-        self.narrowed, self.t = None if way is None else way.narrowed, at[1]
-        self.entered: tuple[str, str] | None = None
-        args, kwargs = self._arguments(None if whole is None else whole.arguments)
-        self.inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
-        self.before: dict[str, Tensor] = {}  # what enters the columns
-        self.entering: dict[str, Tensor] = {}  # the same, cut from the graph above
+            for holder, parts in way.parts.items():
+                part = module.get_submodule(holder)
+                for name, dim in parts.items():
+                    held.append((part, name, getattr(part, name)))
+                    delattr(part, name)
+                    setattr(part, name, own_slice(held[-1][2], dim, *at))
+        (args, kwargs), self.inputs = trial.call.fresh()
         self.arriving = self._run(module, args, kwargs)
-        for holder, name, held in self.parts:  # what a checkpoint recomputes would see all of it
-            setattr(holder, name, held)
-
-    def _random(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Random values: norms and scales around one, biases around zero, others such that a linear keeps the scale."""
-        if len(shape) < 2 and not name.endswith("bias"):
-            return (torch.rand(tuple(shape), generator=self.generator, dtype=torch.float64) + 0.5).to(self.device)
-        return self._normal(shape) * (shape[-1] ** -0.5 if len(shape) > 1 else 1.0)
-
-    def _normal(self, shape: Sequence[int]) -> Tensor:
-        """Random values of both signs, so that activations are not in their linear part alone."""
-        return torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64).to(self.device)
-
-    def _real(self, x: Tensor) -> Tensor:
-        """A tensor's values, in float64 if it holds floats. On meta it gets random ones, or true."""
-        if x.is_meta:
-            return self._random("", x.shape) if x.is_floating_point() else torch.ones_like(x, device=self.device)
-        x = x.detach().to(self.device)
-        return x.to(torch.float64) if x.is_floating_point() else x
-
-    def _copy(self, way: Way | None, at: tuple[int, int]) -> nn.Module:
-        """root in float64, with plain linears in the place of the columns, and the row only as a shape."""
-        memo: dict[int, Any] = {id(m.config): m.config for m in self.root.modules() if hasattr(m, "config")}
-        for name in (*self.columns, self.row):
-            adapted = self.root.get_submodule(name)
-            linear = linear_of(adapted)
-            assert linear is not None
-            k, n = sizes_of(linear)
-            if name == self.row:
-                memo[id(adapted)] = nn.Linear(k, n, linear.bias is not None, device="meta", dtype=torch.float64)
-                continue
-            if name not in self.weights:
-                self.weights[name] = self._random(name, (n, k))
-                if linear.bias is not None:
-                    self.values[f"{name}.bias"] = self._normal((n,))
-            rows = [slice(None)] if way is None else way.cuts[name].rows(*at)
-            parts = [self.weights[name][part] for part in rows]
-            weight = parts[0] if len(parts) == 1 else torch.cat(parts)  # a copy is what a try of a large model costs
-            plain = nn.Linear(k, len(weight), linear.bias is not None, device="meta", dtype=torch.float64)
-            plain.weight = nn.Parameter(weight)
-            if linear.bias is not None:
-                plain.bias = nn.Parameter(torch.cat([self.values[f"{name}.bias"][part] for part in rows]))
-            memo[id(adapted)] = plain
-        module = copy.deepcopy(self.root, memo).eval()
-        done = {id(part) for name in (*self.columns, self.row) for part in module.get_submodule(name).parameters()}
-        for holder_name, holder in module.named_modules():
-            for name, value in [*holder.named_parameters(recurse=False), *holder.named_buffers(recurse=False)]:
-                if id(value) not in done:
-                    key = join(holder_name, name)
-                    parameter = isinstance(value, nn.Parameter)
-                    if key not in self.values:
-                        random = value.is_floating_point() and (parameter or value.is_meta)
-                        self.values[key] = self._random(name, value.shape) if random else self._real(value)
-                    held = self.values[key].clone()
-                    if parameter and held.is_floating_point():
-                        held = self.parameters[key] = nn.Parameter(held)
-                    dim = None if way is None else way.parts.get(holder_name, {}).get(name)
-                    if dim is not None:
-                        self.parts.append((holder, name, held))
-                        delattr(holder, name)
-                        held = own_slice(held, dim, *at)
-                    setattr(holder, name, held)
-        return module
-
-    def _arguments(self, given: Any) -> Any:
-        """The call's arguments in float64: random where they need gradients."""
-        values = given
-
-        def changed(x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            return self._normal(x.shape) if x.requires_grad else self._real(x)
-
-        self.arguments = tree_map(changed, self.call) if values is None else values
-        grads = [isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(self.call)]
-        flags = iter(grads)
-
-        def fresh(x: Any) -> Any:
-            flag = next(flags)
-            return x.clone().requires_grad_(flag) if isinstance(x, Tensor) else x
-
-        return tree_map(fresh, self.arguments)
+        for part, name, whole in held:  # what a checkpoint recomputes would see all of it
+            setattr(part, name, whole)
 
     def _run(self, module: nn.Module, args: tuple, kwargs: dict) -> Tensor:
         arrived: list[Tensor] = []
@@ -240,7 +197,7 @@ class _Run:
                 module(*args, **kwargs)
         except _Arrived:
             return arrived[0]
-        raise Refused(f"{type(self.root).__name__} does not come to {self.row} when it runs alone")
+        raise Refused(f"{type(module).__name__} does not come to {self.row} when it runs alone")
 
     def shown(self, width: int, t: int) -> Shown:
         """What guesses are made from."""
@@ -286,19 +243,10 @@ def _watch_integers(module: nn.Module, linears: Sequence[str], seen: dict[str, d
             part.__class__ = type(own.__name__, (own,), {"__getattribute__": note, "__module__": own.__module__})
 
 
-def differ(found: Tensor | None, expected: Tensor | None, noise: float = 0.0) -> bool:
-    if found is None or expected is None:
-        some = expected if found is None else found
-        return some is not None and bool(some.abs().max() > noise)
-    if found.shape != expected.shape:
-        return True
-    return not bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max() + noise)
-
-
-def _tried(whole: _Run, way: Way, width: int, t: int) -> Way:
+def _tried(trial: _Trial, whole: _Run, way: Way, width: int, t: int) -> Way:
     """The way, with the modules whose gradients have to be summed. Raises Refused if it is not right."""
-    z, name = whole.arriving, type(whole.root).__name__
-    direction = torch.randn(z.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(z)
+    z, name = whole.arriving, type(trial.module).__name__
+    direction = random_like(z, 1)
     entering, others = whole.gradients(direction)
     summed_in: dict[str, Tensor] = {}
     summed: dict[str, Tensor] = {}
@@ -306,8 +254,8 @@ def _tried(whole: _Run, way: Way, width: int, t: int) -> Way:
     size = -(-width // t)
     for rank in range(t):
         part = slice(rank * size, min((rank + 1) * size, width))
-        run = _Run(whole.root, whole.columns, whole.row, whole.call, whole, way, (rank, t))
-        if differ(run.arriving, z[..., part]):
+        run = trial.run(way, rank, t)
+        if departs(run.arriving, z[..., part]):
             raise Refused(
                 f"with one rank's features of {t}, {name} does not compute that rank's part of what {whole.row} gets"
             )
@@ -316,17 +264,17 @@ def _tried(whole: _Run, way: Way, width: int, t: int) -> Way:
             if gradient is not None:
                 summed_in[key] = summed_in.get(key, 0) + gradient
         for key, gradient in own.items():
-            equal[key] &= not differ(gradient, others[key])
+            equal[key] &= not departs(gradient, others[key])
             if gradient is not None:
                 summed[key] = summed.get(key, 0) + gradient
     for key, gradient in entering.items():
-        if differ(summed_in.get(key), gradient):
+        if departs(summed_in.get(key), gradient):
             raise Refused(f"the ranks' gradients of what enters {key} do not add up to the whole one")
     summed_over: list[str] = []
     above = whole.above()
-    noise = NOISE * max(float(gradient.abs().max()) for gradient in entering.values() if gradient is not None)
+    noise = NOISE * max(largest(gradient) for gradient in entering.values() if gradient is not None)
     for key in (key for key, same in equal.items() if not same):
-        if differ(summed.get(key), others[key], noise):
+        if departs(summed.get(key), others[key], noise):
             raise Refused(f"the ranks' gradients of {key} in {name} do not add up to the whole one")
         if key not in whole.parameters or key in above:
             raise Refused(f"{key} of {name} reaches {whole.row} also around {', '.join(whole.columns)}")

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 from tpformer.distributed.dtensor import full_tensor, is_dtensor
 from tpformer.layers import ColumnParallelLinear, ParallelModule, RowParallelLinear, TensorParallel
-
-from .one_process import (
+from tpformer.parallel.judge import (
     Arguments,
     OneProcess,
+    allowed,
     forward,
+    from_ranks,
+    is_floating,
     largest,
     largest_difference,
     leaves,
@@ -32,9 +34,7 @@ from .one_process import (
     varied,
 )
 
-MULTIPLE = 6  # how many times as far as noise moves it a tensor may be from one process
 LOOSE = 0.25  # a tensor that may differ by this part of its largest value cannot be judged
-T = TypeVar("T")
 
 
 class Compared(NamedTuple):
@@ -174,7 +174,7 @@ def _check_values(model: nn.Module, example: Any) -> None:
         if is_dtensor(x):
             raise ValueError(f"{name} is a DTensor: give verify the whole model, and let `parallel` make it parallel")
     sums = {name: str(x.detach().to(torch.promote_types(x.dtype, torch.float64)).sum()) for name, x in named.items()}
-    for rank, theirs in enumerate(_from_ranks(sums)):
+    for rank, theirs in enumerate(from_ranks(sums)):
         for name in sums:
             if theirs.get(name) != sums[name]:
                 raise ValueError(
@@ -185,15 +185,6 @@ def _check_values(model: nn.Module, example: Any) -> None:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _from_ranks(value: T) -> list[T]:
-    """Every rank's small object. Collective."""
-    values = [value]
-    if dist.is_initialized():
-        values *= dist.get_world_size()
-        dist.all_gather_object(values, value)
-    return values
 
 
 def _takes_part(module: nn.Module) -> bool:
@@ -224,11 +215,10 @@ class _Findings:
         if expected[part].shape != actual.shape:
             note = f"has the shape {tuple(actual.shape)}, and {tuple(expected[part].shape)} in one process"
             return Compared(what, math.inf, 0.0, 0.0, _rank(), note)
-        size, rounding = largest(expected), 0.0
-        if expected.is_floating_point() or expected.is_complex():
-            rounding = max(self.one.eps, torch.finfo(actual.dtype).eps) * size
-        allowed = MULTIPLE * (self.one.moved.get(what, 0.0) + rounding)
-        return Compared(what, largest_difference(actual, expected[part]), allowed, size, _rank())
+        size, floats = largest(expected), is_floating(expected)
+        eps = max(self.one.eps, torch.finfo(actual.dtype).eps) if floats else 0.0
+        limit = allowed(size, eps, self.one.moved.get(what, 0.0))
+        return Compared(what, largest_difference(actual, expected[part]), limit, size, _rank())
 
     def compare_parameters(self) -> None:
         """Names, shapes and values have to be the same, and what is tied has to stay tied."""
@@ -289,7 +279,7 @@ class _Findings:
         named = {**arguments.tensors, **{name: self.parameters.get(name) for name, _ in self.whole.named_parameters()}}
         missing = {
             name
-            for each in _from_ranks([n for n, x in named.items() if x is not None and x.grad is None])
+            for each in from_ranks([n for n, x in named.items() if x is not None and x.grad is None])
             for name in each
         }
         for name, x in named.items():
@@ -303,7 +293,7 @@ class _Findings:
 
     def report(self) -> Report:
         """All ranks' findings, the worst of each tensor. Collective."""
-        everyone = _from_ranks((self.found, self.skipped))
+        everyone = from_ranks((self.found, self.skipped))
         skipped = {what: None for _, names in everyone for what in names}
         worst: dict[str, Compared] = {}
         for found, _ in everyone:

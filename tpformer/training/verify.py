@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from tpformer.config import DataSection, RunConfig
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.distributed.mesh import close_mesh
 from tpformer.models import GPT
-from tpformer.parallel import Layout, exchange_named
+from tpformer.parallel import Layout, exchange_named, judge
 
 from .deciding import decides
 from .model import ModelParts
@@ -41,7 +41,6 @@ STEPS, BOUND = 2, 1e-9
 ITEM_BYTES = 8  # of a number in float64
 PROCESS_BYTES = 250 * 2**20  # an interpreter with torch, without the memory that ranks share
 RANDOM = "random tokens"
-T = TypeVar("T")
 
 
 class Difference(NamedTuple):
@@ -244,16 +243,9 @@ def largest_difference(run: Run, one: Run | None, *, gradients: bool = False) ->
             actual, value = held.grad if gradients else held, math.inf
             if actual is not None:
                 actual = full_tensor(actual.detach().to(run.device))
-                value = float(((actual - expected).abs() / expected.abs().clamp(min=lr)).max())
-            worst = max(worst, Difference(value if math.isfinite(value) else math.inf, name))
-    return max(_from_ranks(worst))
-
-
-def _from_ranks(value: T) -> list[T]:
-    """Every rank's small object. Collective."""
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+                value = judge.largest_difference(actual, expected, floor=lr)
+            worst = max(worst, Difference(value, name))
+    return max(judge.from_ranks(worst))
 
 
 def verify(config: RunConfig) -> Verified:
@@ -282,7 +274,7 @@ def verify(config: RunConfig) -> Verified:
     for step in range(1, STEPS + 1):
         results = [(float(result.loss), float(result.norm)) for result in (each.train(step) for each in runs)]
         expected_loss, expected_norm = results[-1]
-        everywhere = _from_ranks(results[0])
+        everywhere = judge.from_ranks(results[0])
         losses.append(max(((loss, expected_loss) for loss, _ in everywhere), key=relative))
         norms.append(max(((norm, expected_norm) for _, norm in everywhere), key=relative))
     parameters = largest_difference(run, one)

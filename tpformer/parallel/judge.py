@@ -1,7 +1,8 @@
-"""What a model computes from an example in one process, and how far rounding moves each of its tensors.
+"""The experiment under every proof that something parallel computes what one process computes.
 
-Belongs here: running a module once, forward and backward, while somebody watches its tensors; the tensors within
-arguments and outputs; noise. Nothing that is parallel.
+Belongs here: copies whose values hide nothing, a run forward and backward that somebody watches, and the one rule of
+how far a tensor may be from that of one process. Nothing that is parallel: who runs what as which rank is up to those
+who ask. They are `verify`, the trials of parallelize, and `tpformer verify`.
 """
 
 from __future__ import annotations
@@ -10,17 +11,25 @@ import copy
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from tpformer.torch_private import WRAPPERS, TorchDispatchMode
+from tpformer.torch_private import WRAPPERS, TorchDispatchMode, tree_leaves, tree_map
 
 SEED = 15
 DRAWS = 5
+MULTIPLE = 6  # how many times as far as rounding moves it a tensor may be from one process
+UNMEASURED = (
+    13  # roundings of its largest value by which rounding moves a tensor, where no run with noise measured that
+)
+FLOAT32 = torch.finfo(torch.float32).eps  # models compute norms and positions in float32 whatever their dtype is
+T = TypeVar("T")
 Seen = Callable[[str, Tensor, str], None]  # (what the tensor is, the tensor, the name of the module that made it)
 
 
@@ -235,13 +244,143 @@ def random_like(x: Tensor, seed: int) -> Tensor:
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype).to(x.device)
 
 
-def largest_difference(actual: Tensor, expected: Tensor) -> float:
-    """The largest |actual - expected|, 0 where both are the same infinity, and infinite where one is not a number."""
+# values that hide nothing
+
+
+class Values:
+    """Random values, in float64, equal wherever they are drawn in the same order. What is on meta gets some, too."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Of both signs, so that activations are not in their linear part alone; on the device of `like`."""
+        drawn = torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64)
+        return drawn.to("cpu" if like.is_meta else like.device)
+
+    def parameter(self, name: str, like: Tensor) -> Tensor:
+        """Norms and scales around one, biases around zero, others such that a linear keeps the scale."""
+        shape = tuple(like.shape)
+        if len(shape) < 2 and not name.endswith("bias"):
+            drawn = torch.rand(shape, generator=self.generator, dtype=torch.float64) + 0.5
+            return drawn.to("cpu" if like.is_meta else like.device)
+        return self.normal(shape, like) * (shape[-1] ** -0.5 if len(shape) > 1 else 1.0)
+
+    def real(self, x: Tensor) -> Tensor:
+        """A copy of a tensor's own values, in float64 if it holds floats. On meta it gets random ones, or true."""
+        if x.is_meta:
+            return self.parameter("", x) if x.is_floating_point() else torch.ones_like(x, device="cpu")
+        return x.detach().to(torch.float64 if x.is_floating_point() else x.dtype, copy=True)
+
+
+def copy_of(module: nn.Module, instead: Mapping[nn.Module, nn.Module] = MappingProxyType({})) -> nn.Module:
+    """A copy that shares the configurations of transformers, which are large. instead: what stands for some modules."""
+    configs: dict[int, Any] = {id(m.config): m.config for m in module.modules() if hasattr(m, "config")}
+    return copy.deepcopy(module, configs | {id(old): new for old, new in instead.items()})
+
+
+@torch.no_grad()
+def with_random_values(module: nn.Module, instead: Mapping[nn.Module, nn.Module] = MappingProxyType({})) -> nn.Module:
+    """A copy in float64, in evaluation mode, whose parameters are random, so that no zero or one hides anything.
+
+    instead: what stands in the copy for some modules, with the values that it has.
+    """
+    made, values = copy_of(module, instead).eval(), Values()
+    done: dict[int, Tensor] = {id(x): x for new in instead.values() for x in new.parameters()}
+    for part in made.modules():
+        for name, x in part.named_buffers(recurse=False):
+            setattr(part, name, values.real(x))
+        for name, x in part.named_parameters(recurse=False):
+            if id(x) not in done:  # one that is tied stays tied
+                floats = x.is_floating_point()
+                held = values.parameter(name, x) if floats else values.real(x)
+                done[id(x)] = nn.Parameter(held, requires_grad=floats)
+            setattr(part, name, done[id(x)])
+    return made
+
+
+class Call:
+    """The arguments of one recorded call, in float64: random where they need gradients, else with their own values."""
+
+    def __init__(self, call: tuple[tuple, dict], seed: int = 1) -> None:
+        values = Values(seed)
+        self.asked = [isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(call)]
+
+        def real(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return values.normal(x.shape, x) if x.requires_grad else values.real(x)
+
+        self.values = tree_map(real, call)
+
+    def fresh(self) -> tuple[Any, list[Tensor]]:
+        """(args, kwargs) for one run, and the leaves of autograd's graph among them."""
+        asked, leaves = iter(self.asked), []
+
+        def copied(x: Any) -> Any:
+            wanted = next(asked)
+            if not isinstance(x, Tensor):
+                return x
+            leaves.extend([x.clone().requires_grad_()] if wanted else [])
+            return leaves[-1].clone() if wanted else x.clone()  # a leaf itself must not be written in place
+
+        return tree_map(copied, self.values), leaves
+
+
+# the rule
+
+
+def allowed(size: float, eps: float, moved: float | None = None) -> float:
+    """How far a tensor whose largest value is `size` may be from one process.
+
+    MULTIPLE times as far as rounding moves it, plus MULTIPLE roundings of its largest value. A right layout adds the
+    same terms in another order, which rounds them otherwise; a fault misses, repeats or exchanges whole terms.
+    eps:    of the coarsest dtype in which anything is computed.
+    moved:  how far noise of eps moved the tensor. None: not measured. It is taken to be UNMEASURED roundings, and the
+            whole to be no more than half of the digits, which counts for dtypes of few.
+    """
+    if moved is not None:
+        return MULTIPLE * (moved + eps * size)
+    return min(MULTIPLE * (UNMEASURED + 1) * eps, eps**0.5) * size
+
+
+def departs(found: Tensor | None, expected: Tensor | None, rounding: float = 0.0) -> bool:
+    """Whether a tensor is not that of one process, where noise was not measured. None is a gradient of zero.
+
+    rounding: what is left of values that are zero, such as gradients of keys' biases.
+    """
+    if found is None or expected is None:
+        some = expected if found is None else found
+        return some is not None and not largest_difference(some, torch.zeros_like(some)) <= rounding
+    if found.shape != expected.shape:
+        return True
+    limit = allowed(largest(expected), max(FLOAT32, torch.finfo(expected.dtype).eps))
+    return not largest_difference(found, expected) <= limit + rounding
+
+
+def same_values(found: Any, expected: Any) -> bool:
+    """Whether tensors or numbers are equal, to the bit. Other objects are not compared, nor is what is on meta."""
+    if isinstance(found, Tensor) and isinstance(expected, Tensor):
+        if found.is_meta:
+            return True
+        found = found.detach()
+        equal = found.shape == expected.shape and ((found == expected) | ((found != found) & (expected != expected)))
+        return bool(torch.as_tensor(equal).all())
+    return not isinstance(found, int | float | str) or found == expected
+
+
+def largest_difference(actual: Tensor, expected: Tensor, floor: float | None = None) -> float:
+    """The largest |actual - expected|, 0 where both are the same infinity, and infinite where one is not a number.
+
+    floor: each is then divided by |expected|, or by `floor` if that is larger.
+    """
     if not actual.numel():
         return 0.0
     wide = torch.promote_types(torch.promote_types(actual.dtype, expected.dtype), torch.float64)
     actual, expected = actual.detach().to(wide), expected.detach().to(wide)
     difference = torch.where(actual == expected, 0.0, (actual - expected).abs())
+    if floor is not None:
+        difference = difference / expected.abs().clamp(min=floor)
     return float(difference.nan_to_num(math.inf, posinf=math.inf).max())
 
 
@@ -249,3 +388,12 @@ def largest(x: Tensor) -> float:
     """The largest finite absolute value."""
     values = x.detach().to(torch.promote_types(x.dtype, torch.float64)).abs()
     return float(values.nan_to_num(0.0, posinf=0.0).max()) if x.numel() else 0.0
+
+
+def from_ranks(value: T) -> list[T]:
+    """Every rank's small object. Collective."""
+    values = [value]
+    if dist.is_initialized():
+        values *= dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
