@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .regions import Recording, is_adapted, join, linear_of, linears, matches, pattern_of, sizes_of
+from .kinds import matches
+from .regions import Recording, linear_of, sizes_of
 
 COLUMNS, ROWS, SUMMED = ("colwise", "packed_colwise"), ("rowwise",), ("replicated_with_grad_allreduce",)
 GATHERED, SPLIT = ("colwise_gather_output", "colwise_rep"), ("rowwise_split_input", "rowwise_rep")
@@ -27,7 +28,7 @@ def transformers_plan(model: nn.Module) -> dict[str, str]:
     """The plan that a transformers model brings, with names from `model`; empty for other models."""
     for name, module in model.named_modules():
         if isinstance(getattr(type(module), "tp_plan", None), property):
-            return {join(name, pattern): style for pattern, style in (module.tp_plan or {}).items()}
+            return {f"{name}.{pattern}".lstrip("."): style for pattern, style in (module.tp_plan or {}).items()}
     return {}
 
 
@@ -36,14 +37,13 @@ class Alone:
 
     def __init__(self, model: nn.Module, recording: Recording, t: int, style: Callable[[str], str]) -> None:
         self.model, self.recording, self.t = model, recording, t
-        adapted = tuple(f"{name}." for name, module in model.named_modules() if is_adapted(module)) or "\n"
+        adapted = recording.adapted or "\n"
         whole = {name: module for name, module in model.named_modules() if style(name) == "replicate"}
         self.named = {name: module for name, module in whole.items() if not name.startswith(adapted)}
         self.tied: dict[int, list[str]] = defaultdict(list)
         self.sizes: dict[str, int] = defaultdict(int)
         for name, module in model.named_modules():
-            pattern = pattern_of(name, model) if name else ""
-            self.sizes[pattern] += sum(p.numel() for p in module.parameters(recurse=False))
+            self.sizes[recording.patterns[name]] += sum(p.numel() for p in module.parameters(recurse=False))
             if isinstance(getattr(module, "weight", None), nn.Parameter) and not name.startswith(adapted):
                 self.tied[id(module.weight)].append(name)
         self.given = transformers_plan(model)
@@ -78,10 +78,10 @@ class Alone:
     def is_large(self, name: str) -> bool:
         """Whether dividing it is worth the communication of its results."""
         total = sum(parameter.numel() for parameter in self.model.parameters())
-        return bool(name) and self.sizes[pattern_of(name, self.model)] >= LARGE * total
+        return bool(name) and self.sizes[self.recording.patterns[name]] >= LARGE * total
 
     def _is_table(self, name: str, module: nn.Module) -> bool:
-        return isinstance(module, nn.Embedding) or (linear_of(module) is not None and name in self.recording.sources)
+        return isinstance(module, nn.Embedding) or (name in self.recording.linears and name in self.recording.sources)
 
     def _tied(self, names: list[str], wanted: dict[str, str]) -> Iterator[tuple[str, str, str | None]]:
         """All that have one weight, or none."""
@@ -151,9 +151,11 @@ def why_not(module: nn.Module, style: str, t: int) -> str | None:
     return None if size > (t - 1) * -(-size // t) else f"{t} ranks cannot share {size} features or rows"
 
 
-def reasons_of_the_rest(model: nn.Module, style: Callable[[str], str]) -> Iterator[tuple[str, str]]:
+def reasons_of_the_rest(
+    model: nn.Module, recording: Recording, style: Callable[[str], str]
+) -> Iterator[tuple[str, str]]:
     """(name, reason) for every module with matrices of its own that is not divided, and is no linear."""
-    listed = {part for name in linears(model) for part in model.get_submodule(name).modules()}
+    listed = {part for name in recording.linears for part in model.get_submodule(name).modules()}
     for name, module in model.named_modules():
         large = any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
         if not large or module in listed or style(name) != "replicate":

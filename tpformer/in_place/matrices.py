@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from tpformer.distributed.dtensor import is_dtensor
 from tpformer.layers import TensorParallel
@@ -24,8 +26,11 @@ from tpformer.ops.uncompiled import uncompiled
 from tpformer.parallel.judge import Call, copy_of, departs, random_like, with_random_values
 from tpformer.torch_private import tree_leaves, tree_map
 
+from .alone import OUTSIDE, WHOLE
+from .kinds import kind_of
 from .linears import class_of, lay_out, reduced
 from .measured import settings
+from .regions import Recording
 from .trial import Refused, short
 
 MOST = 256  # divisions that are tried
@@ -120,6 +125,56 @@ def divisions(module: nn.Module, call: Any, t: int) -> Iterator[Division]:
     experts = experts_of(module, call)
     if experts > (t - 1) * -(-experts // t):
         yield Division(dict.fromkeys(own, 0), experts=experts)
+
+
+def find_divisions(
+    model: nn.Module, recording: Recording, wanted: Sequence[str], style: Callable[[str], str], t: int
+) -> tuple[dict[str, Division], dict[str, str]]:
+    """({name: how it is divided}, {pattern: why not}) of modules that multiply with parameters of their own.
+
+    All of one pattern are divided, or none is. style: that of a module by its name, as planned before.
+    """
+    rows: dict[str, list[str]] = defaultdict(list)
+    for name in wanted:
+        rows[recording.patterns[name]].append(name)
+    tried: dict[Any, Division] = {}
+    made: dict[str, Division] = {}
+    kept: dict[str, str] = {}
+    for pattern, names in rows.items():
+        found: dict[str, Division] = {}
+        try:
+            for name in names:
+                module = model.get_submodule(name)
+                _check_alone(name, module, style, recording)
+                key = kind_of(module, recording.calls[name])
+                if key not in tried:
+                    tried[key] = find_division(module, recording.calls[name], t)
+                found[name] = tried[key]
+        except Refused as refused:
+            kept[pattern] = str(refused)
+        else:
+            made |= found
+    return made, kept
+
+
+def has_several(module: nn.Module) -> bool:
+    """Whether a module multiplies with several parameters of its own."""
+    several = sum(p.ndim > 1 for p in module.parameters(recurse=False)) > 1
+    return several and not isinstance(module, ParametrizationList)  # what makes a parameter, of tensors of one shape
+
+
+def _check_alone(name: str, module: nn.Module, style: Callable[[str], str], recording: Recording) -> None:
+    """Refused where something else than the module's own forward depends on its parameters."""
+    if name not in recording.calls:
+        raise Refused(f"a {type(module).__name__} is not an nn.Linear itself, and did not run in the example")
+    parts = [part for part, _ in module.named_modules(prefix=name)]
+    if any(part in recording.outside for part in parts):
+        raise Refused(OUTSIDE)
+    inside = next((part for part in parts if style(part) != WHOLE[0]), None)
+    if inside is not None:
+        raise Refused(f"a {type(module).__name__} is not an nn.Linear itself, and {inside} in it is divided")
+    if any(id(p) in recording.tied for p in module.parameters()):
+        raise Refused("it is tied to another module")
 
 
 def find_division(module: nn.Module, call: tuple[tuple, dict], t: int) -> Division:

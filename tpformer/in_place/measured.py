@@ -23,16 +23,19 @@ DEPTH = 3  # of containers and objects within what a module holds
 
 
 @contextmanager
-def as_measured(model: nn.Module) -> Iterator[None]:
+def as_measured(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Within, the model is in evaluation mode, keeps no cache, and all its parameters require gradients; afterwards it
-    is as it was."""
+    is as it was. Gives what stands for what is on meta, by name: all ones, in the memory of a single one."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    ones = {name: torch.ones((), dtype=x.dtype, device="cpu").expand(x.shape) for name, x in named if x.is_meta}
+    given = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in ones.items()}
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     with unchanged(model), settings(model), torch.enable_grad():
         model.eval()
         for parameter in frozen:
             parameter.requires_grad_(True)
         try:
-            yield
+            yield given
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(False)
@@ -41,7 +44,7 @@ def as_measured(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def settings(model: nn.Module) -> Iterator[None]:
     """Within, experts of transformers' models run one after another, because torch multiplies no groups of float64
-    matrices, and none without strides, as stand_ins are. No caches are made, which a trial would find filled."""
+    matrices, and none without strides, as stand-ins are. No caches are made, which a trial would find filled."""
     configs = {id(each): each for each in (getattr(module, "config", None) for module in model.modules())}
     before = [
         (each, name, getattr(each, name)) for each in configs.values() for name in SETTINGS if hasattr(each, name)
@@ -131,3 +134,10 @@ def _of_tensor(x: Tensor) -> Callable[[], None]:
             memory.data.copy_(values)
 
     return undo
+
+
+def check_shapes(model: nn.Module) -> None:
+    """ValueError for a parameter of a lazy module that has not run."""
+    lazy = next((name for name, x in model.named_parameters() if nn.parameter.is_lazy(x)), None)
+    if lazy is not None:
+        raise ValueError(f"{lazy} has no shape yet: call the model once before it is planned")

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .regions import Region, join
 from .ways import Way, own_slice
 
 
@@ -24,11 +23,10 @@ class Narrowed:
         self.given: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of(cls, region: Region, way: Way, t: int) -> Iterator[Narrowed]:
-        """The one of a region, if it has one."""
+    def of(cls, way: Way, t: int) -> Iterator[Narrowed]:
+        """The one of a region, if it has one. way: with names relative to the model."""
         if way.narrowed is not None:
-            module, argument = way.narrowed
-            yield cls(join(region.root, module), argument, [join(region.root, name) for name in region.columns], t)
+            yield cls(*way.narrowed, list(way.cuts), t)
 
     def attach(self, model: nn.Module) -> list[RemovableHandle]:
         """Register its hooks."""

@@ -6,18 +6,12 @@ checked against what was measured.
 
 from __future__ import annotations
 
-import zlib
-from collections import defaultdict
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import ParametrizationList
-
-from tpformer.torch_private import tree_leaves
 
 from .alone import (
     COLUMNS,
@@ -33,23 +27,13 @@ from .alone import (
     reasons_of_the_rest,
     why_not,
 )
-from .matrices import Division, find_division
-from .measured import unchanged
-from .regions import (
-    Recording,
-    Region,
-    find_region,
-    join,
-    linears,
-    matches,
-    pattern_of,
-    record,
-)
-from .rehearsal import Rehearsal
-from .trial import Refused, find_way
+from .kinds import identity, matches, patterns_of
+from .matrices import Division, find_divisions, has_several
+from .measured import check_shapes, unchanged
+from .regions import Recording, Region, record
+from .rehearsal import faults
+from .trial import find_ways
 from .ways import Way
-
-INDEX = ("layer_idx", "layer_id", "layer_number", "layer_index", "training")  # integers that change no computation
 
 
 class Plan(dict[str, str]):
@@ -103,6 +87,13 @@ class Plan(dict[str, str]):
         return "\n".join(lines + [f"  {pattern:{width}}  {reason}" for pattern, reason in self.kept.items()])
 
 
+def plan_of(model: nn.Module, plan: str | Mapping[str, str], t: int, example: Any) -> Plan:
+    """The plan that a user asks for: "auto", or entries."""
+    if not isinstance(plan, Mapping):
+        return auto_plan(model, t, example=example)
+    return check_plan(plan, model, t, example)
+
+
 @torch.enable_grad()
 def auto_plan(model: nn.Module, t: int, *, example: Any = None) -> Plan:
     """A plan for t ranks, found by measuring. The model is not changed, and nothing is communicated.
@@ -116,26 +107,33 @@ def auto_plan(model: nn.Module, t: int, *, example: Any = None) -> Plan:
     """
     check_shapes(model)
     with unchanged(model):
-        return _measured(model, t, example)
+        recording = record(model, example)
+        regions, kept = find_ways(model, recording, t)
+        ways = {row: way.within(region.root) for row, (region, way) in regions.items()}
+        wrong = faults(model, recording, ways, t)
+        right = {row: found for row, found in regions.items() if row not in wrong}
+        plan = Plan({}, t, kept, right, recording.model, outside=recording.outside)
+        for row, way in ways.items():
+            patterns = {recording.patterns[name]: style for name, style in way.styles(row).items()}
+            if row not in wrong:
+                plan |= patterns
+            else:
+                plan.kept |= {name: wrong[row] for name, style in patterns.items() if style not in SUMMED}
+        _add_alone(plan, model, recording)
+    plan.kept = {pattern: why for pattern, why in plan.kept.items() if pattern not in plan}
+    return plan
 
 
-def check_shapes(model: nn.Module) -> None:
-    """ValueError for a parameter of a lazy module that has not run."""
-    lazy = next((name for name, x in model.named_parameters() if is_lazy(x)), None)
-    if lazy is not None:
-        raise ValueError(f"{lazy} has no shape yet: call the model once before it is planned")
-
-
-def _measured(model: nn.Module, t: int, example: Any) -> Plan:
-    recording = record(model, example)
-    patterns = {name: pattern_of(name, model) for name in linears(model)}
-    plan = Plan({}, t, {}, {}, identity(model), outside=recording.outside)
-    _add_regions(plan, model, recording, patterns)
-    _rehearse(plan, model, example)
-    alone = Alone(model, recording, t, plan.style)
-    _add_matrices(plan, model, recording, alone)
+def _add_alone(plan: Plan, model: nn.Module, recording: Recording) -> None:
+    """What is cut each by itself, and why the rest is not."""
+    patterns = recording.patterns
+    alone = Alone(model, recording, plan.t, plan.style)
+    wanted = [name for name, module in alone.named.items() if has_several(module) and alone.is_large(name)]
+    plan.divisions, refused = find_divisions(model, recording, wanted, plan.style, plan.t)
+    plan |= {patterns[name]: EXPERTS[0] for name in plan.divisions}
+    plan.kept |= refused
     for name, style, reason in list(alone.found(tuple(plan.divisions))):
-        pattern = pattern_of(name, model)
+        pattern = patterns[name]
         if reason is None:
             plan[pattern] = style
             why = plan.kept.pop(pattern, None)
@@ -143,168 +141,8 @@ def _measured(model: nn.Module, t: int, example: Any) -> Plan:
                 plan.gathered[pattern] = why
         else:
             plan.kept[pattern] = reason
-    for name, reason in reasons_of_the_rest(model, plan.style):
-        plan.kept.setdefault(pattern_of(name, model) if name else "", reason)
-    return plan
-
-
-def _add_regions(plan: Plan, model: nn.Module, recording: Recording, patterns: Mapping[str, str]) -> None:
-    """Measure regions in the order of their rows. All rows of one pattern are cut, or none is."""
-    rows: dict[str, list[str]] = defaultdict(list)
-    for name in (*recording.sources, *patterns):
-        if name not in rows[patterns[name]]:
-            rows[patterns[name]].append(name)
-    tried: dict[Any, Way | str] = {}
-    taken: set[str] = set()
-    for pattern, names in rows.items():
-        found: dict[str, tuple[Region, Way]] = {}
-        for name in names:
-            known = None if name in recording.sources else _like(model, name, found)
-            region = find_region(model, name, recording) if known is None else known[0]
-            members = {name} if isinstance(region, str) else {name, *_columns(region)}
-            if isinstance(region, str) or members & taken:
-                reason = region if isinstance(region, str) else "the linear that feeds it is cut already"
-                plan.kept.setdefault(pattern, reason)
-                break
-            way = _tried(model, region, recording, plan.t, tried) if known is None else known[1]
-            if isinstance(way, str):
-                for member in members:
-                    plan.kept[patterns[member]] = way
-                break
-            found[name] = region, way
-        else:
-            for name, (region, way) in found.items():
-                taken |= {name, *_columns(region)}
-                plan.regions[name] = region, way
-                for member, style in styles_of(name, region, way).items():
-                    plan.kept.pop(patterns.get(member, member), None)
-                    plan[pattern_of(member, model)] = style
-
-
-def _like(model: nn.Module, row: str, found: Mapping[str, tuple[Region, Way]]) -> tuple[Region, Way] | None:
-    """The region of a linear that did not run, such as that of an expert without tokens, after one that did."""
-
-    def looks(root: nn.Module) -> Any:
-        return type(root), repr(root), _settings(root), [parameter.shape for parameter in root.parameters()]
-
-    for region, way in found.values():
-        root = row.removesuffix(f".{region.row}")
-        if root != row and looks(model.get_submodule(root)) == looks(model.get_submodule(region.root)):
-            return Region(root, region.columns, region.row), way
-    return None
-
-
-def _add_matrices(plan: Plan, model: nn.Module, recording: Recording, alone: Alone) -> None:
-    """Divide modules that multiply with parameters of their own. All of one pattern are divided, or none is."""
-    rows: dict[str, list[str]] = defaultdict(list)
-    for name, module in model.named_modules():
-        several = sum(p.ndim > 1 for p in module.parameters(recurse=False)) > 1
-        if isinstance(module, ParametrizationList):  # what makes a parameter, of tensors of one shape only
-            continue
-        if several and alone.is_large(name) and plan.style(name) == WHOLE[0]:
-            rows[pattern_of(name, model)].append(name)
-    tried: dict[Any, Division] = {}
-    for pattern, names in rows.items():
-        found: dict[str, Division] = {}
-        for name in names:
-            module = model.get_submodule(name)
-            try:
-                _check_alone(name, module, plan, recording)
-                call = recording.calls[name]
-                shapes = [getattr(x, "shape", x) for x in (*module.parameters(), *tree_leaves(call))]
-                key = (type(module), repr(module), *_settings(module), *shapes)
-                if key not in tried:
-                    tried[key] = find_division(module, call, plan.t)
-                found[name] = tried[key]
-            except Refused as refused:
-                plan.kept[pattern] = str(refused)
-                break
-        else:
-            plan[pattern] = EXPERTS[0]
-            plan.divisions |= found
-
-
-def _check_alone(name: str, module: nn.Module, plan: Plan, recording: Recording) -> None:
-    """Refused where something else than the module's own forward depends on its parameters."""
-    if name not in recording.calls:
-        raise Refused(f"a {type(module).__name__} is not an nn.Linear itself, and did not run in the example")
-    parts = [part for part, _ in module.named_modules(prefix=name)]
-    if any(part in recording.outside for part in parts):
-        raise Refused(OUTSIDE)
-    inside = next((part for part in parts if plan.style(part) != WHOLE[0]), None)
-    if inside is not None:
-        raise Refused(f"a {type(module).__name__} is not an nn.Linear itself, and {inside} in it is divided")
-    if any(id(p) in recording.tied for p in module.parameters()):
-        raise Refused("it is tied to another module")
-
-
-def _rehearse(plan: Plan, model: nn.Module, example: Any) -> None:
-    """Leave regions whole that are not right in the whole model (in_place/rehearsal.py)."""
-    if not plan.regions:
-        return
-    rehearsal = Rehearsal(model, example, plan.regions, plan.t)
-    fault = rehearsal.fault(plan.regions)
-    if fault is None:
-        return
-    blocks: dict[str, dict[str, tuple[Region, Way]]] = defaultdict(dict)
-    for row, found in plan.regions.items():
-        blocks[pattern_of(row, model)][row] = found
-    faults = {pattern: rehearsal.fault(regions) for pattern, regions in blocks.items()}
-    right = {row: found for pattern, regions in blocks.items() if not faults[pattern] for row, found in regions.items()}
-    if right and rehearsal.fault(right) is not None:
-        right = {}  # only several together show it
-    members = {row: styles_of(row, *found) for row, found in plan.regions.items()}
-    for row in plan.regions.keys() - right.keys():
-        for name, style in members[row].items():
-            plan.pop(pattern_of(name, model), None)
-            if style not in SUMMED:
-                plan.kept[pattern_of(name, model)] = faults[pattern_of(row, model)] or fault
-    plan.regions = right
-    for row in right:
-        plan.update({pattern_of(name, model): style for name, style in members[row].items()})
-
-
-def _columns(region: Region) -> list[str]:
-    return [join(region.root, name) for name in region.columns]
-
-
-def styles_of(row: str, region: Region, way: Way) -> dict[str, str]:
-    """The style of each module of a region, by its whole name."""
-    styles = {}
-    for name in region.columns:
-        styles[join(region.root, name)] = "colwise" if len(way.cuts[name].blocks) == 1 else "packed_colwise"
-    styles |= {join(region.root, name): SUMMED[0] for name in way.seen_by_rank()}
-    return styles | {row: "rowwise"}
-
-
-def _settings(root: nn.Module) -> list[tuple[str, str, Any]]:
-    """(module, attribute, value) of all that may decide what a module computes, beside its class and its tensors."""
-    return [
-        (name, key, value)
-        for name, module in root.named_modules()
-        for key, value in vars(module).items()
-        if type(value) in (int, float, bool, str) and key not in INDEX
-    ]
-
-
-def identity(model: nn.Module) -> int:
-    """A number that differs between models that differ in classes, settings or shapes, but not for their values."""
-    classes = [type(module).__qualname__ for module in model.modules()]
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
-    return zlib.crc32(repr((classes, _settings(model), shapes)).encode())
-
-
-def _tried(model: nn.Module, region: Region, recording: Recording, t: int, tried: dict[Any, Way | str]) -> Way | str:
-    """How a region is cut, or why it is not; equal modules with equal arguments are tried once."""
-    root, call = model.get_submodule(region.root), recording.calls[region.root]
-    shapes = [getattr(x, "shape", type(x)) for x in tree_leaves(call)]
-    key = (type(root), repr(root), *_settings(root), *shapes, region.columns, region.row)
-    if key not in tried:
-        try:
-            tried[key] = find_way(root, region.columns, region.row, call, t)
-        except Refused as refused:
-            tried[key] = str(refused)
-    return tried[key]
+    for name, reason in reasons_of_the_rest(model, recording, plan.style):
+        plan.kept.setdefault(patterns[name], reason)
 
 
 @torch.enable_grad()
@@ -319,7 +157,7 @@ def check_plan(entries: Mapping[str, str], model: nn.Module, t: int, example: An
         measured = entries
     else:
         measured = auto_plan(model, t, example=example)
-    names = dict(model.named_modules())
+    names, patterns = dict(model.named_modules()), patterns_of(model)
     styles: dict[str, str] = {}
     for pattern, style in entries.items():
         found = [name for name in names if matches(pattern, name)]
@@ -333,11 +171,11 @@ def check_plan(entries: Mapping[str, str], model: nn.Module, t: int, example: An
     plan = Plan({}, t, measured.kept, {}, measured.model, measured.gathered, measured.outside)
     needed: set[str] = set()
     for row, (region, way) in measured.regions.items():
-        members = styles_of(row, region, way)
+        members = way.within(region.root).styles(row)
         asked = {name for name in members if styles.get(name, "replicate") != "replicate"}
         linear = {name for name, style in members.items() if style not in SUMMED}
         if linear.isdisjoint(asked) or {styles[name] for name in asked} <= {*GATHERED, *SPLIT}:
-            plan.kept |= {pattern_of(name, model): "the plan does not have it" for name in linear - asked}
+            plan.kept |= {patterns[name]: "the plan does not have it" for name in linear - asked}
             continue
         for name, style in members.items():
             if styles.get(name, style if name not in linear else None) != style:
@@ -356,15 +194,15 @@ def check_plan(entries: Mapping[str, str], model: nn.Module, t: int, example: An
             continue
         if style in (*COLUMNS, *ROWS, *SUMMED, *EXPERTS):
             reasons = {**measured.kept, **measured.gathered}
-            reason = reasons.get(pattern_of(name, model), "nothing that is cut uses it")
+            reason = reasons.get(patterns[name], "nothing that is cut uses it")
             raise ValueError(f"{name} cannot be {style!r} on {t} ranks: {reason}")
-        if measured.get(pattern_of(name, model)) == style:
+        if measured.get(patterns[name]) == style:
             continue
         refused = OUTSIDE if name in measured.outside else why_not(names[name], style, t)
         if refused is not None:
             raise ValueError(f"{name} cannot be {style!r} on {t} ranks: {refused}")
     for name, style in styles.items():
         if style not in WHOLE:
-            plan[pattern_of(name, model)] = style
-            plan.kept.pop(pattern_of(name, model), None)
+            plan[patterns[name]] = style
+            plan.kept.pop(patterns[name], None)
     return plan

@@ -11,15 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from tpformer.distributed import build_mesh, initialize
 from tpformer.distributed.collectives import all_reduce
 from tpformer.distributed.dtensor import is_dtensor
 from tpformer.layers import TensorParallel
+from tpformer.torch_private import has_gradient_hooks
 
 from .alone import GATHERED, SUMMED, WHOLE
-from .plan import Plan, auto_plan, check_plan
-from .regions import pattern_of
+from .kinds import patterns_of
+from .measured import check_shapes
+from .plan import Plan, plan_of
+
+WRAPPED = (DistributedDataParallel, DataParallel, FSDPModule, FullyShardedDataParallel)
 
 
 def share_out(model: nn.Module, gpus: int, plan: str | Mapping[str, str], example: Any) -> tuple[DeviceMesh, Plan]:
@@ -37,12 +43,8 @@ def share_out(model: nn.Module, gpus: int, plan: str | Mapping[str, str], exampl
         )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     initialize(device)
-    plans = []
-    for t in (t for t in range(gpus, 0, -1) if gpus % t == 0):
-        if isinstance(plan, Mapping):
-            plans.append(check_plan(plan, model, t, example))
-            break
-        plans.append(auto_plan(model, t, example=example))
+    counts = [gpus] if isinstance(plan, Mapping) else [t for t in range(gpus, 0, -1) if gpus % t == 0]
+    plans = [plan_of(model, plan, t, example) for t in counts]
     best = min(plans, key=lambda made: weights_per_rank(model, made))
     return build_mesh(device, tensor_parallel=best.t, data_parallel_shard=gpus // best.t), best
 
@@ -50,13 +52,32 @@ def share_out(model: nn.Module, gpus: int, plan: str | Mapping[str, str], exampl
 def weights_per_rank(model: nn.Module, plan: Plan) -> float:
     """How many weights a rank computes with. What could not be cut together counts as whole: what is computed between
     is not shared."""
-    total = 0.0
+    total, patterns = 0.0, patterns_of(model)
     for name, module in model.named_modules():
         style = plan.style(name)
-        alone = style in GATHERED and name and pattern_of(name, model) in plan.gathered
+        alone = style in GATHERED and name and patterns[name] in plan.gathered
         share = 1 if alone or style in (*WHOLE, *SUMMED) else plan.t
         total += sum(parameter.numel() for parameter in module.parameters(recurse=False)) / share
     return total
+
+
+def check_model(model: nn.Module, tp: TensorParallel) -> None:
+    """ValueError if parameters have gradients, or if parameters or buffers differ between ranks."""
+    check_shapes(model)
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    wrapped = next((part for part in model.modules() if isinstance(part, WRAPPED)), None)
+    if wrapped is not None:
+        raise ValueError(
+            f"a {type(wrapped).__name__} is data-parallel already: call parallelize first, and then FSDP2's "
+            f"fully_shard on top"
+        )
+    graded = next((name for name, x in named.items() if x.grad is not None), None)
+    if graded is not None:
+        raise ValueError(f"{graded} has a gradient: call parallelize before the first backward, or zero_grad() first")
+    hooked = next((name for name, x in model.named_parameters() if has_gradient_hooks(x)), None)
+    if hooked is not None:
+        raise ValueError(f"{hooked} has hooks for its gradient: call parallelize before they are registered")
+    check_equal(named, tp)
 
 
 def check_equal(named: Mapping[str, Tensor], tp: TensorParallel) -> None:

@@ -3,7 +3,6 @@
 Belongs here: what counts as a linear, the example that is run, what is recorded of the run, and the regions in it.
 """
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from tpformer.torch_private import (
     tree_map,
 )
 
+from .kinds import identity, kind_of, patterns_of
 from .linears import is_linear
 from .measured import as_measured
 
@@ -40,17 +40,28 @@ class Region:
     """Linears whose outputs reach the input of another one, `row`, and no other linear.
 
     Names are relative to `root`, the smallest module that holds them all.
+    like: where it did not run, the row of a region of its kind that did.
     """
 
     root: str
     columns: tuple[str, ...]
     row: str
+    like: str = ""
+
+    @property
+    def whole_columns(self) -> list[str]:
+        """The names of its columns in the model."""
+        return [join(self.root, name) for name in self.columns]
 
 
 @dataclass
 class Recording:
     """What one run of a model shows. Names are those of named_modules.
 
+    inputs:  (args, kwargs) of the run.
+    patterns: the pattern of every module.
+    linears: all linears. adapted: prefixes of what is in modules around which LoRA is.
+    model:   identity() of the model.
     sources: for every linear that ran, in order, the linears whose outputs reach its inputs directly, call by call.
     results: the linears whose outputs reach the model's result directly.
     tied:    the ids of parameters that several modules hold.
@@ -58,6 +69,11 @@ class Recording:
     outside: modules with a parameter that is used outside of their own forward.
     """
 
+    inputs: tuple[tuple, dict]
+    patterns: dict[str, str]
+    linears: tuple[str, ...]
+    adapted: tuple[str, ...]
+    model: int
     sources: dict[str, list[frozenset[str]]] = field(default_factory=dict)
     results: frozenset[str] = frozenset()
     tied: frozenset[int] = frozenset()
@@ -97,6 +113,13 @@ def sizes_of(linear: nn.Module) -> tuple[int, int]:
     return (size[1], size[0]) if isinstance(linear, nn.Linear) else (size[0], size[1])
 
 
+def plain_linear(module: nn.Module) -> nn.Linear:
+    """An nn.Linear of float64 without memory, of the sizes of the one that a module is or that LoRA adapts."""
+    linear = linear_of(module)
+    assert linear is not None
+    return nn.Linear(*sizes_of(linear), linear.bias is not None, device="meta", dtype=torch.float64)
+
+
 def linears(model: nn.Module) -> dict[str, nn.Module]:
     """Every module, by name, that is a linear or a LoRA around one. What is inside of a LoRA is not listed."""
     found: dict[str, nn.Module] = {}
@@ -112,22 +135,6 @@ def linears(model: nn.Module) -> dict[str, nn.Module]:
 def join(root: str, name: str) -> str:
     """The whole name of a module that is relative to root; either may be empty."""
     return ".".join(part for part in (root, name) if part)
-
-
-def pattern_of(name: str, model: nn.Module) -> str:
-    """A module's name with '*' for the number of each block: a numbered module that holds others, beside one of its
-    class."""
-    module, parts = model, []
-    for part in name.split("."):
-        beside, module = module, module.get_submodule(part)
-        block = part.isdigit() and any(module.children())
-        parts.append("*" if block and sum(type(each) is type(module) for each in beside.children()) > 1 else part)
-    return ".".join(parts)
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of a plan, in which '*' stands for a number, is a module's name."""
-    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
 
 
 def example_of(model: nn.Module, example: Any) -> tuple[tuple, dict]:
@@ -255,8 +262,10 @@ def record(model: nn.Module, example: Any = None) -> Recording:
     Errors: ValueError if no example is given and none can be made, or if the model cannot run it.
     """
     args, kwargs = inputs_of(model, example)
-    recording, graph, hooks = Recording(), _Graph(), []
     units = linears(model)
+    adapted = tuple(f"{name}." for name, module in model.named_modules() if is_adapted(module))
+    recording = Recording((args, kwargs), patterns_of(model), tuple(units), adapted, identity(model))
+    graph, hooks = _Graph(), list[Any]()
     inside = {part for unit in units.values() for part in unit.modules()}
 
     def keep(value: Any) -> Any:
@@ -278,9 +287,6 @@ def record(model: nn.Module, example: Any = None) -> Recording:
     def leaves(name: str) -> Any:
         return lambda module, args, output: graph.cut(output, name)
 
-    given = stand_ins(model)
-    uses = _Uses(model, given)
-    hooks += uses.attach()
     for name, module in model.named_modules():
         if name in units:
             hooks.append(module.register_forward_pre_hook(arrives(name), with_kwargs=True))
@@ -288,8 +294,11 @@ def record(model: nn.Module, example: Any = None) -> Recording:
         elif module not in inside and (any(module.children()) or has_matrices(module)):
             hooks.append(module.register_forward_pre_hook(calls(name), with_kwargs=True))
     try:
-        with as_measured(model), uses:
-            result = functional_call(model, given, args, kwargs)
+        with as_measured(model) as given:
+            uses = _Uses(model, given)
+            hooks += uses.attach()
+            with uses:
+                result = functional_call(model, given, args, kwargs)
     except Exception as error:
         raise ValueError(
             f"{type(model).__name__} cannot run the example that shows how its linears follow one another "
@@ -305,13 +314,6 @@ def record(model: nn.Module, example: Any = None) -> Recording:
     return recording
 
 
-def stand_ins(model: nn.Module) -> dict[str, Tensor]:
-    """Values for what the model has on meta: all ones, in the memory of a single one."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    ones = {name: torch.ones((), dtype=x.dtype, device="cpu").expand(x.shape) for name, x in named if x.is_meta}
-    return {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in ones.items()}
-
-
 def values_of(result: Any) -> Any:
     """A model's result as containers that tree_leaves knows: transformers returns a dict of its own class."""
     if isinstance(result, Mapping):
@@ -319,6 +321,27 @@ def values_of(result: Any) -> Any:
     if isinstance(result, tuple | list):
         return [values_of(value) for value in result]
     return result
+
+
+def find_regions(model: nn.Module, recording: Recording) -> dict[str, dict[str, Region | str]]:
+    """{pattern: {row: the region that ends there, or why there is none}}, of all linears in the order of their runs."""
+    found: dict[str, dict[str, Region | str]] = {}
+    for row in dict.fromkeys((*recording.sources, *recording.linears)):
+        beside = found.setdefault(recording.patterns[row], {})
+        known = None if row in recording.sources else _like(model, row, beside)
+        beside[row] = known or find_region(model, row, recording)
+    return found
+
+
+def _like(model: nn.Module, row: str, beside: Mapping[str, Region | str]) -> Region | None:
+    """The region of a linear that did not run, such as that of an expert without tokens, after one that did."""
+    for other, region in beside.items():
+        root = "" if isinstance(region, str) else row.removesuffix(f".{region.row}")
+        if isinstance(region, str) or root == row:
+            continue
+        if kind_of(model.get_submodule(root)) == kind_of(model.get_submodule(region.root)):
+            return Region(root, region.columns, region.row, region.like or other)
+    return None
 
 
 def find_region(model: nn.Module, row: str, recording: Recording) -> Region | str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,10 +23,10 @@ from tpformer.torch_private import tree_leaves
 
 from .measured import as_measured
 from .narrowed import Narrowed
-from .regions import Region, inputs_of, join, stand_ins, values_of
+from .regions import Recording, join, values_of
 from .ways import Way, own_slice
 
-Found = Mapping[str, tuple[Region, Way]]  # regions by the names of their last linears
+Found = Mapping[str, Way]  # ways by the names of regions' last linears, with names relative to the model
 Hook = Callable[..., Any]
 ELSEWHERE = "what its linears compute is also used elsewhere: detached, as a number, or kept by a module"
 
@@ -36,29 +35,22 @@ class _Departs(Exception):
     """One rank's run is not its part of the ordinary run."""
 
 
-@dataclass(frozen=True)
-class Rank:
-    """What a rank sees otherwise. dims: {parameter or buffer: the dim of which it sees its part}."""
-
-    rank: int
-    t: int
-    dims: dict[str, int]
-    narrowed: list[Narrowed]
-
-    @classmethod
-    def of(cls, regions: Found, rank: int, t: int) -> Rank:
-        """What a rank sees of these regions."""
-        dims = {
-            join(region.root, join(module, name)): dim
-            for region, way in regions.values()
-            for module, parts in way.parts.items()
-            for name, dim in parts.items()
-        }
-        return cls(rank, t, dims, [made for region, way in regions.values() for made in Narrowed.of(region, way, t)])
-
-    def parts(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Its parts of tensors that it does not see whole."""
-        return {name: own_slice(held[name], dim, self.rank, self.t) for name, dim in self.dims.items()}
+def faults(model: nn.Module, recording: Recording, regions: Found, t: int) -> dict[str, str]:
+    """{row: why} for regions that have to stay whole, because they are not right in the whole model."""
+    if not regions:
+        return {}
+    rehearsal = Rehearsal(model, recording.inputs, regions, t)
+    fault = rehearsal.fault(regions)
+    if fault is None:
+        return {}
+    blocks: dict[str, dict[str, Way]] = defaultdict(dict)
+    for row, found in regions.items():
+        blocks[recording.patterns[row]][row] = found
+    found_in = {pattern: rehearsal.fault(some) for pattern, some in blocks.items()}
+    right = {row: found for row, found in regions.items() if found_in[recording.patterns[row]] is None}
+    if right and rehearsal.fault(right) is not None:
+        right = {}  # only several together show it
+    return {row: found_in[recording.patterns[row]] or fault for row in regions if row not in right}
 
 
 class _Ordinary:
@@ -72,8 +64,8 @@ class _Ordinary:
 class Rehearsal:
     """A model with its example, and ordinary runs of it: in evaluation, and in training if nothing is random there."""
 
-    def __init__(self, model: nn.Module, example: Any, rows: Iterable[str], t: int) -> None:
-        self.model, (self.args, self.kwargs), self.t = model, inputs_of(model, example), t
+    def __init__(self, model: nn.Module, inputs: tuple[tuple, dict], rows: Iterable[str], t: int) -> None:
+        self.model, (self.args, self.kwargs), self.t = model, inputs, t
         self.rows = list(rows)
         self.ordinary = {False: self._ordinary(False, 0)}
         try:
@@ -94,17 +86,22 @@ class Rehearsal:
         return made
 
     def _run(
-        self, before: dict[str, Hook], after: dict[str, Hook], training: bool, seed: int = 0, rank: Rank | None = None
-    ) -> list[Any]:
-        """All that a run leaves: its result, buffers, and tensors that modules keep."""
-        handles = [handle for each in (rank.narrowed if rank else ()) for handle in each.attach(self.model)]
+        self, before: dict[str, Hook], after: dict[str, Hook], training: bool, seed: int = 0,
+        ways: Iterable[Way] = (), rank: int = 0,
+    ) -> list[Any]:  # fmt: skip
+        """All that a run leaves: its result, buffers, and tensors that modules keep. ways: where a rank sees parts."""
+        narrowed = [made for way in ways for made in Narrowed.of(way, self.t)]
+        handles = [handle for each in narrowed for handle in each.attach(self.model)]
         handles += [self.model.get_submodule(name).register_forward_pre_hook(hook) for name, hook in before.items()]
         handles += [self.model.get_submodule(name).register_forward_hook(hook) for name, hook in after.items()]
         buffers = {name: x.clone() for name, x in self.model.named_buffers() if not x.is_meta}
-        self.stand_ins = stand_ins(self.model) | buffers
-        given = self.stand_ins | (rank.parts({**dict(self.model.named_parameters()), **self.stand_ins}) if rank else {})
         try:
-            with as_measured(self.model), _mode(self.model, training):
+            with as_measured(self.model) as stand_ins, _mode(self.model, training):
+                self.held = {**dict(self.model.named_parameters()), **stand_ins, **buffers}
+                given = {**stand_ins, **buffers}
+                for module, parts in (each for way in ways for each in way.parts.items()):
+                    seen = {join(module, name): dim for name, dim in parts.items()}
+                    given |= {name: own_slice(self.held[name], dim, rank, self.t) for name, dim in seen.items()}
                 torch.manual_seed(seed)
                 result = functional_call(self.model, given, self.args, self.kwargs)
                 kept = [x for module in self.model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
@@ -133,14 +130,13 @@ class Rehearsal:
         def other(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
             return torch.randn(output.shape, generator=generator).to(output) * (1 + output.detach().abs().max())
 
-        columns = {join(region.root, name): other for region, _ in regions.values() for name in region.columns}
+        columns = {name: other for way in regions.values() for name in way.cuts}
         before, after = self._ends(regions, ordinary, None)
         results = self._run({}, columns | after, training)
         if not _same(results, ordinary.results):
             raise _Departs(ELSEWHERE)
-        summed = {join(region.root, name) for region, way in regions.values() for name in way.summed}
-        held = {**dict(self.model.named_parameters()), **self.stand_ins}
-        parameters = [p for name, p in held.items() if name in summed and p.requires_grad]
+        summed = {name for way in regions.values() for name in way.summed}
+        parameters = [p for name, p in self.held.items() if name in summed and p.requires_grad]
         tops = [x.sum() for x in results if isinstance(x, Tensor) and x.requires_grad]
         if parameters and tops and any(g is not None for g in torch.autograd.grad(tops, parameters, allow_unused=True)):
             raise _Departs("a parameter is used on one rank's features in it, and also elsewhere")
@@ -153,15 +149,13 @@ class Rehearsal:
 
         columns: dict[str, Hook] = {}
         attributes: list[tuple[nn.Module, str, Any]] = []
-        for region, way in regions.values():
-            columns |= {join(region.root, name): part(cut.rows(rank, self.t)) for name, cut in way.cuts.items()}
+        for way in regions.values():
+            columns |= {name: part(cut.rows(rank, self.t)) for name, cut in way.cuts.items()}
             for holder, changes in way.attributes.items():
-                attributes += [
-                    (self.model.get_submodule(join(region.root, holder)), *change) for change in changes.items()
-                ]
+                attributes += [(self.model.get_submodule(holder), *change) for change in changes.items()]
         before, after = self._ends(regions, ordinary, rank)
         with _changed(attributes):
-            results = self._run(before, columns | after, training, rank=Rank.of(regions, rank, self.t))
+            results = self._run(before, columns | after, training, ways=regions.values(), rank=rank)
         if not _same(results, ordinary.results):
             raise _Departs("an integer of one rank's part is also used elsewhere, or what its linears compute is")
 

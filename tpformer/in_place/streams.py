@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from tpformer.torch_private import tree_map_with_path
-
-from .measured import as_measured, settings
-from .plan import INDEX
-from .regions import HARMLESS, stand_ins
+from .alone import COLUMNS, EMBEDDING, EXPERTS, GATHERED, ROWS, SPLIT
+from .kinds import kind_of, patterns_of
+from .measured import as_measured, settings, unchanged
+from .plan import Plan
+from .regions import HARMLESS, example_of, is_adapted
 from .sequence_trial import Layout, Linears, Misfit, call_tree, real_leaves, try_layer
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -84,6 +84,24 @@ class _Recorder(TorchFunctionMode):
                 self.used.pop(id(x), None)
 
 
+def streams_of(model: nn.Module, plan: Plan, example: Any) -> Streams:
+    """The layers that may pass on sequence shards. Those that cannot are listed in plan.kept.
+
+    Errors:  as find_streams; ValueError for a model with LoRA's adapters.
+    """
+    if any(is_adapted(module) for module in model.modules()):
+        raise ValueError("sequence_parallel=True with LoRA's adapters is not supported: leave one of them out")
+    patterns = patterns_of(model)
+    named = [(name, plan.style(name)) for name, _ in model.named_modules()]
+    styles = COLUMNS, ROWS, (*GATHERED, *SPLIT, *EMBEDDING, *EXPERTS)
+    linears = Linears(*([name for name, style in named if style in some] for some in styles))
+    with unchanged(model):
+        streams = find_streams(model, linears, *example_of(model, example))
+    for name, reason in streams.kept.items():
+        plan.kept.setdefault(patterns[name], f"runs on the whole sequence: {reason}")
+    return streams
+
+
 def find_streams(model: nn.Module, cut: Linears, args: tuple, kwargs: dict[str, Any]) -> Streams:
     """Find the layers that may run on sequence shards, with one call model(*args, **kwargs) in eval mode.
 
@@ -103,7 +121,7 @@ def find_streams(model: nn.Module, cut: Linears, args: tuple, kwargs: dict[str, 
             streams.kept[name] = "the example does not run it"
             continue
         own = cut.inside(name)
-        key = _signature(layer, call, own)
+        key = kind_of(layer, (call.args, call.kwargs)), tuple(call.kwargs), *map(tuple, own)
         if key not in tried:
             try:
                 with settings(model):
@@ -146,8 +164,8 @@ def _record_layers(model: nn.Module, layers: list[tuple[str, nn.Module]], args: 
         hooks.append(layer.register_forward_pre_hook(partial(recorder.enter, name), with_kwargs=True))
         hooks.append(layer.register_forward_hook(recorder.leave))
     try:
-        with as_measured(model), recorder:
-            output = functional_call(model, stand_ins(model), args, kwargs)
+        with as_measured(model) as given, recorder:
+            output = functional_call(model, given, args, kwargs)
     finally:
         for hook in hooks:
             hook.remove()
@@ -179,23 +197,3 @@ def _chains(calls: list[_Call], layouts: Mapping[str, Layout], used: Mapping[int
         if id(result) in taken or times[call.name] > 1:
             result = None
     yield chain
-
-
-def _signature(layer: nn.Module, call: _Call, own: Linears) -> Any:
-    """What tells apart layers that may run in different ways."""
-    plain = (bool, int, float, str, tuple, type(None))
-    modules = tuple(
-        (
-            name,
-            type(module),
-            tuple((key, tuple(p.shape)) for key, p in module.named_parameters(recurse=False)),
-            tuple((k, repr(v)) for k, v in vars(module).items() if isinstance(v, plain) and k not in INDEX),
-        )
-        for name, module in layer.named_modules()
-    )
-    shapes: list[Any] = []
-    tree = call_tree(call.args, call.kwargs)
-    tree_map_with_path(
-        lambda path, x: shapes.append((path, tuple(x.shape) if isinstance(x, Tensor) else type(x))), tree
-    )
-    return modules, tuple(shapes), tuple(map(tuple, own))

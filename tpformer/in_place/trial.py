@@ -8,7 +8,7 @@ positions, norms), it may be cut if every rank's input of the last linear is its
 gradients that ranks compute are the whole ones, or add up to them where something adds them up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from tpformer.parallel.judge import Call, Values, copy_of, departs, largest, random_like, with_random_values
 
-from .regions import linear_of, sizes_of
+from .kinds import kind_of
+from .regions import Recording, Region, find_regions, plain_linear
 from .ways import Shown, Way, own_slice, ways
 
 MOST = 300  # ways that are tried
@@ -50,18 +51,57 @@ class _Arrived(Exception):
     """The run has come to the region's last linear."""
 
 
+def find_ways(model: nn.Module, recording: Recording, t: int) -> tuple[dict[str, tuple[Region, Way]], dict[str, str]]:
+    """({row: the region that ends there, and how it is cut}, {pattern: why not}), in the order of the rows.
+
+    All rows of one pattern are cut, or none is. Equal modules with equal arguments are tried once.
+    """
+    kept: dict[str, str] = {}
+    tried: dict[Any, Way | str] = {}
+    regions: dict[str, tuple[Region, Way]] = {}
+    taken: set[str] = set()
+    for pattern, rows in find_regions(model, recording).items():
+        found: dict[str, tuple[Region, Way]] = {}
+        for row, region in rows.items():
+            members = {row} if isinstance(region, str) else {row, *region.whole_columns}
+            if isinstance(region, str) or members & taken:
+                reason = region if isinstance(region, str) else "the linear that feeds it is cut already"
+                kept.setdefault(pattern, reason)
+                break
+            way = found[region.like][1] if region.like else _tried_once(model, region, recording, t, tried)
+            if isinstance(way, str):
+                kept |= {recording.patterns[member]: way for member in members}
+                break
+            found[row] = region, way
+        else:
+            regions |= found
+            taken |= {name for row, (region, _) in found.items() for name in (row, *region.whole_columns)}
+    return regions, kept
+
+
+def _tried_once(model: nn.Module, region: Region, recording: Recording, t: int, tried: dict) -> Way | str:
+    """How a region is cut, or why it is not."""
+    root, call = model.get_submodule(region.root), recording.calls[region.root]
+    key = (kind_of(root, call), region.columns, region.row)
+    if key not in tried:
+        try:
+            tried[key] = find_way(root, region.columns, region.row, call, t)
+        except Refused as refused:
+            tried[key] = str(refused)
+    return tried[key]
+
+
 def find_way(root: nn.Module, columns: Sequence[str], row: str, call: tuple[tuple, dict], t: int) -> Way:
     """How the region can be cut over t ranks.
 
     call: (args, kwargs) of root in a run. Raises Refused with the reason if no way is right.
     """
-    linear = linear_of(root.get_submodule(row))
-    assert linear is not None
-    width = sizes_of(linear)[0]
+    linears = {name: plain_linear(root.get_submodule(name)) for name in (*columns, row)}
+    width = linears[row].in_features
     if width <= (t - 1) * -(-width // t):
         raise Refused(f"its {width} input features are too few for {t} ranks")
     try:
-        trial = _Trial(root, columns, row, call)
+        trial = _Trial(root, linears, row, call)
         whole = trial.run(None)
         shown = whole.shown(width, t)
     except Exception as error:
@@ -94,19 +134,16 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 class _Trial:
     """A copy of root with random values, plain linears in the place of the columns, and the row only as a shape."""
 
-    def __init__(self, root: nn.Module, columns: Sequence[str], row: str, call: tuple[tuple, dict]) -> None:
-        self.row, self.call, self.linears, values = row, Call(call), {}, Values(1)
-        instead: dict[nn.Module, nn.Module] = {}
-        for name in (*columns, row):
-            linear = linear_of(root.get_submodule(name))
-            assert linear is not None
-            (k, n), like = sizes_of(linear), linear.weight
-            if name == row:
-                made = nn.Linear(k, n, linear.bias is not None, device="meta", dtype=torch.float64)
-            else:
-                bias = None if linear.bias is None else values.normal((n,), like)
-                made = self.linears[name] = _linear(values.normal((n, k), like) * k**-0.5, bias)
-            instead[root.get_submodule(name)] = made
+    def __init__(self, root: nn.Module, linears: Mapping[str, nn.Linear], row: str, call: tuple[tuple, dict]) -> None:
+        self.row, self.call, values = row, Call(call), Values(1)
+        self.linears: dict[str, nn.Linear] = {}
+        for name, shape in linears.items():
+            if name != row:
+                like = next(root.get_submodule(name).parameters())
+                bias = None if shape.bias is None else values.normal(shape.bias.shape, like)
+                weight = values.normal(shape.weight.shape, like) * shape.in_features**-0.5
+                self.linears[name] = _linear(weight, bias)
+        instead = {root.get_submodule(name): self.linears.get(name, shape) for name, shape in linears.items()}
         self.module = with_random_values(root, instead)
 
     def run(self, way: Way | None, rank: int = 0, t: int = 1) -> "_Run":

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
+from .alone import SUMMED
+
+T = TypeVar("T")
 Integers = dict[str, dict[str, int]]  # module: {name of an integer: its value}
 OTHERS = 3  # as many integers that neither a name nor a size gives away are tried
 NO_COUNT = ("dim", "size", "width", "d_head", "d_k")  # in names of integers that are no numbers of heads
@@ -55,6 +58,24 @@ class Way:
     parts: dict[str, dict[str, int]] = field(default_factory=dict)
     narrowed: tuple[str, str] | None = None
     summed: tuple[str, ...] = ()
+
+    def within(self, root: str) -> Way:
+        """The same way, with names relative to what holds `root`."""
+
+        def whole(name: str) -> str:
+            return ".".join(filter(None, (root, name)))
+
+        def named(things: Mapping[str, T]) -> dict[str, T]:
+            return {whole(name): thing for name, thing in things.items()}
+
+        entered = None if self.narrowed is None else (whole(self.narrowed[0]), self.narrowed[1])
+        summed = tuple(map(whole, self.summed))
+        return Way(named(self.cuts), named(self.attributes), named(self.parts), entered, summed)
+
+    def styles(self, row: str) -> dict[str, str]:
+        """The style of each module of a region that ends in `row`."""
+        cuts = {name: "colwise" if len(cut.blocks) == 1 else "packed_colwise" for name, cut in self.cuts.items()}
+        return cuts | dict.fromkeys(self.seen_by_rank(), SUMMED[0]) | {row: "rowwise"}
 
     def seen_by_rank(self) -> dict[str, dict[str, int | None]]:
         """{module: {own parameter or buffer: the dim of which a rank sees its part, None for all of it}}."""

@@ -1,0 +1,127 @@
+"""A plan is done to a model: its linears, tables and matrices are cut over ranks where they stand.
+
+Belongs here: the order of what is done, and what a model that was cut remembers of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpformer.layers import ParallelModule, TensorParallel
+from tpformer.torch_private import refuse_replicas
+
+from .adapters import check_config, cut_adapters, follow_peft
+from .alone import COLUMNS, EMBEDDING, GATHERED, ROWS, SPLIT
+from .guard import guard
+from .linears import make_column, make_embedding, make_row
+from .matrices import make_matrices
+from .narrowed import Narrowed
+from .plan import Plan
+from .ranks import check_equal
+from .refusals import sample_alike
+from .regions import is_adapted
+from .replaced import REPLACED_BY
+from .saving import save_from_all_ranks
+from .sequence import SEQUENCE_DIM, shard_sequence
+from .siblings import share_inputs
+from .streams import Streams
+from .summing import sum_gradients
+from .tensors import globalize
+from .ways import Cut
+
+APPLIED = "_tpformer"  # the attribute of a model that says what was done to it
+
+REPLICATED = (
+    "DistributedDataParallel around a model that is cut over ranks would not average its gradients: make copies along "
+    "a data-parallel axis by FSDP2's fully_shard(model, mesh=mesh['dp_shard'])"
+)
+
+
+@dataclass
+class Applied:
+    """What parallelize did to a model: its plan, the ranks that it lies on, and the mesh that these are an axis of."""
+
+    plan: Plan
+    tp: TensorParallel
+    mesh: DeviceMesh | None = None
+
+
+def applied_to(model: nn.Module) -> Applied | None:
+    """What parallelize did to a model, or to a part of it. ValueError for one of this library's layers."""
+    before = next((vars(part)[APPLIED] for part in model.modules() if APPLIED in vars(part)), None)
+    if before is None and any(isinstance(part, ParallelModule) for part in model.modules()):
+        raise ValueError("the model has this library's layers, which lie on their ranks already")
+    return before
+
+
+def cut_what_was_added(model: nn.Module, before: Applied) -> None:
+    """Cut the adapters that a model has got since it was cut."""
+    for config in (getattr(model, "peft_config", None) or {}).values():
+        check_config(config, before.tp)
+    cut_adapters(model)
+    check_equal(dict(model.named_parameters()), before.tp)
+    globalize(model, before.tp.mesh)
+    share_inputs(model)
+    _guard(model, before.plan, before.tp, ())
+
+
+def cut(model: nn.Module, plan: Plan, tp: TensorParallel, streams: Streams) -> None:
+    """Do to a model what the plan says."""
+    cuts: dict[nn.Module, Cut] = {}
+    seen: dict[nn.Module, dict[str, int | None]] = {}
+    ways = [(region.root, way.within(region.root)) for region, way in plan.regions.values()]
+    for root, way in ways:
+        for holder, changes in way.attributes.items():
+            for name, value in changes.items():
+                setattr(model.get_submodule(holder), name, value)
+        cuts |= {model.get_submodule(name): found for name, found in way.cuts.items()}
+        for name, own in way.seen_by_rank().items():
+            if name in plan.outside:  # others read it, such as the holder of a ParameterDict
+                inside = name.removeprefix(f"{root}.")
+                seen.setdefault(model.get_submodule(root), {}).update({f"{inside}.{key}": own[key] for key in own})
+            else:
+                seen.setdefault(model.get_submodule(name), {}).update(own)
+    on_shards = streams.linears()
+    for name, module in list(model.named_modules()):
+        style = plan.style(name)
+        base = module.base_layer if is_adapted(module) else module
+        dim = SEQUENCE_DIM if name in on_shards else None
+        if style in (*COLUMNS, *GATHERED):
+            found = cuts.get(module)
+            rows = None if found is None or found.is_even(tp.size) else found.rows(tp.rank, tp.size)
+            make_column(base, tp, rows=rows, gather_output=style in GATHERED, sequence_dim=dim)
+        elif style in (*ROWS, *SPLIT):
+            make_row(base, tp, split_input=style in SPLIT, sequence_dim=dim)
+        elif style in EMBEDDING:
+            make_embedding(module, tp, derived=True)
+    for module in model.modules():  # what else holds a parameter that was cut
+        for name, parameter in module.named_parameters(recurse=False):
+            if hasattr(parameter, REPLACED_BY):
+                module.register_parameter(name, getattr(parameter, REPLACED_BY))
+    for module, own in seen.items():
+        sum_gradients(module, tp, own)
+    for name, division in plan.divisions.items():
+        make_matrices(model.get_submodule(name), division, tp)
+    cut_adapters(model)
+    globalize(model, tp.mesh)
+    share_inputs(model)
+    if streams.chains:
+        shard_sequence(model, streams, tp)
+    for _, way in ways:
+        for narrowed in Narrowed.of(way, tp.size):
+            narrowed.attach(model)  # behind what gathers the module's input
+    _guard(model, plan, tp, [name for chain in streams.chains for name in chain])
+    setattr(model, APPLIED, Applied(plan, tp, tp.mesh))
+
+
+def _guard(model: nn.Module, plan: Plan, tp: TensorParallel, on_shards: Sequence[str]) -> None:
+    """Make what is called on a cut model right on all ranks, or refused. on_shards: layers on sequence shards."""
+    follow_peft()
+    save_from_all_ranks(model, tp)
+    refuse_replicas(model, REPLICATED)
+    sample_alike(model)
+    guard(model, tp, [*(region.root for region, _ in plan.regions.values()), *on_shards], bool(plan.regions))
