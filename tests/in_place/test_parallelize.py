@@ -102,7 +102,7 @@ def test_the_plan_of_another_model_is_measured_again():
 def test_from_counts():
     few_heads = partial(tiny, "llama", torch.float64, num_attention_heads=2, intermediate_size=8)
     many, few = models = parallelize(tiny("llama"), gpus=4), parallelize(few_heads(), gpus=4)
-    assert [model._tpformer.mesh.shape for model in models] == [(1, 1, 1, 4), (1, 1, 2, 2)]
+    assert [model._tpformer.mesh.shape for model in models] == [(1, 1, 1, 1, 4), (1, 1, 2, 1, 2)]
     weights = [model.model.layers[0].mlp.up_proj.weight for model in models]
     assert [w.numel() // local_part(w).numel() for w in weights] == [4, 4]
     assert_same(run(few, IDS), run(few_heads(), IDS))
