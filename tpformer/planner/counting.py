@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tpformer.distributed.mesh import AXES
 from tpformer.models import GPT
 from tpformer.ops.offload import SMALLEST
 from tpformer.ops.recompute import record_kept
@@ -29,7 +28,7 @@ from .storages import Saved, live_storages, local, storages
 
 
 class Collective(NamedTuple):
-    """A kind of collective or message. nbytes: the bytes of the full tensor, as in distributed.record_collectives.
+    """A kind of collective or message. axis: of the mesh, or several, as named_axes joins them. nbytes: the bytes of the full tensor, as in distributed.record_collectives.
 
     For "send" and "receive" they are the bytes of the message.
     """
@@ -37,6 +36,11 @@ class Collective(NamedTuple):
     axis: str
     operation: str
     nbytes: int
+
+
+def named_axes(axes: Iterable[str]) -> str:
+    """The name of some axes of a mesh, over all of whose ranks a group reaches, such as "dp_shard x cp"."""
+    return " x ".join(axes)
 
 
 class StageCount(NamedTuple):
@@ -75,7 +79,8 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.axes = {mesh.get_group(axis).group_name: axis for axis in AXES if mesh[axis].size() > 1}
+        self.names, self.sizes = mesh.mesh_dim_names or (), tuple(mesh.shape)
+        self.axes = {mesh.get_group(axis).group_name: axis for axis in self.names if mesh[axis].size() > 1}
         self.calls: Counter[Collective] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -88,11 +93,25 @@ class CollectiveCounter(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def _axis(self, arguments: Sequence[Any]) -> str:
+        """The axes on which the ranks of a call's group differ. RuntimeError for a group that is not known by its name."""
         for argument in arguments:
+            if isinstance(argument, str) and argument in self.axes:  # a functional collective names its group
+                return self.axes[argument]
             if isinstance(argument, torch.ScriptObject) and argument._type().name() == "ProcessGroup":
-                # only one group is not the mesh's: that of a tied embedding, on two pipeline ranks
-                return self.axes.get(dist.ProcessGroup.unbox(argument).group_name, "pp")
-        return "tp"  # a functional collective has no group here; only this axis has partial gradients
+                group = dist.ProcessGroup.unbox(argument)
+                if group.group_name not in self.axes:
+                    self.axes[group.group_name] = self._axes_of(dist.get_process_group_ranks(group))
+                return self.axes[group.group_name]
+        raise RuntimeError(f"a collective over none of the groups {', '.join(self.axes.values())}: {arguments[1:]}")
+
+    def _axes_of(self, ranks: Sequence[int]) -> str:
+        """Of a group that is no axis of the mesh: FSDP2's over several axes, or a tied table's on two pipeline ranks."""
+        found, stride = [], 1
+        for axis, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
+            if len({rank // stride % size for rank in ranks}) > 1:
+                found.insert(0, axis)
+            stride *= size
+        return named_axes(found)
 
     def take(self) -> Counter[Collective]:
         """What was counted since the last call."""

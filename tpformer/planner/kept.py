@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tpformer.config import MLP_ACTIVATIONS, RunConfig
 from tpformer.kernels.pack.format import packed_bytes, pays
 
-from .memory import expert_rows, kv_heads, microbatch_rows
+from .memory import expert_rows, kv_heads, microbatch_rows, microbatch_tokens
 from .states import Precision
 
 
@@ -91,7 +91,7 @@ def _dense(config: RunConfig) -> Kept:
     model, layout = config.model, config.parallel
     t, item = layout.tensor_parallel, Precision.of(config).compute.itemsize
     statistic = max(4, item)
-    tokens = config.microbatch_size * model.seq_length
+    tokens = microbatch_tokens(config)
     rows = microbatch_rows(model, layout, config.microbatch_size)
     norm = rows * statistic * (2 if model.norm == "layernorm" else 1)
     q, (own, attended) = model.n_heads // t, kv_heads(model, t)
@@ -99,7 +99,8 @@ def _dense(config: RunConfig) -> Kept:
     per_head = q + (q + own if model.qk_norm else 0)
     repeated = 16 * q if attended > own else 0  # which heads are repeated: two tensors of 8 bytes for each
     windowed = (model.sliding_window or model.seq_length) < model.seq_length
-    flash = config.train.device != "cpu" and item == 2  # its kernels make no mask
+    # the kernels of a GPU make no mask, and ops.context_attention keeps none
+    flash = (config.train.device != "cpu" and item == 2) or layout.context_parallel > 1
     mask = item * model.seq_length**2 if windowed and not flash else 0
     width = -(-model.ffn_size // t)  # the first rank's
     hidden = (tokens * width * item,) * (2 if MLP_ACTIVATIONS[model.activation][1] else 1)
@@ -119,7 +120,7 @@ def _experts(config: RunConfig, dense: Kept, worst: bool) -> Kept:
     model, layout = config.model, config.parallel
     t, item = layout.tensor_parallel, Precision.of(config).compute.itemsize
     wide, k, n_experts = max(4, item), model.experts_per_token, model.n_experts or 0
-    tokens, own = config.microbatch_size * model.seq_length, n_experts // t
+    tokens, own = microbatch_tokens(config), n_experts // t
     rows, dispatched = microbatch_rows(model, layout, config.microbatch_size), expert_rows(config, worst=worst)
     width, shared = model.expert_size, -(-model.shared_expert_size // t)
     hidden = (dispatched * 2 * width * item, *(tokens * shared * item,) * 2 * (shared > 0))

@@ -13,9 +13,9 @@ from tpformer.config import RECOMPUTE, SCHEDULES, Layout, RunConfig, check_choic
 from tpformer.words import shown
 
 OFFLOADS = ("none", "activations", "states", "both")
-NUMBERS = ("tp", "pp", "dp", "zero", "microbatch", "stages")
+NUMBERS = ("tp", "cp", "pp", "dp", "zero", "microbatch", "stages")
 DEFAULTS: dict[str, Any] = {
-    "tp": 1, "pp": 1, "dp": 1, "zero": 0, "microbatch": 1, "stages": 1, "schedule": "1F1B", "recompute": "none",
+    "tp": 1, "cp": 1, "pp": 1, "dp": 1, "zero": 0, "microbatch": 1, "stages": 1, "schedule": "1F1B", "recompute": "none",
     "offload": "none",
 }  # fmt: skip
 PACKS = ("none", "all")  # layers whose activations are packed
@@ -23,9 +23,12 @@ WORDS = {"schedule": tuple(SCHEDULES), "recompute": RECOMPUTE, "offload": OFFLOA
 
 
 def layout_text(config: RunConfig) -> str:
-    """A layout as one line that `--explain` reads, without recomputing, offloading and packing where there is none."""
+    """A layout as one line that `--explain` reads, without context parallelism, recomputing, offloading and packing where
+    there is none."""
     layout = config.parallel
-    parts: dict[str, Any] = {"tp": layout.tensor_parallel, "pp": layout.pipeline_parallel, "dp": layout.data_parallel}
+    parts: dict[str, Any] = {"tp": layout.tensor_parallel}
+    parts |= {"cp": layout.context_parallel} if layout.context_parallel > 1 else {}
+    parts |= {"pp": layout.pipeline_parallel, "dp": layout.data_parallel}
     parts |= {"zero": layout.zero, "microbatch": config.microbatch_size}
     if layout.pipeline_parallel > 1:
         parts |= {"schedule": layout.pipeline_schedule, "stages": layout.stages_per_rank}
@@ -56,6 +59,7 @@ def with_layout(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     layout = dataclasses.replace(
         config.parallel,
         tensor_parallel=values["tp"],
+        context_parallel=values["cp"],
         pipeline_parallel=values["pp"],
         pipeline_schedule=schedule,
         pipeline_stages_per_rank=stages if kind.looped or stages != kind.stages_per_rank else None,

@@ -25,10 +25,15 @@ from .states import Elements, Precision, in_backward
 TILE_ROWS, TILE_COLUMNS = 128, 256  # the largest tile of the kernels; a reduction's slot holds whole tiles
 
 
+def microbatch_tokens(config: RunConfig) -> int:
+    """Tokens of a microbatch that this rank's tensor-parallel group has: context-parallel ranks share each sample."""
+    return config.microbatch_size * config.model.seq_length // config.parallel.context_parallel
+
+
 def microbatch_rows(config: GPTConfig, layout: Layout, microbatch_size: int) -> int:
     """Rows of the residual stream on a rank."""
     shards = layout.tensor_parallel if layout.sequence_parallel else 1
-    return microbatch_size * config.seq_length // shards
+    return microbatch_size * config.seq_length // (layout.context_parallel * shards)
 
 
 def kv_heads(config: GPTConfig, tp: int) -> tuple[int, int]:
@@ -38,6 +43,31 @@ def kv_heads(config: GPTConfig, tp: int) -> tuple[int, int]:
     queries, group = config.n_heads // tp, config.n_heads // config.kv_heads
     heads = -(-queries // group)
     return heads, heads if heads == 1 or heads * group == queries else queries
+
+
+def context_bytes(config: RunConfig) -> int:
+    """Bytes of the keys and values of a microbatch's whole samples, of the heads that a rank attends to: what
+    context-parallel ranks gather for a layer. train.dtype must be set."""
+    model = config.model
+    features = 2 * kv_heads(model, config.parallel.tensor_parallel)[1] * model.head_size
+    return config.microbatch_size * model.seq_length * features * Precision.of(config).compute.itemsize
+
+
+def context_workspace(config: RunConfig) -> float:
+    """The most bytes that a backward of ops.context_attention needs while it runs; 0 on one rank.
+
+    Besides the gathered keys and values, and their gradients in float32, either the sums on their way to other ranks
+    (in the compute dtype, in the order of ranks, and as they arrive), or one sample's that a kernel returns, which it
+    makes for each head of queries first. The gradient of queries is in float32, too.
+    """
+    model, layout, precision = config.model, config.parallel, Precision.of(config)
+    if layout.context_parallel == 1:
+        return 0.0
+    t, item, gathered = layout.tensor_parallel, precision.compute.itemsize, context_bytes(config)
+    wide, heads = max(4, item), model.n_heads // t / kv_heads(model, t)[1]
+    kernel = gathered / config.microbatch_size * (1 + (heads if heads > 1 else 0))
+    own = wide * microbatch_tokens(config) * model.query_size / t
+    return gathered * (1 + wide / item) + max(3 * gathered, kernel) + own
 
 
 def boundary_bytes(config: RunConfig) -> int:
@@ -94,7 +124,7 @@ def expert_rows(config: RunConfig, *, worst: bool = False) -> int:
     worst: the most that they can take: each token has as many of its experts here as this rank holds.
     """
     model, layout = config.model, config.parallel
-    tokens, k, n_experts = config.microbatch_size * model.seq_length, model.experts_per_token, model.n_experts or 0
+    tokens, k, n_experts = microbatch_tokens(config), model.experts_per_token, model.n_experts or 0
     own = n_experts // layout.tensor_parallel
     if worst:
         return tokens * min(k, own)
@@ -106,13 +136,13 @@ def layer_workspace(config: RunConfig, layer: float, *, experts: bool = False, w
     """The most bytes that the backward of one layer needs while it runs. layer: elements of its parameters on a rank.
 
     They are the gathered output gradient and input, the partial input gradient, the MLP's hidden gradients and
-    activations, and the gradients of the layer's parameters. Experts have the gradients of their activations, too, and
-    of each dispatched row before those of a token are added. With recomputation also all that the layers of a region
+    activations, or what context-parallel attention needs if that is more, and the gradients of the layer's parameters.
+    Experts have the gradients of their activations, too, and of each dispatched row before those of a token are added. With recomputation also all that the layers of a region
     would save without it. With packed activations also what a backward of attention unpacks: queries, keys, values and
     the result. experts: whether the layer has experts. worst: as in expert_rows.
     """
     model, layout, h, t = config.model, config.parallel, config.model.hidden_size, config.parallel.tensor_parallel
-    item, tokens = Precision.of(config).compute.itemsize, config.microbatch_size * config.model.seq_length
+    item, tokens = Precision.of(config).compute.itemsize, microbatch_tokens(config)
     read, made = tokens * model.hidden_features / t, tokens * model.ffn_size / t
     if experts:
         rows, shared = expert_rows(config, worst=worst), tokens * model.shared_expert_size / t
@@ -123,7 +153,8 @@ def layer_workspace(config: RunConfig, layer: float, *, experts: bool = False, w
         rest = model.kept_features(index) - model.activated_features(index)
         again = min(layout.recompute_interval, model.n_layers) * item * (tokens * rest / t + read)
     unpacked = 2 * (model.query_size + model.kv_size) / t if layout.pack_activations else 0
-    return item * (tokens * (3 * h + unpacked) + read + made + layer) + again
+    branch = max(item * (read + made), context_workspace(config))
+    return item * (tokens * (3 * h + unpacked) + layer) + branch + again
 
 
 def reduction_workspace(
@@ -136,7 +167,7 @@ def reduction_workspace(
     """
     if not uses_fsdp(layout, precision.compute):
         return 0.0
-    share = size.layer * precision.reduce.itemsize / layout.data_parallel_shard
+    share = size.layer * precision.reduce.itemsize / layout.shards
     if at_end:
         return size.layer * precision.reduce.itemsize + share
     return in_backward(size, layout, precision, accumulates=accumulates).reduction + share

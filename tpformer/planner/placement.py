@@ -17,8 +17,9 @@ from tpformer.layers.embedding import padded_vocab
 from tpformer.parallel import Layout
 from tpformer.parallel.zero import uses_fsdp
 
+from .counting import named_axes
 from .devices import Device, load_device
-from .memory import boundary_bytes, microbatch_rows
+from .memory import boundary_bytes, context_bytes, microbatch_rows, microbatch_tokens
 from .rank_memory import stage_ranges
 from .states import Precision, stage_elements
 
@@ -32,6 +33,9 @@ TRANSFERS = {
 # scattered; without sequence parallelism that is an all-reduce. No region repeats them
 ROUTED = {True: 3, False: 2}
 OF_END = 2  # the same for the embedding, and for the head
+# how often context-parallel ranks exchange the keys and values of whole samples for one layer: a gather in the forward,
+# another and an all-to-all of their gradients in the backward. A layer that is recomputed gathers once more
+KEYS_AND_VALUES = {"none": 3, "mlp": 3, "full": 4}
 
 
 def rank_grid(layout: Layout) -> Tensor:
@@ -40,35 +44,57 @@ def rank_grid(layout: Layout) -> Tensor:
     return torch.arange(layout.world_size).view(*sizes, layout.context_parallel, layout.tensor_parallel)
 
 
+def data_axes(layout: Layout) -> tuple[str, str]:
+    """Over whose ranks FSDP2 adds up equal shards, and over whose it shares: the axes of distributed.data_mesh."""
+    if layout.context_parallel == 1:
+        return "dp_replicate", "dp_shard"
+    several = {"dp_replicate": layout.data_parallel_replicate, "dp_shard": layout.data_parallel_shard, "cp": 2}
+    found = [axis for axis, size in several.items() if size > 1]
+    if layout.zero == 0:
+        return named_axes(found), "dp_shard"
+    return "dp_replicate", named_axes(axis for axis in found if axis != "dp_replicate")
+
+
+def axis_names(layout: Layout) -> tuple[str, ...]:
+    """AXES, and among them data_axes: what a layout's collectives are counted by, outermost first."""
+    return tuple(dict.fromkeys((*AXES[:3], *data_axes(layout), *AXES[3:])))
+
+
 def axis_groups(layout: Layout) -> dict[str, list[list[int]]]:
-    """The groups of ranks that communicate on each axis, in order of their first rank."""
-    grid = rank_grid(layout)
-    return {axis: grid.movedim(dim, -1).flatten(0, -2).tolist() for dim, axis in enumerate(AXES)}
+    """The groups of ranks that communicate on each of axis_names, in order of their first rank."""
+    grid, found = rank_grid(layout), {}
+    for name in axis_names(layout):
+        dims = [AXES.index(axis) for axis in name.split(" x ")]
+        last = [*range(-len(dims), 0)]
+        found[name] = grid.movedim(dims, last).flatten(-len(dims)).flatten(0, -2).tolist()
+    return found
 
 
 def sent_bytes(operation: str, nbytes: float, ranks: int) -> float:
-    """Bytes that each rank sends in a ring. nbytes: of the whole tensor; of a message, if the operation is "send"."""
-    share = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "receive": 0}
+    """Bytes that each rank sends, in a ring or to each of the others. nbytes: of the whole tensor; of a message, if the operation is "send"."""
+    share = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2, "receive": 0}
     return nbytes if operation == "send" else share[operation] * nbytes * (ranks - 1) / ranks
 
 
 def axis_bytes(config: RunConfig, pipeline_rank: int = 0) -> dict[str, float]:
-    """Bytes that a rank at this place of the pipeline sends on each axis in a step. train.dtype must be set.
+    """Bytes that a rank at this place of the pipeline sends on each of axis_names in a step. train.dtype must be set.
 
     Left out are a few numbers for each token or step: statistics of the loss, norms, partial gradients of vectors
     and of positions. A test compares them with what a dry run counts.
     """
     layout, m = config.parallel, config.n_microbatches
     stages = layout.stages_of(pipeline_rank)
-    sent = {**dict.fromkeys(AXES, 0.0), **_data_parallel_bytes(config, pipeline_rank)}
+    sent = {**dict.fromkeys(axis_names(layout), 0.0), **_data_parallel_bytes(config, pipeline_rank)}
     neighbours = [other for stage in stages for other in (stage - 1, stage + 1) if other not in stages]
     sent["pp"] = m * boundary_bytes(config) * sum(0 <= other < layout.n_stages for other in neighbours)
     ends = (0 in stages) + (layout.n_stages - 1 in stages)
     if config.model.tie_embeddings and ends == 1:  # both stages hold the table, and add up its gradients' shards
-        sent["pp"] += sent_bytes("all_reduce", _table_bytes(config) / layout.data_parallel_shard, 2)
-    model, tokens = config.model, config.microbatch_size * config.model.seq_length
+        sent["pp"] += sent_bytes("all_reduce", _table_bytes(config) / layout.shards, 2)
+    model, tokens = config.model, microbatch_tokens(config)
     ranges = stage_ranges(model, layout.pipeline_split, layout.n_stages)
     of_stages = [model.has_experts(layer) for stage in stages for layer in ranges[stage]]
+    keys = len(of_stages) * KEYS_AND_VALUES[layout.recompute] * context_bytes(config)
+    sent["cp"] += m * sent_bytes("all_gather", keys, layout.context_parallel)
     transfers = len(of_stages) * TRANSFERS[layout.sequence_parallel][layout.recompute] + ends * OF_END
     routed = sum(of_stages) * ROUTED[layout.sequence_parallel] * model.experts_per_token * tokens
     precision = Precision.of(config)
@@ -82,9 +108,8 @@ def axis_bytes(config: RunConfig, pipeline_rank: int = 0) -> dict[str, float]:
 
 
 def gathered_bytes(config: RunConfig) -> int:
-    """Bytes of a microbatch's rows, all of them. train.dtype must be set."""
-    rows = microbatch_rows(config.model, Layout(), config.microbatch_size)
-    return rows * config.model.hidden_size * Precision.of(config).compute.itemsize
+    """Bytes of a microbatch's rows on all tensor-parallel ranks together. train.dtype must be set."""
+    return microbatch_tokens(config) * config.model.hidden_size * Precision.of(config).compute.itemsize
 
 
 def _table_bytes(config: RunConfig) -> float:
@@ -93,18 +118,19 @@ def _table_bytes(config: RunConfig) -> float:
 
 
 def _data_parallel_bytes(config: RunConfig, pipeline_rank: int) -> dict[str, float]:
-    """Bytes sent on dp_replicate and dp_shard: the table of collectives in docs/zero.md."""
+    """Bytes sent on data_axes: the table of collectives in docs/zero.md."""
     layout, m, precision = config.parallel, config.n_microbatches, Precision.of(config)
     sizes = stage_elements(config, pipeline_rank).values()
     layers, rest = sum(size.layers for size in sizes), sum(size.rest for size in sizes)
     if not uses_fsdp(layout, precision.compute):
         return {}
-    shards, reduced = layout.data_parallel_shard, (layers + rest) * precision.reduce.itemsize
+    shards, reduced = layout.shards, (layers + rest) * precision.reduce.itemsize
     gathers = (2 * m * layers + m * rest) if layout.zero == 3 else layers + rest
     reductions = m if layout.zero > 1 else 1
+    replica, shard = data_axes(layout)
     return {
-        "dp_replicate": sent_bytes("all_reduce", reduced / shards, layout.data_parallel_replicate),
-        "dp_shard": sent_bytes("all_gather", gathers * precision.compute.itemsize, shards)
+        replica: sent_bytes("all_reduce", reduced / shards, layout.replicas),
+        shard: sent_bytes("all_gather", gathers * precision.compute.itemsize, shards)
         + sent_bytes("reduce_scatter", reductions * reduced, shards),
     }
 
@@ -124,7 +150,7 @@ class AxisPlacement(NamedTuple):
 
 
 def placement(config: RunConfig, devices_of_node: int, pipeline_rank: int = 0) -> list[AxisPlacement]:
-    """The axes of more than one rank, outermost first. Ranks fill one node after the other.
+    """The axes of more than one rank that send something, outermost first. Ranks fill one node after the other.
 
     pipeline_rank: whose bytes these are. ValueError unless devices_of_node is positive.
     """
@@ -134,7 +160,7 @@ def placement(config: RunConfig, devices_of_node: int, pipeline_rank: int = 0) -
     return [
         AxisPlacement(axis, of_axis, max(len({rank // devices_of_node for rank in g}) for g in of_axis), sent[axis])
         for axis, of_axis in groups.items()
-        if len(of_axis[0]) > 1
+        if len(of_axis[0]) > 1 and sent[axis]
     ]
 
 

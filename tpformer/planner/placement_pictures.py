@@ -61,10 +61,13 @@ def _node(drawing: Drawing, layout: Layout, node: int, devices: int) -> None:
     run: list[tuple[float, float, int]] = []  # cells of one row and one tensor-parallel group
     for place, rank in enumerate(range(node * devices, min((node + 1) * devices, layout.world_size))):
         x, y = MARGIN + GAP + place % IN_ROW * width, top + place // IN_ROW * (CELL + GAP)
-        pp, replica, shard, _, tp = (grid == rank).nonzero()[0].tolist()
+        pp, replica, shard, cp, tp = (grid == rank).nonzero()[0].tolist()
         drawing.rect("held", x, y, width - GAP, CELL, 4, fill=tint(pp, layout.pipeline_parallel))
         dp = replica * layout.data_parallel_shard + shard
-        for line, words in enumerate((f"rank {rank}", f"pp {pp}", f"dp {dp}, tp {tp}")):
+        said = (f"pp {pp}", f"dp {dp}, tp {tp}")
+        if layout.context_parallel > 1:
+            said = (f"pp {pp}, dp {dp}", f"cp {cp}, tp {tp}")
+        for line, words in enumerate((f"rank {rank}", *said)):
             kind = "on middle name" if line == 0 else "on middle"
             drawing.text(kind, x + (width - GAP) / 2, y + 18 + 16 * line, words)
         run.append((x, y, rank // layout.tensor_parallel))

@@ -30,6 +30,7 @@ from .memory import (
     kv_heads,
     layer_workspace,
     loss_workspace,
+    microbatch_tokens,
     occupancies,
     pipeline_buffers,
     reduction_workspace,
@@ -115,7 +116,7 @@ def predicted_stage(config: RunConfig, stage: int, kept: Mapping[bool, Kept] | N
     layers = stage_ranges(model, layout.pipeline_split, layout.n_stages)[stage]
     kept, item = kept or kept_by_kind(config), Precision.of(config).compute.itemsize
     stream, of_layer = kept[False].stream, {i: kept[model.has_experts(i)] for i in layers}
-    tokens, t = config.microbatch_size * model.seq_length, layout.tensor_parallel
+    tokens, t = microbatch_tokens(config), layout.tensor_parallel
     again: dict[str, int] = {}
     if layout.recompute != "none":
         pattern, interval = layout.recompute_layers, layout.recompute_interval
@@ -130,8 +131,10 @@ def predicted_stage(config: RunConfig, stage: int, kept: Mapping[bool, Kept] | N
     moved = 0.0
     if layout.offload_activations:
         moved = sum(each for unit in units[:-1] for each in unit if each >= SMALLEST)
-    if layers.start == 0 and t > 1:  # token ids and which of them are this rank's; positions of its sequence shard
-        saved += tokens * (17 if layout.sequence_parallel and model.position == "learned" else 9)
+    shares = layout.context_parallel > 1
+    if layers.start == 0 and (t > 1 or shares):  # token ids and which of them are this rank's; positions of its rows
+        looked_up = model.position == "learned" and (layout.sequence_parallel or shares)
+        saved += tokens * (8 + (t > 1) + 8 * looked_up)
     if last := layers.stop == model.n_layers:
         saved += _head_kept(config, stream, item)
     queued = 0.0
@@ -139,6 +142,8 @@ def predicted_stage(config: RunConfig, stage: int, kept: Mapping[bool, Kept] | N
         q, kv = model.query_size / t, kv_heads(model, t)[0] * model.head_size
         rows = len(layers) * (tokens * 2 * (model.hidden_size + q + kv) * item + 2 * stream)
         queued = rows + sum(each.waiting for each in of_layer.values()) + (2 * stream if stage else 0)
+        if shares and (model.position == "rope" or model.qk_norm):  # the other half of a storage of keys and values
+            queued += len(layers) * tokens * kv * item
         if model.position == "rope":  # positions, and their cosines and sines in float32
             queued += 8 * tokens + 4 * model.seq_length * model.head_size
     output = 0 if last else round(stream)
@@ -173,7 +178,7 @@ def predicted_memory(
         moments = cached_occupancies(layout.pipeline_schedule, *sizes, tuple(indices), pipeline_rank)
     stages = [predicted_stage(config, stage, kept) for stage in indices]
     plan = rank_memory(config, stages, moments, software, worst=worst)
-    tokens, model, t = config.microbatch_size * config.model.seq_length, config.model, layout.tensor_parallel
+    tokens, model, t = microbatch_tokens(config), config.model, layout.tensor_parallel
     scores = software.held_scores * tokens * model.seq_length * model.n_heads / t
     logits = software.held_logits * tokens * (model.vocab_size or 0) / t
     held = scores if layout.n_stages - 1 not in indices else max(scores, logits)
@@ -226,7 +231,7 @@ def rank_memory(
         on_device.pop(1 if states[1].nbytes <= states[4].nbytes else 4)
     if layout.offload_activations:
         host += peak.in_flight * max(stage.offloaded for stage in stages)
-    exchange, shard = exchange_named(layout.exchange), of_rank.total / layout.data_parallel_shard
+    exchange, shard = exchange_named(layout.exchange), of_rank.total / layout.shards
     if kept := exchange.kept_bytes(shard, precision.reduce.itemsize):
         on_device.append(("what the exchange keeps", kept))
     parts = [*on_device, ("saved activations", float(peak.saved))]
@@ -246,7 +251,7 @@ def _workspaces(config: RunConfig) -> int:
     if not fused or layout.tensor_parallel == 1:
         return 0
     return fused_workspaces(
-        config.microbatch_size * config.model.seq_length,
+        microbatch_tokens(config),
         config.model.hidden_size,
         item,
         layout.tensor_parallel,
@@ -257,7 +262,7 @@ def _workspaces(config: RunConfig) -> int:
 def _temporaries(config: RunConfig, stages: Sequence[StageCount], of_rank: Elements, saved: int, worst: bool) -> float:
     """Bytes of temporaries: the loss's, or those of a layer's backward and of reducing gradients if they are more."""
     layout, precision = config.parallel, Precision.of(config)
-    tokens = config.microbatch_size * config.model.seq_length
+    tokens = microbatch_tokens(config)
     kinds = {config.model.has_experts(layer) for stage in stages for layer in stage.layers}
     backward = max(layer_workspace(config, of_rank.layer, experts=kind, worst=worst) for kind in kinds)
     at_end = layout.pipeline_parallel > 1 and layout.zero < 2  # then activations are freed already

@@ -10,11 +10,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from tpformer.config import RunConfig
-from tpformer.distributed.mesh import AXES
 
 from .bubbles import RATIOS, Order, Step, bubble_ratio, schedule_order
 from .dry_run import RankCount, count_parameters, count_rank
 from .memory import expert_rows, occupancies
+from .placement import axis_names
 from .rank_memory import ALONE, RankMemory, predicted_memory, rank_memory, stages_size
 from .states import Precision, accumulates, model_states, most_at_once
 
@@ -43,7 +43,7 @@ def remedies(config: RunConfig, count: RankCount, plan: RankMemory) -> list[tupl
     layout, of_rank = config.parallel, stages_size(config, count.stages)
     found: list[tuple[str, float]] = []
     ranks, replicated = layout.data_parallel, layout.data_parallel_replicate > 1
-    for stage in range(1, 4) if ranks > 1 else ():
+    for stage in range(1, 4) if layout.copies > 1 else ():
         changed = dataclasses.replace(
             layout, data_parallel_replicate=1, data_parallel_shard=ranks, zero_stage=stage, cpu_offload=False
         )
@@ -75,7 +75,7 @@ def verdict(config: RunConfig, count: RankCount, plan: RankMemory, device_memory
     options = remedies(config, count, plan)
     for text, saves in options:
         yield f"    {text:48} {size(saves):>10}{'  enough' if saves >= -room else ''}"
-    yield "    more pipeline_parallel or tensor_parallel, if none of these is enough"
+    yield "    more pipeline_parallel, tensor_parallel or context_parallel, if none of these is enough"
 
 
 def short_order(steps: Sequence[Sequence[Step]]) -> str:
@@ -90,7 +90,8 @@ def head(config: RunConfig) -> Iterator[str]:
     """The lines that hold for all ranks. Parameters are counted on the built model."""
     layout, m = config.parallel, config.n_microbatches
     axes = f"pp {layout.pipeline_parallel} x dp_replicate {layout.data_parallel_replicate}"
-    axes += f" x dp_shard {layout.data_parallel_shard} x tp {layout.tensor_parallel}"
+    axes += f" x dp_shard {layout.data_parallel_shard}"
+    axes += f" x cp {layout.context_parallel}" * (layout.context_parallel > 1) + f" x tp {layout.tensor_parallel}"
     n, active = count_parameters(config), config.model.n_active_parameters
     parameters = f"{n / 1e9:.1f}B" if n >= 1e8 else f"{n / 1e6:.2f}M"
     if config.model.n_experts is not None:
@@ -131,7 +132,8 @@ def rank_lines(config: RunConfig, count: RankCount, order: Order | None, device_
         steps = order[count.coordinates["pp"]]
         yield f"  {len(steps)} actions, microbatches in flight at most {plan.peak.in_flight}: {short_order(steps)}"
     yield f"  {'collectives of a step':24} {'times':>8} {'bytes each':>18} {'together':>12}"
-    for call, times in sorted(count.collectives.items(), key=lambda item: (AXES.index(item[0].axis), item[0])):
+    order_of = axis_names(config.parallel).index
+    for call, times in sorted(count.collectives.items(), key=lambda item: (order_of(item[0].axis), item[0])):
         name = f"{call.axis} {call.operation}"
         yield f"  {name:24} {times:8,d} {call.nbytes:18,d} {size(times * call.nbytes):>12}"
     yield f"  {'memory at its peak':24} {'':>8} {'bytes':>18}"

@@ -3,7 +3,8 @@
 Belongs here: arithmetic on a configuration, without tensors. `python -m bench zero` counts the same bytes on real ranks
 and requires them to be within 3 %. Activations and workspaces are in memory.py.
 
-M: elements of this rank's stages after tensor parallelism, before ZeRO; N: data_parallel_shard.
+M: elements of this rank's stages after tensor parallelism, before ZeRO; N: Layout.shards, which is
+data_parallel_shard times context_parallel.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def model_states(size: Elements, layout: Layout, precision: Precision, *, accumu
     current and the next one (the two largest, which may not be neighbours). Below stage 2 it also adds up gradients in
     the reduce dtype, unsharded, until the step ends and shards take their place.
     """
-    m, n = size.total, layout.data_parallel_shard
+    m, n = size.total, layout.shards
     w, c, r = precision.sizes
     states = [
         State(PARAMETERS, f"{w} M / {n}", w * m / n),
@@ -216,7 +217,7 @@ def in_backward(
         cast = c if c != r else 0
         made = {"B": layer, "I": 0.0, "W": size.matrices}[kind]
         # without a pipeline the last backward reduces layer by layer, makes a shard and frees the compute copy
-        reduction = 0.0 if layout.pipeline_parallel > 1 else max(0.0, w / layout.data_parallel_shard - c) * layer
+        reduction = 0.0 if layout.pipeline_parallel > 1 else max(0.0, w / layout.shards - c) * layer
         return InBackward(0.0, cast * made, 0.0 if kind == "W" else cast * size.head, reduction)
     gathered = c * size.two_layers if layout.zero == 3 else 0.0
     reduction = r * layer if n > 1 else 0.0
