@@ -34,3 +34,15 @@ def all_reduce_seconds(nbytes: float, inside: int, nodes: int, fast: Link, slow:
     bandwidth, hops = min(fast.bandwidth, inside * slow.bandwidth), steps * nodes / ranks
     latency = hops * slow.latency + (steps - hops) * fast.latency
     return latency + busiest / bandwidth
+
+
+def all_to_all_seconds(nbytes: float, inside: int, nodes: int, fast: Link, slow: Link) -> float:
+    """Seconds in which ranks, as in all_reduce_seconds, each send a part of their `nbytes` to every other one.
+
+    All messages leave at once: those to other nodes by a rank's own adapter, beside those within its node.
+    """
+    ranks = inside * nodes
+    if ranks == 1:
+        return 0.0
+    within = fast.seconds(1, (inside - 1) * nbytes / ranks)
+    return within if nodes == 1 else max(within, slow.seconds(1, (ranks - inside) * nbytes / ranks))

@@ -64,6 +64,13 @@ class Device:
         """Seconds and bytes/s of a library's message inside of a node."""
         return self.node or (RELEASE_SECONDS, MOVED[1][1] * self.machine.link)
 
+    def spread(self, ranks: int, distance: int) -> tuple[int, int]:
+        """(ranks in a node, nodes) of a group whose ranks are `distance` apart, where ranks fill node after node."""
+        inside = max(1, min(ranks, self.gpus_per_node // distance))
+        while ranks % inside:
+            inside -= 1
+        return inside, ranks // inside
+
     @property
     def factor(self) -> float:
         """The factor that plans use: the geometric mean of the fitted ones."""

@@ -3,8 +3,8 @@
 Belongs here: which kernels and collectives a layer runs, on a configuration alone. Single kernels are in roofline.py,
 tensor-parallel communication by transport in ops/choice/prediction.py, stages and steps in step_time.py.
 
-All is a prediction. Terms: gemm, attention, scores (their traffic), elementwise, cast, tp (exposed), recompute, logits,
-packing, launch (on a CPU), wait (for the host).
+All is a prediction. Terms: gemm, attention, scores (their traffic), elementwise, cast, tp (exposed), cp (all of it is
+exposed: attention waits for the keys and values), recompute, logits, packing, launch (on a CPU), wait (for the host).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from tpformer.config import RunConfig
+from tpformer.distributed.links import Link, all_reduce_seconds, all_to_all_seconds
 from tpformer.kernels.cost import overlapped_seconds
 from tpformer.layers.embedding import padded_vocab
 from tpformer.ops.choice import Grouped
@@ -24,9 +25,10 @@ from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 
 from .devices import Device, as_if_on
 from .kept import kept_by_kind
-from .memory import kv_heads
+from .memory import context_bytes, kv_heads, microbatch_tokens
 from .roofline import GAP, activation_seconds, attention_seconds, gemm_seconds, stream_seconds
 from .software import Software
+from .states import Precision
 
 
 class Terms(dict[str, float]):
@@ -124,7 +126,7 @@ class LayerModel:
         model, layout = config.model, config.parallel
         self.config, self.model, self.layout, self.device, self.software = config, model, layout, device, software
         self.t, self.h = layout.tensor_parallel, model.hidden_size
-        self.tokens = config.microbatch_size * model.seq_length
+        self.tokens = microbatch_tokens(config)
         self.rows = self.tokens / self.t if layout.sequence_parallel else self.tokens
         q, kv = model.query_size // self.t, kv_heads(model, self.t)[0] * model.head_size
         self.q, self.kv = q, kv
@@ -214,16 +216,28 @@ class LayerModel:
         return inputs, weights
 
     def attention(self, backward: bool) -> Terms:
-        """Attention without its linears: flash, or products with scores in main memory and the passes over them."""
+        """Attention without its linears: flash, or products with scores in main memory and the passes over them.
+
+        Context-parallel ranks have equal parts of what is not masked: their queries see the keys of whole samples.
+        """
         model, seq = self.model, self.model.seq_length
         if self.software.scores is None:
             keys = min(seq, model.sliding_window or seq)
-            return Terms(attention=attention_seconds(self.tokens, keys, self.q, self.device, backward))
-        heads, d = self.tokens // seq * (model.n_heads // self.t), model.head_size
-        shapes = [(seq, seq, d), (seq, d, seq)] * (2 if backward else 1)
+            speed = self.software.shared_attention if self.layout.context_parallel > 1 else 1.0
+            return Terms(attention=attention_seconds(self.tokens, keys, self.q, self.device, backward) / speed)
+        heads, d = self.config.microbatch_size * (model.n_heads // self.t), model.head_size
+        own = seq // self.layout.context_parallel
+        shapes = [(own, seq, d), (own, d, seq)] * (2 if backward else 1)
         products = sum(gemm_seconds(*shape, self.device, batch=heads) for shape in shapes)
-        traffic = activation_seconds(heads * seq * seq * self.software.scores[backward], self.device)
+        traffic = activation_seconds(heads * own * seq * self.software.scores[backward], self.device)
         return Terms(attention=products, scores=traffic)
+
+    def keys_and_values(self) -> tuple[float, float]:
+        """Seconds in which context-parallel ranks gather a layer's keys and values, and exchange their gradients."""
+        place = self.device.spread(self.layout.context_parallel, self.t)
+        links = Link(*self.device.inside), Link(self.device.network_latency, self.device.network)
+        nbytes = context_bytes(self.config) / Precision.of(self.config).compute.itemsize * self.device.itemsize
+        return all_reduce_seconds(nbytes, *place, *links) / 2, all_to_all_seconds(nbytes, *place, *links)
 
     def routing(self) -> PassSeconds:
         """The router of a layer with experts, what it sends, and the sums of each token's rows.
@@ -285,6 +299,10 @@ class LayerModel:
             weights += of_weights
         forward += self.attention(False) + Terms(elementwise=sum(self.elementwise(False, experts).values()))
         inputs += self.attention(True) + Terms(elementwise=sum(self.elementwise(True, experts).values()))
+        if self.layout.context_parallel > 1:
+            gather, exchange = self.keys_and_values()
+            repeats = self.software.repeats.get(self.layout.recompute, {}).get("attention", 0.0) * recomputes
+            forward["cp"], inputs["cp"] = gather, gather * (1 + repeats) + exchange
         if recomputes:
             inputs["recompute"] += self.again(experts)
         if packs:

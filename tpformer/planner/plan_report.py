@@ -22,7 +22,7 @@ from .search import Choice, Found, Question, range_of
 from .step_time import StepTime
 
 ITEMS = {
-    "compute": "compute", "tp": "exposed TP", "pp": "PP", "dp": "exposed DP", "bubble": "bubble",
+    "compute": "compute", "tp": "exposed TP", "cp": "CP", "pp": "PP", "dp": "exposed DP", "bubble": "bubble",
     "optimizer": "optimizer", "host": "host",
 }  # fmt: skip
 
@@ -89,11 +89,13 @@ def table(
     found = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     found.add_column("layout", overflow="fold", min_width=24)
     of_training = [] if tokens is None else ["days"] if price is None else ["days", "price"]
-    for name in ("tokens/s", "MFU", "step", *ITEMS.values(), "memory", *of_training):
+    several = any(choice.config.parallel.context_parallel > 1 for choice in choices)
+    items = {item: name for item, name in ITEMS.items() if several or item != "cp"}
+    for name in ("tokens/s", "MFU", "step", *items.values(), "memory", *of_training):
         found.add_column(name, justify="right")
     for choice in choices:
         cells = [f"{choice.tokens:,.0f}", f"{choice.mfu:.1%}", f"{choice.step.seconds:.2f} s"]
-        cells += [f"{share:.1%}" for share in shares(choice.step).values()]
+        cells += [f"{share:.1%}" for item, share in shares(choice.step).items() if item in items]
         cells.append(size(choice.memory.total))
         if tokens is not None:
             low, high = cost_range(choice, question, tokens, price)
@@ -203,6 +205,8 @@ def validation_lines(found: Outcome, teeth: Mapping[str, Sequence[str]] | None =
         yield f"  nothing fitted: {flops:.0f} TFLOP/s of large GEMMs ({source.device.name}), all rows held out"
     else:
         rate = f"{found.rate:.3f} x {flops:.0f} TFLOP/s of large GEMMs ({source.device.name})"
+        if source.rate_of is not None:
+            rate = f"attention on context-parallel ranks at {found.rate:.3f} of its speed on one; rates of {source.rate_of}"
         yield f"  fitted on {source.fit} alone: {rate}"
     yield (
         f"  held out: mean error {found.mean:.2f} %, largest {found.largest:.1f} %, Spearman {found.spearman:.2f}; the "

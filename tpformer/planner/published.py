@@ -27,9 +27,13 @@ DIRECTORY = Path(__file__).parent / "published_tables"
 TEETH = {
     "megatron_a100": ("attention", "scores", "recompute", "tp", "elementwise"),
     "megatron_h100": ("attention", "logits", "bubble"),
+    "torchtitan_context": ("attention", "recompute"),
     "torchtitan": ("attention", "elementwise", "recompute", "bubble", "cast"),
 }
-TABLES = ("megatron_a100", "megatron_recompute", "megatron_layer", "megatron_h100", "torchtitan")
+TABLES = (
+    *("megatron_a100", "megatron_recompute", "megatron_layer"),
+    *("megatron_h100", "torchtitan_context", "torchtitan"),
+)
 
 
 class PublishedRun(NamedTuple):
@@ -50,12 +54,14 @@ class Table(NamedTuple):
     """What a value is of: "seconds", a "layer" (milliseconds), "tokens" per second of a GPU, or TFLOP/s by "model" or
     "hardware" FLOPs."""
     fit: str | None
-    """The row on which the rate is fitted."""
+    """The row on which one number is fitted."""
     rows: list[PublishedRun]
     published: dict[str, float]
     gates: Mapping[str, Any]
     ratios: Sequence[Mapping[str, Any]]
     scaling: Mapping[str, Any]
+    rate_of: str | None = None
+    """The table whose rate this one has. Then what is fitted here is Software.shared_attention; unset, the rate."""
 
 
 def _raw(name: str) -> dict[str, Any]:
@@ -98,6 +104,7 @@ def read_table(name: str) -> Table:
         raw["gates"],
         raw.get("ratios", []),
         raw.get("scaling", {}),
+        raw.get("rate_of"),
     )
 
 
@@ -109,12 +116,16 @@ def hardware_flops(config: RunConfig) -> float:
 
 
 def predict(table: Table, row: PublishedRun, rate: float = 1.0, without: frozenset[str] = NOTHING) -> float:
-    """The model's value of a row in the table's unit. rate: times the device's FLOP/s."""
-    config, device = row.config, table.device.scaled(rate)
+    """The model's value of a row in the table's unit. rate: the number that is fitted; the device's FLOP/s have it as a
+    factor, or those of shared attention."""
+    config, device, software = row.config, table.device.scaled(rate), row.software
+    if table.rate_of is not None:
+        device = table.device.scaled(_rate_of(table.rate_of))
+        software = dataclasses.replace(software, shared_attention=rate)
     if table.counts == "layer":
-        work = LayerModel(config, device, row.software).work().without(without)
+        work = LayerModel(config, device, software).work().without(without)
         return 1e3 * sum(terms.seconds for terms in work)
-    seconds = StepModel(config, device, row.software, without).step().seconds
+    seconds = StepModel(config, device, software, without).step().seconds
     world, train = config.parallel.world_size, config.train
     if table.counts == "tokens":
         return train.global_batch_size * config.model.seq_length / world / seconds
@@ -125,8 +136,13 @@ def predict(table: Table, row: PublishedRun, rate: float = 1.0, without: frozens
     return seconds
 
 
+@functools.cache
+def _rate_of(name: str) -> float:
+    return fitted_rate(read_table(name))
+
+
 def fitted_rate(table: Table, without: frozenset[str] = NOTHING) -> float:
-    """The rate with which the named row's value is the published one, by bisection; 1 for a table without a fit."""
+    """The number with which the named row's value is the published one, by bisection; 1 for a table without a fit."""
     if table.fit is None:
         return 1.0
     row = next(row for row in table.rows if row.name == table.fit)
@@ -135,7 +151,7 @@ def fitted_rate(table: Table, without: frozenset[str] = NOTHING) -> float:
 
 
 class Outcome(NamedTuple):
-    """A table's predictions and errors. Errors are in percent of the published values."""
+    """A table's predictions and errors, with the number that was fitted. Errors are in percent of published values."""
 
     table: Table
     rate: float

@@ -37,6 +37,7 @@ class Space:
     """What is searched: the values that each of a layout's settings may have. None: any that divides."""
 
     tp: tuple[int, ...] | None = None
+    cp: tuple[int, ...] | None = None
     pp: tuple[int, ...] | None = None
     dp: tuple[int, ...] | None = None
     schedule: tuple[str, ...] = SEARCHED_SCHEDULES
@@ -101,7 +102,7 @@ def divisors(n: int) -> list[int]:
 
 
 def shapes(question: Question, dropped: Counter[str]) -> Iterator[dict[str, Any]]:
-    """tp, pp, dp, microbatch, recompute and pack of all layouts that divide. Counts what does not."""
+    """tp, cp, pp, dp, microbatch, recompute and pack of all layouts that divide. Counts what does not."""
     model, space, batch = question.config.model, question.space, question.config.train.global_batch_size
     for t in divisors(question.gpus):
         if not space.has(tp=t):
@@ -115,9 +116,12 @@ def shapes(question: Question, dropped: Counter[str]) -> Iterator[dict[str, Any]
         if (model.n_experts or 0) % t:
             dropped["tp does not divide the experts"] += 1
             continue
-        for p in divisors(question.gpus // t):
-            dp = question.gpus // (t * p)
-            if not space.has(pp=p, dp=dp):
+        for cp, p in itertools.product(divisors(question.gpus // t), divisors(question.gpus // t)):
+            dp, rest = divmod(question.gpus, t * cp * p)
+            if rest or not space.has(cp=cp, pp=p, dp=dp):
+                continue
+            if cp > 1 and model.seq_length % (2 * cp):
+                dropped["2 cp does not divide a sample's tokens"] += 1
                 continue
             if p > model.n_layers:
                 dropped["fewer layers than pipeline ranks"] += 1
@@ -127,7 +131,8 @@ def shapes(question: Question, dropped: Counter[str]) -> Iterator[dict[str, Any]
                     dropped["dp x microbatch does not divide the batch"] += 1
                     continue
                 for recompute, pack in itertools.product(space.recompute, space.pack or (pack_of(question.config),)):
-                    yield {"tp": t, "pp": p, "dp": dp, "microbatch": b, "recompute": recompute, "pack": pack}
+                    sizes = {"tp": t, "cp": cp, "pp": p, "dp": dp}
+                    yield {**sizes, "microbatch": b, "recompute": recompute, "pack": pack}
 
 
 def crosses_nodes(question: Question, tp: int) -> bool:
@@ -160,7 +165,7 @@ def variants(question: Question, shape: Mapping[str, Any]) -> Iterator[dict[str,
     """A shape in its schedules and ZeRO stages, in values that Layout allows, without offloading."""
     for schedule in schedules(question, shape):
         splits = bool(schedule) and SCHEDULES[schedule["schedule"]].splits_backward
-        for zero in question.space.zero if shape["dp"] > 1 else (0,):
+        for zero in question.space.zero if shape["dp"] * shape["cp"] > 1 else (0,):
             if question.space.has(zero=zero) and (zero <= 1 or not splits):
                 yield {**shape, **schedule, "zero": zero}
 
@@ -226,7 +231,7 @@ def refusal_of(question: Question, config: RunConfig) -> str | None:
 
 def least_seconds(question: Question, shape: Mapping[str, Any], layers: dict) -> float:
     """A lower bound of a step in any schedule: the mean rank's share of all layers and of the head."""
-    key = shape["tp"], shape["microbatch"], shape["recompute"], shape["pack"]
+    key = shape["tp"], shape["cp"], shape["microbatch"], shape["recompute"], shape["pack"]
     if key not in layers:
         model = LayerModel(with_layout(question.config, shape), question.device, question.software)
         again, n_experts = shape["recompute"] != "none", question.config.model.n_expert_layers
@@ -238,7 +243,7 @@ def least_seconds(question: Question, shape: Mapping[str, Any], layers: dict) ->
         layers[key] = sum(terms.seconds for terms in whole)
     n_microbatches = question.config.train.global_batch_size // (shape["dp"] * shape["microbatch"])
     computing = n_microbatches * layers[key] / shape["pp"]
-    if shape["dp"] == 1:
+    if shape["dp"] * shape["cp"] == 1:
         return computing
     # whatever the ZeRO stage, gradients are reduced once, at best beside all computing
     sharded = model_of(question, with_layout(question.config, {**shape, "zero": 1}))

@@ -46,6 +46,8 @@ class Software:
     """Bytes of each parameter in a step of the optimizer, its gradient norm and the cast of the parameters."""
     speed: float = 1.0
     """FLOP/s of the layers' GEMMs over those of 16 bits."""
+    shared_attention: float = 1.0
+    """FLOP/s of attention on context-parallel ranks over those on one."""
     cast: float = 0.0
     """Bytes of each element of a GEMM's operands that are cast for it."""
     repeats: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)

@@ -37,6 +37,8 @@ class StepTime(NamedTuple):
     compute: float
     tp: float
     """Tensor-parallel communication that no GEMM hides."""
+    cp: float
+    """Keys and values, and their gradients, between context-parallel ranks: nothing hides them."""
     pp: float
     """Sending to the next stage, where ranks wait for it."""
     dp: float
@@ -282,15 +284,15 @@ class StepModel:
         rank = max(range(self.layout.pipeline_parallel), key=self.busy)
         stages = [self.stages[index] for index in self.layout.stages_of(rank)]
         terms = sum((sum(stage.work, Terms()) for stage in stages), Terms())
-        tp = self.m * terms["tp"]
-        compute = self.m * terms.seconds - tp
+        tp, cp = self.m * terms["tp"], self.m * terms["cp"]
+        compute = self.m * terms.seconds - tp - cp
         pp = self.m * sum(stage.sending("F") + stage.sending("B") for stage in stages)
         host = self.m * sum(stage.launching("F") + stage.launching("B") for stage in stages)
-        bubble = max(0.0, self.span - compute - tp - pp - host)  # below 0 only by rounding
+        bubble = max(0.0, self.span - compute - tp - cp - pp - host)  # below 0 only by rounding
         dp, optimizer, moving = (
             max(map(part, self._ranks())) for part in (self.data_parallel, self.optimizer, self.moving)
         )
-        return StepTime(compute, tp, pp, dp, bubble, optimizer, host + moving)
+        return StepTime(compute, tp, cp, pp, dp, bubble, optimizer, host + moving)
 
     def _ranks(self) -> Sequence[int]:
         """Pipeline ranks among which is the one with most parameters."""
@@ -310,7 +312,7 @@ class StepModel:
         """Seconds of the update of a rank's shard."""
         if "optimizer" in self.without:
             return 0.0
-        nbytes = self.software.optimizer * self.elements(rank) / self.layout.data_parallel_shard
+        nbytes = self.software.optimizer * self.elements(rank) / self.layout.shards
         if self.layout.cpu_offload:
             return nbytes / self.device.host  # a guess: a GPU's share of its host's memory is as fast as the way to it
         return stream_seconds(nbytes, self.device)
@@ -321,18 +323,15 @@ class StepModel:
         if not layout.cpu_offload:
             return 0.0
         gathers = 2 * self.m if layout.zero == 3 else 1
-        return 4 * (gathers + 1) * self.elements(rank) / layout.data_parallel_shard / self.device.host
+        return 4 * (gathers + 1) * self.elements(rank) / layout.shards / self.device.host
 
     def collective(self, nbytes: float, replicas: bool = False) -> float:
-        """Seconds of an all-reduce over dp_shard's ranks, or over its replicas; a gather or scatter takes half."""
+        """Seconds of an all-reduce over the ranks that share, or over their replicas; a gather or scatter takes half."""
         layout = self.layout
-        ranks = layout.data_parallel_replicate if replicas else layout.data_parallel_shard
-        distance = layout.tensor_parallel * (layout.data_parallel_shard if replicas else 1)
-        inside = max(1, min(ranks, self.device.gpus_per_node // distance))
-        while ranks % inside:
-            inside -= 1
+        ranks = layout.replicas if replicas else layout.shards
+        place = self.device.spread(ranks, layout.tensor_parallel * (layout.shards if replicas else 1))
         exchange = self.own if replicas else self.exchange
-        return exchange.seconds(nbytes, inside, ranks // inside, self.fast, self.slow)
+        return exchange.seconds(nbytes, *place, self.fast, self.slow)
 
     def data_parallel(self, rank: int) -> float:
         """Seconds of gathers and reductions of a rank that no computation hides."""
@@ -340,7 +339,7 @@ class StepModel:
         if "dp" in self.without:
             return 0.0
         seconds = self._tied(rank)
-        if layout.data_parallel == 1:
+        if layout.copies == 1:
             return seconds
         every = self.stages
         stages = [every[index] for index in layout.stages_of(rank)]
@@ -350,7 +349,7 @@ class StepModel:
         unit = elements_ / units  # each layer is gathered and reduced on its own
         gradients = units * self.collective(software.gradient_bytes * unit) / 2
         gathers = units * self.collective(self.device.itemsize * unit) / 2 if layout.zero else 0.0
-        replicas = units * self.collective(software.gradient_bytes * unit / layout.data_parallel_shard, True)
+        replicas = units * self.collective(software.gradient_bytes * unit / layout.shards, True)
         if not layout.zero:
             gradients *= 2
         window = self._window(len(stages))
@@ -379,7 +378,7 @@ class StepModel:
         if p == 1 or not self.model.tie_embeddings or rank not in (0, p - 1):
             return 0.0
         table = (self.model.vocab_size or 0) * self.model.hidden_size / layout.tensor_parallel
-        return self._between.seconds(2, self.software.gradient_bytes * table / (layout.data_parallel_shard or 1))
+        return self._between.seconds(2, self.software.gradient_bytes * table / layout.shards)
 
 
 def _exposed(communication: float, window: float, units: int) -> float:
