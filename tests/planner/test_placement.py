@@ -12,7 +12,7 @@ from commands import ROOT
 
 from tpformer.cli.plan import plan_command
 from tpformer.config import RunConfig, build_config, read_toml
-from tpformer.distributed.mesh import AXES
+from tpformer.distributed.mesh import AXES, data_mesh
 from tpformer.planner import placement
 from tpformer.planner.costs import pipeline_speedup
 from tpformer.planner.devices import load_device
@@ -34,7 +34,14 @@ TP4 = {"tensor_parallel": 4}
 LARGE = {**MODEL, "vocab_size": 51200, "seq_length": 2048, "n_layers": 36, "hidden_size": 4096, "n_heads": 32}
 
 
-@pytest.mark.parametrize("sizes", [{**EXAMPLE, "data_parallel_shard": 3}, {"data_parallel_shard": 4, **TP4}])
+CP2 = {"context_parallel": 2}
+SIZES = [
+    {**EXAMPLE, "data_parallel_shard": 3}, {"data_parallel_shard": 4, **TP4},
+    *({**EXAMPLE, **CP2, "data_parallel_shard": shard, "zero_stage": zero} for shard, zero in ((3, 1), (1, 0), (1, 3))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", SIZES)
 def test_ranks_are_the_meshs(sizes):
     config = configuration(sizes, global_batch_size=96)
     layout = config.parallel
@@ -45,6 +52,10 @@ def test_ranks_are_the_meshs(sizes):
             assert mesh.mesh.equal(grid) and mesh.mesh_dim_names == AXES
             for axis in AXES:
                 assert mesh[axis].mesh.tolist() in groups[axis] and rank in mesh[axis].mesh.tolist()
+            data = data_mesh(mesh, layout.replicas)
+            for dim, axis in enumerate(placement.data_axes(layout)):
+                ranks = data[data.mesh_dim_names[dim]].mesh.tolist()
+                assert ranks in groups[axis] or len(ranks) == 1
 
 
 def test_the_example_of_two_nodes():

@@ -8,9 +8,8 @@ from commands import ROOT
 from test_dry_run import ILV, TP2, ZB, ZBV, ZERO1, ZERO2, ZERO3, configuration, order_of
 
 from tpformer.config import build_config, read_toml
-from tpformer.distributed.mesh import AXES
 from tpformer.planner.dry_run import count_rank, plan_config
-from tpformer.planner.placement import axis_bytes, axis_groups, sent_bytes
+from tpformer.planner.placement import axis_bytes, axis_groups, axis_names, sent_bytes
 from tpformer.planner.rank_memory import predicted_memory, predicted_stage
 from tpformer.planner.report import rank_plan
 
@@ -24,6 +23,7 @@ MOE = {**LLAMA, "n_experts": 8, "experts_per_token": 2, "expert_ffn_size": 128, 
 SHARED = {**MOE, "n_layers": 3, "first_dense_layers": 1, "shared_expert_size": 96, "router_score": "sigmoid"}
 ROUTED = {**SHARED, "n_layers": 2, "hidden_size": 32, "experts_per_token": 8}  # sends many indices
 FOUR = {"n_layers": 4}
+CP2 = {"context_parallel": 2}
 PACKED, OFFLOADED = {"pack_activations": True}, {"offload_activations": True}
 REGIONS = {"recompute": "full", "recompute_interval": 2}
 FEW = {"microbatches": 2}  # a dry run counts as many; of more, three
@@ -44,6 +44,10 @@ LAYOUTS = [
     ({**GPT, **FOUR}, {**TP2, "pipeline_parallel": 4, "data_parallel_replicate": 2, "recompute": "mlp"}),
     ({**GPT, "n_layers": 3}, {**ZERO3, **PACKED, "recompute": "mlp", "pack_layers": "1:2"}),
     (GPT, {**TP2, **ZERO1, "data_parallel_replicate": 2}),
+    ({**LLAMA, "sliding_window": 48}, {**CP2, **FEW, "dtype": "float32"}),
+    (GPT, {**CP2, **TP2, **FEW}),
+    (LLAMA, {**CP2, **ZERO3, **FEW, "recompute": "full"}),
+    ({**SHARED, **FOUR}, {**CP2, **ZBV, **TP2, "balance_loss": 0.01}),
 ]
 OTHERS = [
     ({**GPT, **FOUR}, {**REGIONS, "recompute_layers": "::3,2", **OFFLOADED}),
@@ -57,6 +61,10 @@ OTHERS = [
     (SHARED, {**ZERO3, **TP2, **FEW, "recompute": "full", "balance_loss": 0.01}),
     ({**SHARED, "first_dense_layers": 2}, {**ZERO3, **TP2}),
     (GPT, {**ZERO3, "data_parallel_replicate": 2, "recompute": "full"}),
+    (GPT, {**CP2, **TP2, "sequence_parallel": False, "data_parallel_replicate": 2, "zero_stage": 0}),
+    ({**LLAMA, "seq_length": 1024}, {**ZERO2, **PACKED, **OFFLOADED, "context_parallel": 4}),
+    ({**GPT, **FOUR}, {**CP2, **ZB, "recompute": "full", "zero_stage": 0}),
+    (UNEVEN, {**CP2, **TP2, "zero_stage": 3, "data_parallel_replicate": 2, "cpu_offload": True}),
 ]
 
 
@@ -85,7 +93,7 @@ def test_predicted_bytes_are_those_that_a_dry_run_counts(model, given):
     states = [state.nbytes for state in predicted.states]
     uneven = 8 * config.model.hidden_size  # bytes of the row of a table that its ranks share unevenly
     assert states == pytest.approx(held[: len(states)], rel=0, abs=uneven) and not any(held[len(states) :])
-    groups, sent = axis_groups(layout), dict.fromkeys(AXES, 0.0)
+    groups, sent = axis_groups(layout), dict.fromkeys(axis_names(layout), 0.0)
     for call, times in count.collectives.items():
         ranks = 2 if call.axis == "pp" and call.operation == "all_reduce" else len(groups[call.axis][0])
         sent[call.axis] += times * sent_bytes(call.operation, call.nbytes, ranks)

@@ -124,6 +124,12 @@ class SelfAttention(ParallelModule):
         even = queries % heads == 0 and wanted == [q // (queries // heads) for q in range(queries)]
         return None if even else wanted
 
+    @property
+    def attended_heads(self) -> int:
+        """Key-value heads that this rank's query heads see, repeated ones included."""
+        first, last = self.kv_heads_needed(self.tp.rank)
+        return last - first if self._kv_order is None else len(self._kv_order)
+
     def _spread(self, kv: Tensor) -> Tensor:
         """Key or value heads, repeated where needed, so that each serves equally many query heads in a row."""
         return kv if self._kv_order is None else kv[:, :, torch.tensor(self._kv_order, device=kv.device)]

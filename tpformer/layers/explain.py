@@ -27,6 +27,7 @@ from tpformer.ops.transports.experts import reducing
 from tpformer.ops.transports.interface import ALL_REDUCE
 from tpformer.words import dtype_name
 
+from .attention import SelfAttention
 from .block import OWN, TransformerBlock
 from .children import fusable, why_called
 from .embedding import LMHead, PositionEmbedding, VocabParallelEmbedding, makes_loss
@@ -80,8 +81,9 @@ class LinearPlan(NamedTuple):
 
 
 def linear_plans(module: nn.Module, tokens: int, dtype: torch.dtype | None = None) -> list[LinearPlan]:
-    """Every linear operation in a module tree, for `tokens` rows in a forward, in the order of registration.
+    """Every linear operation in a module tree, for `tokens` tokens in a forward, in the order of registration.
 
+    On context-parallel ranks they are the tokens of whole samples, of which a rank has its part.
     dtype: that of the computation, by default the parameters'.
     Collective over a group at the first question about its transport. Errors: ValueError for a transport that was asked
     for and cannot run.
@@ -94,7 +96,8 @@ def linear_plans(module: nn.Module, tokens: int, dtype: torch.dtype | None = Non
         if not isinstance(layer, ParallelModule) or layer in shared:
             continue
         place = torch.device(layer.tp.mesh.device_type if layer.tp.mesh else "cpu") if device.type == "meta" else device
-        where = _Inputs(tokens, dtype, place)
+        context = layer.tp.shares_tokens
+        where = _Inputs(tokens if context is None else tokens // context.size, dtype, place)
         if isinstance(layer, MoE) and isinstance(layer.gate, Router) and isinstance(layer.experts, Experts):
             plans += _moe(f"{path}." * bool(path), layer, where)
             if layer.fuses() and layer.shared_experts is not None:
@@ -204,13 +207,16 @@ def _why_all_logits(module: nn.Module, path: str, head: LMHead) -> str | None:
     return None
 
 
-def explain(module: nn.Module, tokens: int, dtype: torch.dtype | None = None) -> str:
+def explain(
+    module: nn.Module, tokens: int, dtype: torch.dtype | None = None, *, seq_length: int | None = None
+) -> str:
     """A table of every tensor-parallel linear in a module: shapes, transport and its reason, predicted times.
 
     One line for each linear operation; equal lines of numbered layers become one ("layers.0-23.mlp.fc1"). tokens and
     dtype as in `linear_plans`. The times are predictions of the performance model (kernels/cost.py), and "-" if it does
     not know the device. break-even: the width from which the communication hides under the GEMM; width: the layer's.
-    Below the table: the parts of layers that are called as modules, and why.
+    Below the table: the parts of layers that are called as modules, and why; and what attention gathers on
+    context-parallel ranks, in samples of seq_length tokens, by default one of all.
     Call it on all ranks: the first question about a group communicates.
     """
     plans = linear_plans(module, tokens, dtype)
@@ -224,7 +230,8 @@ def explain(module: nn.Module, tokens: int, dtype: torch.dtype | None = None) ->
         ).rstrip()
         for row in table
     ]
-    return "\n".join([*text, *called_modules(module), *_packed_note(module), *_footnote(plans)])
+    gathers = _gathering_notes(module, tokens, dtype, seq_length or tokens)
+    return "\n".join([*text, *called_modules(module), *_packed_note(module), *gathers, *_footnote(plans)])
 
 
 def called_modules(module: nn.Module) -> list[str]:
@@ -301,6 +308,32 @@ def _packed_note(module: nn.Module) -> list[str]:
     return [
         f"{names} keep activations packed until the backward: {BITS:.2f} bits for each bfloat16 value, the same bits"
     ]
+
+
+def _gathering_notes(module: nn.Module, tokens: int, dtype: torch.dtype | None, seq_length: int) -> list[str]:
+    """What each attention on context-parallel ranks receives in a forward, and how long beside its computing."""
+    notes = []
+    for path, layer in module.named_modules():
+        if not isinstance(layer, SelfAttention) or (context := layer.tp.shares_tokens) is None:
+            continue
+        weight = layer.q_proj.weight
+        size = (dtype or weight.dtype).itemsize
+        received = 2 * tokens * layer.attended_heads * layer.head_dim * size * (context.size - 1) // context.size
+        note = (
+            f"gathers keys and values over {context.size} context-parallel ranks: {received / 1e6:,.1f} MB received in "
+            "a forward; in a backward as much again, and as much of their gradients"
+        )
+        device = torch.device(layer.tp.context.device_type) if weight.is_meta and layer.tp.context else weight.device
+        if (machine := machine_for(device_name(device))) is not None:
+            queries = layer.n_heads // layer.tp.size * layer.head_dim
+            keys = min(seq_length, layer.sliding_window or seq_length)
+            compute, links = 2 * tokens // context.size * keys * queries / machine.flops, received / machine.link
+            note += (
+                f". Predicted, in one node: {1e6 * links:.0f} us before {1e6 * compute:.0f} us of attention at the "
+                f"GEMMs' rate ({links / compute:.1%}); nothing hides it"
+            )
+        notes.append((path or "this attention", (note,)))
+    return [f"{path} {cells[0]}" for path, cells in _fold(notes)]
 
 
 def _spare_note(requests: list[Request], machine: Machine) -> list[str]:

@@ -135,7 +135,7 @@ class GPT(ParallelModule):
 
         tokens: how many one forward has. Unset: those of one sample.
         """
-        return explain(self, tokens or self.config.seq_length, dtype)
+        return explain(self, tokens or self.config.seq_length, dtype, seq_length=self.config.seq_length)
 
     def _pad(
         self, ids: Tensor, targets: Tensor | None, position_ids: Tensor | None

@@ -89,3 +89,30 @@ def segments(starts: Sequence[int], seq_length: int, size: int, rank: int) -> li
             if first < last:
                 found.append(Segment(place * chunk + first - low, last - first, first, begin))
     return found
+
+
+def context_balance(
+    documents: Sequence[Sequence[int]], seq_length: int, size: int, window: int | None = None
+) -> float:
+    """Pairs of a query and a key on the busiest of `size` context-parallel ranks, over their mean: 1 for one document.
+
+    documents: where each sample's documents begin, ascending from 0. Ranks wait for the busiest one at every layer, and
+    short documents are not shared evenly, because the order of tokens does not depend on data. ValueError for a length
+    that 2 * size does not divide.
+    """
+    check_context_length(seq_length, size)
+
+    def pairs(tokens: int) -> int:
+        """Of the first tokens of a document."""
+        whole = min(tokens, window or tokens)
+        return whole * (whole + 1) // 2 + (tokens - whole) * whole
+
+    found = [
+        sum(
+            pairs(each.end - each.first) - pairs(each.position - each.first)
+            for starts in documents
+            for each in segments(starts, seq_length, size, rank)
+        )
+        for rank in range(size)
+    ]
+    return max(found) * size / sum(found)
