@@ -11,6 +11,7 @@ import pytest
 import theirs
 import torch
 import torch.distributed as dist
+from context import context
 from steps import Results, gradients, tp_mesh, with_keys_in_one
 from testing import assert_kernel_close, on_every_rank
 from torch import nn
@@ -206,6 +207,23 @@ def test_predictions_are_those_of_the_cost_model() -> None:
     assert gate.split("sequential")[1].split()[:5] == ["5498", "177", "5498", "921", "28672"]
     assert down.split("sequential")[1].split()[:5] == ["2749", "177", "2749", "921", "14336"]
     assert "are predictions for cpu (700 TFLOP/s, 380 GB/s), not measurements" in note
+
+
+@on_every_rank(2)
+def test_attention_on_context_parallel_ranks_says_what_it_gathers() -> None:
+    """By hand, of Llama-3 8B: 2 * 8192 * 8 * 128 * 2 bytes, half of which are another rank's."""
+    with mock.patch.object(cost, "MACHINES", (cost.Machine("cpu", 989e12, 700e12, 380e9, 3e12),)):
+        sizes = {"vocab_size": 50, "seq_length": 8192, "hidden_size": 4096, "n_heads": 32, "n_kv_heads": 8}
+        model = GPT(GPTConfig(**sizes, n_layers=2), tp=context(), device="meta", dtype=torch.bfloat16)
+        one, two = model.explain(), model.explain(2 * 8192)
+    (line,) = [line for line in one.splitlines() if "gathers keys" in line]
+    assert line.startswith("layers.0-1.self_attn gathers keys and values over 2 context-parallel ranks: 16.8 MB")
+    # and 2 products of half of 4096 x 8192 pairs, 2 FLOPs each, of 4096 features
+    assert "44 us before 393 us of attention at the GEMMs' rate (11.2%)" in line
+    assert "88 us before 785 us" in two, "samples are as long as before"
+    assert [line.split()[2:5] for line in one.splitlines() if line.startswith("layers.0-1.mlp.fc1")] == [
+        ["4096", "x", "16384"]
+    ], "M is of the own tokens"
 
 
 def test_processors_that_are_left_to_other_groups_are_named(monkeypatch):

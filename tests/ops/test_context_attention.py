@@ -43,6 +43,19 @@ def test_fewer_bits_are_those_of_attention_in_this_dtype() -> None:
         assert_identical(shared(*inputs, DOCUMENTS, 7), found)
 
 
+@given(st.sets(st.integers(1, SEQ - 1)), st.sampled_from([2, 3, 4]), st.sampled_from([None, 1, 5, SEQ]))
+def test_the_busiest_rank_of_packed_documents(starts, size, window):
+    documents = [[0, *sorted(starts)], [0]]
+    token = torch.arange(SEQ)
+    pairs = torch.zeros(size)
+    for sample in documents:
+        document = (token[:, None] >= torch.tensor(sample)).sum(1)
+        seen = (document[:, None] == document) & (token <= token[:, None]) & (token > token[:, None] - (window or SEQ))
+        pairs += torch.stack([seen[ops.own_tokens(SEQ, size, rank)].sum() for rank in range(size)])
+    assert ops.context_balance(documents, SEQ, size, window) == pairs.max().item() * size / pairs.sum().item()
+    assert ops.context_balance([[0]], SEQ, size) == 1
+
+
 @on_every_rank(2, 4)
 def test_what_it_sends_and_keeps() -> None:
     """Keys and values, not the heads that share them, go over the wire; nothing gathered waits for the backward."""

@@ -18,6 +18,7 @@ from tpformer.models import GPTConfig
 from tpformer.parallel import Layout
 from tpformer.planner import Step, memory
 from tpformer.planner.counting import StageCount
+from tpformer.planner.kept import kept_by_kind
 from tpformer.planner.memory import Peak, fused_workspaces, loss_workspace, occupancies, schedule_peak
 from tpformer.planner.states import ACCUMULATED, Elements, Precision, in_backward, step_moments
 
@@ -73,6 +74,27 @@ UNIT = 2 * 512 * 256 * 4  # bytes of the residual stream
 def test_what_the_backward_of_a_layer_needs(model, parallel, kind, units):
     config = configuration(model, tensor_parallel=2, **parallel)
     assert memory.layer_workspace(config, 1000.0, **kind) == units * UNIT + 4 * 1000
+
+
+@pytest.mark.parametrize("kv_heads, made", [(8, 4), (2, 8.5)])
+def test_what_attention_needs_on_context_parallel_ranks(kv_heads, made):
+    """Keys and values, their gradients in float32, and a gradient of queries. Then what is on its way, four times as
+    much, or what a kernel makes of one of two samples, for each head of queries and as their sums, if that is more."""
+    config = configuration({**SHAPE, "n_kv_heads": kv_heads, "n_heads": 32}, context_parallel=4, zero_stage=3)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, dtype="bfloat16"))
+    gathered = 2 * 2 * 512 * kv_heads * 8 * 2
+    assert memory.context_bytes(config) == gathered
+    assert memory.context_workspace(config) == (1 + 2 + made) * gathered + 4 * 2 * 128 * 256
+    assert memory.context_workspace(configuration()) == 0
+
+
+def test_what_context_parallel_ranks_keep_of_a_layer():
+    """20 s b h / (t cp) bytes, as on tensor-parallel ranks, and all model states by both axes."""
+    for t, cp in ((1, 2), (2, 4)):
+        config = configuration({**SHAPE, "ffn_hidden_size": 1024}, tensor_parallel=t, context_parallel=cp)
+        kept = kept_by_kind(config)[False]
+        for recompute, units in (("none", 20), ("mlp", 12), ("full", 2)):
+            assert sum(kept.activations(recompute)) == units / 2 * UNIT / (t * cp)
 
 
 def test_what_a_pipeline_receives_and_has_sent():

@@ -45,7 +45,7 @@ LAYOUTS = [
     ({**GPT, "n_layers": 3}, {**ZERO3, **PACKED, "recompute": "mlp", "pack_layers": "1:2"}),
     (GPT, {**TP2, **ZERO1, "data_parallel_replicate": 2}),
     ({**LLAMA, "sliding_window": 48}, {**CP2, **FEW, "dtype": "float32"}),
-    (GPT, {**CP2, **TP2, **FEW}),
+    (GPT, {**CP2, **TP2}),
     (LLAMA, {**CP2, **ZERO3, **FEW, "recompute": "full"}),
     ({**SHARED, **FOUR}, {**CP2, **ZBV, **TP2, "balance_loss": 0.01}),
 ]
@@ -64,7 +64,7 @@ OTHERS = [
     (GPT, {**CP2, **TP2, "sequence_parallel": False, "data_parallel_replicate": 2, "zero_stage": 0}),
     ({**LLAMA, "seq_length": 1024}, {**ZERO2, **PACKED, **OFFLOADED, "context_parallel": 4}),
     ({**GPT, **FOUR}, {**CP2, **ZB, "recompute": "full", "zero_stage": 0}),
-    (UNEVEN, {**CP2, **TP2, "zero_stage": 3, "data_parallel_replicate": 2, "cpu_offload": True}),
+    (LLAMA, {**CP2, **TP2, "zero_stage": 3, "data_parallel_replicate": 2, "cpu_offload": True}),
 ]
 
 

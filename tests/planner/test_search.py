@@ -47,7 +47,7 @@ def drawn(seed: int) -> Question:
     device = dataclasses.replace(device, memory=memory, network=draw.choice([1e9, 21e9]))
     microbatch, schedule = (tuple(draw.sample(*each)) for each in (([1, 2, 4], 2), (Space().schedule, 3)))
     offload = draw.choice([("none", "activations"), ("none", "states"), OFFLOADS])
-    space = Space(microbatch=microbatch, schedule=schedule, offload=offload, most_stages=4)
+    space = Space(cp=(1,), microbatch=microbatch, schedule=schedule, offload=offload, most_stages=4)
     return question(model, draw.choice([2, 4, 6, 8]), draw.choice([8, 24, 32]), device, space)
 
 
@@ -63,9 +63,14 @@ def of_experts(n_experts: int, memory: float) -> Question:
 
 def packing(memory: float) -> Question:
     offload, pack = ("none", "activations"), ("none", "all")
-    space = Space(microbatch=(1, 4), schedule=("1F1B",), offload=offload, most_stages=4, pack=pack)
+    space = Space(cp=(1,), microbatch=(1, 4), schedule=("1F1B",), offload=offload, most_stages=4, pack=pack)
     device = dataclasses.replace(load_device("a100-40", gpus_per_node=4), memory=memory)
     return question({**SMALL, "seq_length": 1024}, 4, 16, device, space)
+
+
+def long_samples(memory: float) -> Question:
+    of = Space(schedule=("1F1B", "ZBVZeroBubble"), offload=("none", "activations"), most_stages=2)
+    return packing(memory)._replace(config=question({**SMALL, "seq_length": 24576}, batch=2).config, gpus=8, space=of)
 
 
 # Drawn: in 11 nothing fits, in 5, 9, 24 and 34 all of the best offload, in 43 and 115 rounding parted ties.
@@ -73,6 +78,7 @@ QUESTIONS = {
     **{f"drawn {seed}": partial(drawn, seed) for seed in (2, 5, 8, 9, 11, 13, 16, 18, 24, 27, 34, 43, 115)},
     **{f"{n} experts": partial(of_experts, n, memory) for n, memory in ((8, 40e9), (6, 2e9))},
     **{f"packing, {memory:.2g} bytes": partial(packing, memory) for memory in (1.3e9, 1.6e9, 40e9)},
+    **{f"long samples, {memory:.2g} bytes": partial(long_samples, memory) for memory in (2e9, 3e9)},
 }
 
 
@@ -97,6 +103,16 @@ def test_experts_are_shared_by_ranks_that_divide_them(n_experts):
     assert planner.search(asked, 1).dropped["tp does not divide the experts"] == (n_experts == 6)
     reason = planner.refusal_of(asked, laid_out(asked, "tp=4,dp=3"))
     assert ("whole experts" in str(reason)) == (n_experts == 6)
+
+
+def test_few_long_samples_are_shared_by_ranks_that_divide_them():
+    asked, odd = long_samples(2e9), question({**SMALL, "seq_length": 252}, 8, 8, space=Space(microbatch=(1,)))
+    best = planner.search(asked, 1).choices[0].config
+    assert best.parallel.context_parallel > 1 and f"cp={best.parallel.context_parallel}" in layout_text(best)
+    for each, sizes in ((asked, {1, 2, 4, 8}), (odd, {1, 2})):
+        assert {values["cp"] for values in planner.every_layout(each)} == sizes
+    assert planner.search(odd, 1).dropped["2 cp does not divide a sample's tokens"] > 0
+    assert "4 context-parallel ranks" in str(planner.refusal_of(odd, laid_out(odd, "cp=4,dp=2")))
 
 
 def test_most_layouts_are_left_out_by_a_lower_bound_of_their_time():

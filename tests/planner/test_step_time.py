@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from tpformer.config import SCHEDULES, build_config
-from tpformer.distributed.links import all_reduce_seconds
+from tpformer.distributed.links import Link, all_reduce_seconds, all_to_all_seconds
 from tpformer.kernels.pack.format import packed_bytes
 from tpformer.planner.devices import load_device
 from tpformer.planner.kept import kept_by_kind
@@ -137,6 +137,44 @@ def test_experts_are_reduced_by_a_collective_and_gathered_for_as_their_tokens_al
     whole = model({**parallel, "sequence_parallel": False}, **EXPERTS).layer.routing()
     assert shards.forward["tp"] > 0 == whole.forward["tp"], "every rank routes all tokens"
     assert whole.inputs["tp"] > shards.inputs["tp"] > 0, "and all-reduces their weights' gradients"
+
+
+CP8 = {"context_parallel": 8, "zero_stage": 3}
+GROUPED = {"n_kv_heads": 8, "seq_length": 131072, "tie_embeddings": False, "position": "rope"}
+
+
+def test_context_parallel_ranks_share_all_but_what_they_exchange():
+    """In a node, of whose links a gather takes all; 8 of 32 heads have keys and values that travel."""
+    alone, shared = (model(each, batch=8, **GROUPED).layer.work() for each in ({}, CP8))
+    for one, many in zip(alone, shared, strict=True):
+        assert many["attention"] == pytest.approx(one["attention"] / 8, rel=1e-3)
+        assert one["gemm"] / 8 <= many["gemm"] < 1.05 * one["gemm"] / 8, "waves of tiles are less full"
+    received = 7 / 8 * 2 * 131072 * 8 * 128 * 2
+    gather = shared.forward["cp"]
+    assert gather == pytest.approx(received / H100.inside[1], rel=0.05) and alone.forward["cp"] == 0
+    assert shared.inputs["cp"] == pytest.approx(2 * gather, rel=0.05), "a gather and an exchange"
+    again = model({**CP8, "recompute": "full"}, batch=8, **GROUPED).layer.work()
+    assert again.inputs["cp"] == shared.inputs["cp"] + gather
+    assert model({**CP8, "recompute": "mlp"}, batch=8, **GROUPED).layer.work().inputs["cp"] == shared.inputs["cp"]
+    step = model(CP8, batch=8, **GROUPED).step()
+    assert step.cp == pytest.approx(8 * 24 * 3 * gather, rel=0.05) and step.seconds == sum(step)
+
+
+def test_context_parallel_ranks_share_states_and_lie_between_others():
+    """Of 8 devices in a node, 4 are tensor-parallel: pairs of context-parallel ranks are neighbours, and 8 are in 4."""
+    whole = model({"data_parallel_shard": 8, "zero_stage": 3}, **GROUPED)
+    parallel = {"context_parallel": 4, "data_parallel_shard": 2, "zero_stage": 3}
+    shared = model(parallel, **GROUPED)
+    assert shared.step().optimizer == whole.step().optimizer and shared.collective(1e9) == whole.collective(1e9)
+    assert H100.spread(2, 4) == (2, 1) and H100.spread(8, 4) == (2, 4) and H100.spread(6, 2) == (3, 2)
+    near, far = (
+        model({"tensor_parallel": 4, "context_parallel": n}, **GROUPED).layer.keys_and_values() for n in (2, 8)
+    )
+    links = Link(*H100.inside), Link(H100.network_latency, H100.network)
+    nbytes = 2 * 131072 * 2 * 128 * 2
+    assert near == (all_reduce_seconds(nbytes, 2, 1, *links) / 2, all_to_all_seconds(nbytes, 2, 1, *links))
+    assert far == (all_reduce_seconds(nbytes, 2, 4, *links) / 2, all_to_all_seconds(nbytes, 2, 4, *links))
+    assert far[1] == links[1].seconds(1, 6 / 8 * nbytes), "six of eight parts leave the node, by one adapter"
 
 
 def test_stages_of_different_layers_differ():

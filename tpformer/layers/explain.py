@@ -207,9 +207,7 @@ def _why_all_logits(module: nn.Module, path: str, head: LMHead) -> str | None:
     return None
 
 
-def explain(
-    module: nn.Module, tokens: int, dtype: torch.dtype | None = None, *, seq_length: int | None = None
-) -> str:
+def explain(module: nn.Module, tokens: int, dtype: torch.dtype | None = None, *, seq_length: int | None = None) -> str:
     """A table of every tensor-parallel linear in a module: shapes, transport and its reason, predicted times.
 
     One line for each linear operation; equal lines of numbered layers become one ("layers.0-23.mlp.fc1"). tokens and
@@ -312,7 +310,7 @@ def _packed_note(module: nn.Module) -> list[str]:
 
 def _gathering_notes(module: nn.Module, tokens: int, dtype: torch.dtype | None, seq_length: int) -> list[str]:
     """What each attention on context-parallel ranks receives in a forward, and how long beside its computing."""
-    notes = []
+    notes: list[tuple[str, tuple[str, ...]]] = []
     for path, layer in module.named_modules():
         if not isinstance(layer, SelfAttention) or (context := layer.tp.shares_tokens) is None:
             continue

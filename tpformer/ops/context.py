@@ -91,9 +91,7 @@ def segments(starts: Sequence[int], seq_length: int, size: int, rank: int) -> li
     return found
 
 
-def context_balance(
-    documents: Sequence[Sequence[int]], seq_length: int, size: int, window: int | None = None
-) -> float:
+def context_balance(documents: Sequence[Sequence[int]], seq_length: int, size: int, window: int | None = None) -> float:
     """Pairs of a query and a key on the busiest of `size` context-parallel ranks, over their mean: 1 for one document.
 
     documents: where each sample's documents begin, ascending from 0. Ranks wait for the busiest one at every layer, and

@@ -28,9 +28,10 @@ from .storages import Saved, live_storages, local, storages
 
 
 class Collective(NamedTuple):
-    """A kind of collective or message. axis: of the mesh, or several, as named_axes joins them. nbytes: the bytes of the full tensor, as in distributed.record_collectives.
+    """A kind of collective or message. axis: of the mesh, or several, as named_axes joins them.
 
-    For "send" and "receive" they are the bytes of the message.
+    nbytes: the bytes of the full tensor, as in distributed.record_collectives. For "send" and "receive" they are the
+    bytes of the message.
     """
 
     axis: str
@@ -86,14 +87,14 @@ class CollectiveCounter(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function.namespace in ("c10d", "_c10d_functional"):
             name, position = OPERATIONS.get(function.overloadpacket.__name__, (None, 0))
-            if name is not None:
+            if name is not None and (axis := self._axis(args)):  # one rank alone sends nothing
                 full = args[position]
                 full = full[0] if isinstance(full, list | tuple) else full
-                self.calls[Collective(self._axis(args), name, full.numel() * full.dtype.itemsize)] += 1
+                self.calls[Collective(axis, name, full.numel() * full.dtype.itemsize)] += 1
         return function(*args, **(kwargs or {}))
 
     def _axis(self, arguments: Sequence[Any]) -> str:
-        """The axes on which the ranks of a call's group differ. RuntimeError for a group that is not known by its name."""
+        """The axes on which the ranks of a call's group differ. RuntimeError for a call that does not say its group."""
         for argument in arguments:
             if isinstance(argument, str) and argument in self.axes:  # a functional collective names its group
                 return self.axes[argument]
@@ -105,8 +106,9 @@ class CollectiveCounter(TorchDispatchMode):
         raise RuntimeError(f"a collective over none of the groups {', '.join(self.axes.values())}: {arguments[1:]}")
 
     def _axes_of(self, ranks: Sequence[int]) -> str:
-        """Of a group that is no axis of the mesh: FSDP2's over several axes, or a tied table's on two pipeline ranks."""
-        found, stride = [], 1
+        """Of a group that is no axis of the mesh: FSDP2's over several axes, a tied table's on two pipeline ranks."""
+        found: list[str] = []
+        stride = 1
         for axis, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
             if len({rank // stride % size for rank in ranks}) > 1:
                 found.insert(0, axis)

@@ -15,16 +15,16 @@ from tpformer.words import shown
 OFFLOADS = ("none", "activations", "states", "both")
 NUMBERS = ("tp", "cp", "pp", "dp", "zero", "microbatch", "stages")
 DEFAULTS: dict[str, Any] = {
-    "tp": 1, "cp": 1, "pp": 1, "dp": 1, "zero": 0, "microbatch": 1, "stages": 1, "schedule": "1F1B", "recompute": "none",
-    "offload": "none",
+    "tp": 1, "cp": 1, "pp": 1, "dp": 1, "zero": 0, "microbatch": 1, "stages": 1, "schedule": "1F1B",
+    "recompute": "none", "offload": "none",
 }  # fmt: skip
 PACKS = ("none", "all")  # layers whose activations are packed
 WORDS = {"schedule": tuple(SCHEDULES), "recompute": RECOMPUTE, "offload": OFFLOADS, "pack": PACKS}
 
 
 def layout_text(config: RunConfig) -> str:
-    """A layout as one line that `--explain` reads, without context parallelism, recomputing, offloading and packing where
-    there is none."""
+    """A layout as one line that `--explain` reads, without context parallelism, recomputing, offloading and packing
+    where there is none."""
     layout = config.parallel
     parts: dict[str, Any] = {"tp": layout.tensor_parallel}
     parts |= {"cp": layout.context_parallel} if layout.context_parallel > 1 else {}

@@ -57,8 +57,8 @@ def context_workspace(config: RunConfig) -> float:
     """The most bytes that a backward of ops.context_attention needs while it runs; 0 on one rank.
 
     Besides the gathered keys and values, and their gradients in float32, either the sums on their way to other ranks
-    (in the compute dtype, in the order of ranks, and as they arrive), or one sample's that a kernel returns, which it
-    makes for each head of queries first. The gradient of queries is in float32, too.
+    (in the compute dtype, twice in the order of ranks, and as they arrive), or one sample's that a kernel returns,
+    which it makes for each head of queries first. The gradient of queries is in float32, too.
     """
     model, layout, precision = config.model, config.parallel, Precision.of(config)
     if layout.context_parallel == 1:
@@ -67,7 +67,7 @@ def context_workspace(config: RunConfig) -> float:
     wide, heads = max(4, item), model.n_heads // t / kv_heads(model, t)[1]
     kernel = gathered / config.microbatch_size * (1 + (heads if heads > 1 else 0))
     own = wide * microbatch_tokens(config) * model.query_size / t
-    return gathered * (1 + wide / item) + max(3 * gathered, kernel) + own
+    return gathered * (1 + wide / item) + max(4 * gathered, kernel) + own
 
 
 def boundary_bytes(config: RunConfig) -> int:
@@ -137,9 +137,10 @@ def layer_workspace(config: RunConfig, layer: float, *, experts: bool = False, w
 
     They are the gathered output gradient and input, the partial input gradient, the MLP's hidden gradients and
     activations, or what context-parallel attention needs if that is more, and the gradients of the layer's parameters.
-    Experts have the gradients of their activations, too, and of each dispatched row before those of a token are added. With recomputation also all that the layers of a region
-    would save without it. With packed activations also what a backward of attention unpacks: queries, keys, values and
-    the result. experts: whether the layer has experts. worst: as in expert_rows.
+    Experts have the gradients of their activations, too, and of each dispatched row before those of a token are added.
+    With recomputation also all that the layers of a region would save without it. With packed activations also what a
+    backward of attention unpacks: queries, keys, values and the result. experts: whether the layer has experts. worst:
+    as in expert_rows.
     """
     model, layout, h, t = config.model, config.parallel, config.model.hidden_size, config.parallel.tensor_parallel
     item, tokens = Precision.of(config).compute.itemsize, microbatch_tokens(config)

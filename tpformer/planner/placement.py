@@ -19,7 +19,7 @@ from tpformer.parallel.zero import uses_fsdp
 
 from .counting import named_axes
 from .devices import Device, load_device
-from .memory import boundary_bytes, context_bytes, microbatch_rows, microbatch_tokens
+from .memory import boundary_bytes, context_bytes, microbatch_tokens
 from .rank_memory import stage_ranges
 from .states import Precision, stage_elements
 
@@ -71,7 +71,8 @@ def axis_groups(layout: Layout) -> dict[str, list[list[int]]]:
 
 
 def sent_bytes(operation: str, nbytes: float, ranks: int) -> float:
-    """Bytes that each rank sends, in a ring or to each of the others. nbytes: of the whole tensor; of a message, if the operation is "send"."""
+    """Bytes that each rank sends, in a ring or to every other one. nbytes: of the whole tensor, or of a message for
+    "send"."""
     share = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2, "receive": 0}
     return nbytes if operation == "send" else share[operation] * nbytes * (ranks - 1) / ranks
 

@@ -206,7 +206,8 @@ def validation_lines(found: Outcome, teeth: Mapping[str, Sequence[str]] | None =
     else:
         rate = f"{found.rate:.3f} x {flops:.0f} TFLOP/s of large GEMMs ({source.device.name})"
         if source.rate_of is not None:
-            rate = f"attention on context-parallel ranks at {found.rate:.3f} of its speed on one; rates of {source.rate_of}"
+            rate = f"attention on context-parallel ranks at {found.rate:.3f} of its speed on one, at the rate of "
+            rate += source.rate_of
         yield f"  fitted on {source.fit} alone: {rate}"
     yield (
         f"  held out: mean error {found.mean:.2f} %, largest {found.largest:.1f} %, Spearman {found.spearman:.2f}; the "

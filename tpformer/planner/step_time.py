@@ -326,7 +326,7 @@ class StepModel:
         return 4 * (gathers + 1) * self.elements(rank) / layout.shards / self.device.host
 
     def collective(self, nbytes: float, replicas: bool = False) -> float:
-        """Seconds of an all-reduce over the ranks that share, or over their replicas; a gather or scatter takes half."""
+        """Seconds of an all-reduce over the ranks that share, or over replicas; a gather or scatter takes half."""
         layout = self.layout
         ranks = layout.replicas if replicas else layout.shards
         place = self.device.spread(ranks, layout.tensor_parallel * (layout.shards if replicas else 1))
