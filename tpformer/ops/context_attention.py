@@ -42,9 +42,11 @@ def _scattered(gradients: Tensor, dtype: torch.dtype, group: ProcessGroup) -> Te
     Ranks exchange them in `dtype` and add them up in at least float32, in rank order: NCCL's reduce-scatter would add
     in an order of its own, and round at every hop.
     """
-    chunks = gradients.to(dtype).chunk(2 * group.size(), 2)
-    parts = [torch.cat([chunks[index] for index in own_chunks(group.size(), rank)], 2) for rank in range(group.size())]
-    return scatter_sum(torch.stack(parts), group)[0]
+    size, chunks = group.size(), gradients.chunk(2 * group.size(), 2)
+    sent = torch.empty(len(chunks), *chunks[0].shape, dtype=dtype, device=gradients.device)
+    for place, index in enumerate(index for rank in range(size) for index in own_chunks(size, rank)):
+        sent[place] = chunks[index]
+    return torch.cat(list(scatter_sum(sent, group)), 2)
 
 
 class Kept(NamedTuple):
@@ -88,8 +90,9 @@ class ContextAttention(torch.autograd.Function):
             wide = torch.promote_types(q.dtype, torch.float32)
             dq, sums = torch.zeros_like(q, dtype=wide), torch.zeros(2, *keys.shape, dtype=wide, device=q.device)
             for i, found in ctx.kept.segments(q.shape[1]):
-                forward = q[i], keys[i], values[i], found, ctx.kept.window, out[i], lse[i]
-                attend_backward(dout[i], *forward, dq[i], sums[0, i], sums[1, i])
+                totals = dq[i], sums[0, i], sums[1, i]
+                attend_backward(dout[i], q[i], keys[i], values[i], found, ctx.kept.window, out[i], lse[i], *totals)
+            del keys, values  # before as much is made to send
             dk, dv = _scattered(sums, k.dtype, ctx.kept.group)
         return dq.to(q.dtype), dk, dv, None
 

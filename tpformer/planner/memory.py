@@ -56,9 +56,9 @@ def context_bytes(config: RunConfig) -> int:
 def context_workspace(config: RunConfig) -> float:
     """The most bytes that a backward of ops.context_attention needs while it runs; 0 on one rank.
 
-    Besides the gathered keys and values, and their gradients in float32, either the sums on their way to other ranks
-    (in the compute dtype, twice in the order of ranks, and as they arrive), or one sample's that a kernel returns,
-    which it makes for each head of queries first. The gradient of queries is in float32, too.
+    Besides the gradients of all keys and values, and of own queries, in float32: the gathered keys and values with the
+    gradients of one sample that a kernel returns, which it makes for each head of queries first; later the sums on
+    their way to other ranks, in the compute dtype, and as they arrive.
     """
     model, layout, precision = config.model, config.parallel, Precision.of(config)
     if layout.context_parallel == 1:
@@ -67,7 +67,7 @@ def context_workspace(config: RunConfig) -> float:
     wide, heads = max(4, item), model.n_heads // t / kv_heads(model, t)[1]
     kernel = gathered / config.microbatch_size * (1 + (heads if heads > 1 else 0))
     own = wide * microbatch_tokens(config) * model.query_size / t
-    return gathered * (1 + wide / item) + max(4 * gathered, kernel) + own
+    return gathered * wide / item + max(2 * gathered, gathered + kernel) + own
 
 
 def boundary_bytes(config: RunConfig) -> int:
