@@ -1,6 +1,9 @@
 """Attention of samples whose tokens lie on several ranks is ops.attention of whole samples, with every gradient, for
 all heads, documents and windows. What it keeps and sends is as promised, and what does not fit is refused."""
 
+import sys
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +14,7 @@ from testing import assert_identical, assert_kernel_close, assert_same, on_every
 from torch import Tensor
 
 from tpformer import ops
-from tpformer.distributed import record_collectives
+from tpformer.distributed import record_collectives, use_backend
 from tpformer.ops import flash
 from tpformer.ops.context import Segment, segments
 
@@ -76,6 +79,27 @@ def test_what_it_sends_and_keeps() -> None:
     with record_collectives() as calls:
         y.backward(dy)
     assert calls == [("all_gather", nbytes), ("all_to_all", nbytes)]
+
+
+@on_every_rank(2)
+def test_heads_in_parts_give_the_same_bits() -> None:
+    """As on CUDA, where the next part's keys and values are on their way while one attends."""
+    group, module = dist.group.WORLD, sys.modules["tpformer.ops.context_attention"]
+    for backend in ("shared", "gloo"):
+        use_backend(group, backend)
+        for heads in HEADS:
+            inputs, found = tensors(*heads, torch.bfloat16), []
+            for parts in (1, 3, 4):
+                with mock.patch.object(module, "PARTS", {"cpu": parts}), record_collectives() as calls:
+                    found.append(shared(*inputs, DOCUMENTS, None))
+                n = min(parts, heads[1])
+                assert [name for name, _ in calls] == n * ["all_gather"] + _backward(n), (backend, heads, parts)
+            assert_identical(found[1:], [found[0]] * 2, f"{backend} {heads}")
+
+
+def _backward(parts: int) -> list[str]:
+    """A gather begins before the part before it is exchanged."""
+    return ["all_gather", *["all_gather", "all_to_all"] * (parts - 1), "all_to_all"]
 
 
 @given(size=st.integers(1, 6), chunk=st.integers(1, 5), cuts=st.sets(st.integers(1, 59)))

@@ -28,7 +28,7 @@ BATCH, STEPS = 8, 3
 LAYOUTS = {  # layout, model, and which packed tensor overflows: (rank, step, which of the tensors that it packs)
     "pp2": ({"pipeline_parallel": 2, "recompute": "mlp"}, MODEL, (0, 2, 3)),
     "zbv": ({"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble"}, {**MODEL, "n_layers": 4}, (1, 1, 5)),
-    "zero3": ({"data_parallel_shard": 2, "zero_stage": 3}, MODEL, (1, 2, 1)),
+    "zero3": ({"context_parallel": 2, "zero_stage": 3}, MODEL, (1, 2, 1)),
     "compressed": ({"data_parallel_replicate": 2, "exchange": "powersgd"}, MODEL, (0, 3, 2)),
     "experts": ({"tensor_parallel": 2}, {**MODEL, **EXPERTS}, (1, 2, 4)),
     "experts without a token": ({"tensor_parallel": 2}, {**MODEL, **EXPERTS}, ()),

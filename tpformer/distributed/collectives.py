@@ -60,6 +60,26 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor
     return gather_shared(x, group, state).resize_(shape)
 
 
+def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Begin an all_gather of several ranks. What it returns waits and gives the result; until then x stays unwritten.
+
+    On a GPU what is queued in between runs beside it. Through shared memory it is done at once.
+    """
+    state = collective_state(group)
+    if state.shared and x.is_cpu:
+        result = all_gather(x, group)
+        return lambda: result
+    record("all_gather", x.nbytes * state.size)
+    output = x.new_empty((x.shape[0] * state.size, *x.shape[1:]))
+    work = all_gather_single(output, x.detach().contiguous(), group=group, async_op=True)
+
+    def wait() -> torch.Tensor:
+        work.wait()
+        return output
+
+    return wait
+
+
 def gather_shared(x: torch.Tensor, group: dist.ProcessGroup, state: CollectiveState) -> torch.Tensor:
     """all_gather of a CPU tensor through shared memory; the result is flat. It is in no record of collectives."""
     flat = x.reshape(-1)

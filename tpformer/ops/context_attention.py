@@ -9,7 +9,8 @@ Source: Llama 3 (arXiv:2407.21783), section 3.3.2
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.config import check_context_length
-from tpformer.distributed.collectives import all_gather, scatter_sum
+from tpformer.distributed.collectives import scatter_sum, start_all_gather
 
 from .attention import check_heads, check_window
 from .autocast import autocast_dtype, cast, without_autocast
@@ -30,10 +31,38 @@ from .uncompiled import uncompiled
 Documents = Sequence[Sequence[int]]
 
 
-def _gathered(k: Tensor, v: Tensor, group: ProcessGroup) -> Tensor:
-    """Keys and values of whole samples, (2, batch, seq, kv_heads, head_dim), by one all-gather."""
-    parts = all_gather(torch.stack([k, v])[None], group).unflatten(3, (2, -1))  # (ranks, 2, batch, 2 chunks, ...)
-    return torch.cat([parts[rank, :, :, place] for rank, place in chunk_owners(group.size())], 2)
+# Heads come in parts, those of the next part gathered while one attends. A CPU computes nothing beside a collective. On
+# CUDA four is a choice that nobody has measured: three quarters of the gather may hide, and parts are still large.
+PARTS = {"cpu": 1, "cuda": 4}
+
+
+def _parts(q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
+    """(heads of q, the heads of k that serve them) of each part."""
+    heads, shared = q.shape[2], k.shape[2]
+    n = max(1, min(PARTS.get(k.device.type, 1), shared))
+    ends, each = [shared * part // n for part in range(n + 1)], heads // max(1, shared)
+    return [(slice(each * a, each * b), slice(a, b)) for a, b in pairwise(ends)]
+
+
+def _gathered(k: Tensor, v: Tensor, parts: Sequence[tuple[slice, slice]], group: ProcessGroup) -> Iterator[Tensor]:
+    """Keys and values of whole samples, (2, batch, seq, kv_heads, head_dim), of one part's heads after another's: by an
+    all-gather each, of which the next one is then under way. Nothing is held here that has been taken."""
+
+    def start(heads: slice) -> Callable[[], Tensor]:
+        return start_all_gather(torch.stack([k[:, :, heads], v[:, :, heads]])[None], group)
+
+    under_way = [start(parts[0][1])]
+    for heads in [*(heads for _, heads in parts[1:]), None]:
+        came = [under_way.pop()()]
+        if heads is not None:
+            under_way.append(start(heads))
+        yield _in_order(came.pop(), group.size())
+
+
+def _in_order(gathered: Tensor, size: int) -> Tensor:
+    """(2, batch, seq, ...) in the order of positions, of what came from the ranks, (ranks, 2, batch, own, ...)."""
+    chunks = gathered.unflatten(3, (2, -1))
+    return torch.cat([chunks[rank, :, :, place] for rank, place in chunk_owners(size)], 2)
 
 
 def _scattered(gradients: Tensor, dtype: torch.dtype, group: ProcessGroup) -> Tensor:
@@ -72,11 +101,14 @@ class ContextAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, kept: Kept):
-        keys, values = _gathered(k, v, kept.group)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(len(q), q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
-        for sample, found in kept.segments(q.shape[1]):
-            attend(q[sample], keys[sample], values[sample], found, kept.window, out[sample], lse[sample])
+        parts = _parts(q, k)
+        gathers = _gathered(k, v, parts, kept.group)
+        for heads, _ in parts:
+            keys, values = next(gathers)
+            for i, found in kept.segments(q.shape[1]):
+                attend(q[i, :, heads], keys[i], values[i], found, kept.window, out[i, :, heads], lse[i, heads])
         ctx.save_for_backward(q, k, v, out, lse)  # nothing that was gathered
         ctx.kept = kept
         return out
@@ -85,15 +117,20 @@ class ContextAttention(torch.autograd.Function):
     @first_derivative
     def backward(ctx, dout):
         q, k, v, out, lse = ctx.saved_tensors
+        kept, dkv = ctx.kept, list[Tensor]()
         with without_autocast(q):
-            keys, values = _gathered(k, v, ctx.kept.group)
-            wide = torch.promote_types(q.dtype, torch.float32)
-            dq, sums = torch.zeros_like(q, dtype=wide), torch.zeros(2, *keys.shape, dtype=wide, device=q.device)
-            for i, found in ctx.kept.segments(q.shape[1]):
-                totals = dq[i], sums[0, i], sums[1, i]
-                attend_backward(dout[i], q[i], keys[i], values[i], found, ctx.kept.window, out[i], lse[i], *totals)
-            del keys, values  # before as much is made to send
-            dk, dv = _scattered(sums, k.dtype, ctx.kept.group)
+            dq, parts = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32)), _parts(q, k)
+            gathers = _gathered(k, v, parts, kept.group)
+            for heads, _ in parts:
+                keys, values = next(gathers)
+                sums = torch.zeros(2, *keys.shape, dtype=dq.dtype, device=q.device)
+                for i, found in kept.segments(q.shape[1]):
+                    dy, own, y, total = (x[i, :, heads] for x in (dout, q, out, dq))
+                    sums_of = sums[0, i], sums[1, i]
+                    attend_backward(dy, own, keys[i], values[i], found, kept.window, y, lse[i, heads], total, *sums_of)
+                del keys, values  # before as much is made to send
+                dkv.append(_scattered(sums, k.dtype, kept.group))
+        dk, dv = dkv[0] if len(dkv) == 1 else torch.cat(dkv, 3)
         return dq.to(q.dtype), dk, dv, None
 
 
@@ -117,7 +154,8 @@ def context_attention(
     Saves:   q, k, v, the result and a log-sum-exp: (2 heads + 2 kv_heads) head_dim + heads numbers for each own token,
              the last ones in at least float32. Nothing gathered is kept.
     Communication, per rank, B = 2 batch seq kv_heads head_dim itemsize: an all-gather of B in the forward, another and
-             an all-to-all of B in the backward.
+             an all-to-all of B in the backward; on CUDA in up to 4 parts, by heads, of which the next is gathered while
+             one attends.
     Every run gives the same bits: gradients of keys and values are summed in rank order.
     Errors:  ValueError for operands of other shapes, dtypes or devices, a length that 2 n does not divide, a window
              below 1, and documents that do not begin like that; RuntimeError if ranks differ in what they call.
