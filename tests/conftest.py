@@ -111,10 +111,9 @@ def pytest_keyboard_interrupt() -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported is never garbage: nothing looks for any while tests are found, nor among it afterwards."""
+    """What is imported is never garbage: nothing looks for any while tests are found."""
     gc.disable()
     yield
-    gc.freeze()
     gc.enable()
 
 
