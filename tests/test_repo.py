@@ -49,8 +49,9 @@ def imports(path: Path) -> Iterator[tuple[str, str, str]]:
             module = ".".join([*base, *([node.module] if node.module else [])])
             yield from ((module, alias.name, alias.asname or alias.name) for alias in node.names)
         elif isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith("import_module"):
-            module = ast.unparse(node.args[0]).strip("f'")
-            yield ".".join(package) + module if module.startswith(".") else module, "", ""
+            module = ast.unparse(node.args[0]).strip("f'")  # or a variable's name, which tells nothing
+            if isinstance(node.args[0], ast.Constant | ast.JoinedStr):
+                yield ".".join(package) + module if module.startswith(".") else module, "", ""
 
 
 def imported_modules(path: Path) -> set[str]:
