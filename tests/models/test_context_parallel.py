@@ -5,13 +5,14 @@ tests/checks has runs in many layouts, and tests/ops the operation.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
 import torch.distributed as dist
 from context import BATCH, GPT2, HIDDEN, MIXTURE, NEWER, SEQ, context, documents, drawn, gradients, loss_of
 from testing import assert_identical, assert_same, on_every_rank
-from torch import nn
+from torch import Tensor, nn
 
 from tpformer.distributed import build_mesh
 from tpformer.layers import (
@@ -23,6 +24,7 @@ from tpformer.layers import (
     transformer_block,
 )
 from tpformer.models import GPT, GPTConfig, KVCache
+from tpformer.ops import Context
 
 
 @on_every_rank(2, 4)
@@ -82,6 +84,16 @@ def block(**options) -> nn.Module:
     return transformer_block(HIDDEN, n_heads=4, dropout=0.2, **options)
 
 
+class Theirs(nn.Module):
+    def forward(self, x: Tensor, positions: Positions | None = None) -> Tensor:
+        return x
+
+
+def foreign(block: nn.Module) -> nn.Module:
+    block.self_attn = Theirs()
+    return block
+
+
 def table(**options) -> nn.Module:
     return PositionEmbedding(SEQ, HIDDEN, **options)
 
@@ -96,6 +108,29 @@ def test_a_layer_by_itself_is_that_of_one_process() -> None:
             del whole["own"]
             expected = {"y": whole["y"][:, own], "dx": whole["dx"][:, own], "parameters": whole["parameters"]}
             assert_same(found, expected, make.__name__)
+
+
+@on_every_rank(4)
+def test_positions_serve_several_contexts_and_logits_keep_their_order() -> None:
+    """On 2 x 2 ranks with sequence shards, of which a sample of 12 tokens and 4 ranks' shards would need padding."""
+    mesh = build_mesh("cpu", tensor_parallel=2, context_parallel=2)
+    whole, axes = Positions(1, SEQ), [Context.of(mesh.get_group(axis)) for axis in ("cp", "tp")]
+    for context_of in (*axes, *axes):
+        assert whole.shared(context_of).context == context_of
+        own = whole.shared(context_of).flat_ids(torch.device("cpu"))
+        assert_identical(own, whole.shared(context_of).own_tokens())
+    copy = deepcopy(whole)
+    assert_identical(copy.shared(axes[0]).own_tokens(), whole.shared(axes[0]).own_tokens())
+    model = GPT(GPTConfig(**NEWER), tp=TensorParallel(mesh["tp"], True, context=mesh["cp"]), dtype=torch.float64).eval()
+    ids = torch.zeros(1, 12, dtype=torch.int64)
+    assert model(ids).shape[1] == 6
+    nothing = torch.full_like(ids, -100)
+    loss = model(ids, targets=nothing, reduction="mean")
+    loss.backward()
+    assert loss.isnan() and not any(p.grad.to_local().any() for p in model.parameters())
+    with pytest.raises(ValueError, match="1 samples of 12 tokens cannot be shared by .* a multiple of 8"):
+        four = TensorParallel(build_mesh("cpu", tensor_parallel=4)["tp"], True, context=mesh["cp"])
+        GPT(GPTConfig(**{**NEWER, "n_heads": 4, "n_kv_heads": 4}), tp=four, dtype=torch.float64).eval()(ids)
 
 
 @on_every_rank(2)
@@ -117,6 +152,12 @@ def test_what_context_parallel_layers_refuse() -> None:
         ("is_causal=False on 1 tensor-parallel rank and 2", lambda: SelfAttention(HIDDEN, 6, is_causal=False, tp=tp)),
         ("dropout=0.2 in training on 2 context-parallel ranks needs",
          lambda: block(tp=tp)(own, positions=Positions(BATCH, SEQ))),
+        ("self_attn is a Theirs, which would attend to the tokens of one of 2 context-parallel ranks alone",
+         lambda: foreign(block(tp=tp).eval())(own, positions=Positions(BATCH, SEQ))),
+        ("positions of rank . of 2 context-parallel ranks for other ranks, 3 of them",
+         lambda: Positions(BATCH, SEQ).shared(tp.shares_tokens).shared(tp.shares_tokens._replace(size=3))),
+        ("positions of one of 2 context-parallel ranks for a layer on 1 tensor-parallel rank",
+         lambda: one(own, positions=Positions(BATCH, SEQ).shared(tp.shares_tokens))),
         ("cannot be part of a", lambda: setattr(block(tp=tp), "attention", one)),
         (r"the mesh has 2 axes \(dp_shard, cp\) and layers lie on one: give that axis, as mesh\['cp'\]",
          lambda: TensorParallel(context=build_mesh("cpu", tensor_parallel=1, context_parallel=2)["dp_shard", "cp"])),

@@ -161,7 +161,13 @@ class TransformerBlock(ParallelModule):
         if cache is not None:
             require_cache(self.self_attn, "self_attn")
             return call_rows(self.self_attn, x, self.tp, positions=positions, cache=cache)
-        if positions.sequence_shards == 1 or any(isinstance(part, SelfAttention) for part in self.self_attn.modules()):
+        own = any(isinstance(part, SelfAttention) for part in self.self_attn.modules())
+        if positions.context is not None and not own:
+            raise ValueError(
+                f"self_attn is a {type(self.self_attn).__name__}, which would attend to the tokens of one of "
+                f"{positions.context.size} context-parallel ranks alone: take a SelfAttention, or leave context out"
+            )
+        if positions.sequence_shards == 1 or own:
             return call_rows(self.self_attn, x, self.tp, positions=positions)
         group, plain = self.tp.group, positions.sequence_sharded(1)
         rows = ops.scatter_rows(positions.to_samples(ops.gather_rows(x, group)), group)

@@ -325,10 +325,11 @@ def _gathering_notes(module: nn.Module, tokens: int, dtype: torch.dtype | None, 
         if (machine := machine_for(device_name(device))) is not None:
             queries = layer.n_heads // layer.tp.size * layer.head_dim
             keys = min(seq_length, layer.sliding_window or seq_length)
-            compute, links = 2 * tokens // context.size * keys * queries / machine.flops, received / machine.link
+            half = 2 if keys == seq_length else 4  # a triangle of all keys, or nearly all of a window's
+            compute, links = half * tokens // context.size * keys * queries / machine.flops, received / machine.link
             note += (
                 f". Predicted, in one node: {1e6 * links:.0f} us before {1e6 * compute:.0f} us of attention at the "
-                f"GEMMs' rate ({links / compute:.1%}); nothing hides it"
+                f"GEMMs' rate ({links / compute:.1%}), counted as if nothing hid it"
             )
         notes.append((path or "this attention", (note,)))
     return [f"{path} {cells[0]}" for path, cells in _fold(notes)]

@@ -90,9 +90,14 @@ class Positions:
         Errors: ValueError for padding, for samples that continue longer texts, and for a length that 2 * ranks does not
         divide.
         """
-        if context is None or self.context is not None:
+        if context is None or context == self.context:
             return self
-        if self._shared is None:
+        if self.context is not None:
+            raise ValueError(
+                f"positions of rank {self.context.rank} of {self.context.size} context-parallel ranks for other ranks, "
+                f"{context.size} of them: make them of one mesh, or give whole samples' positions"
+            )
+        if self._shared is None or self._shared.context != context:
             if self.key_padding_mask is not None or self.offset:
                 what = "a key_padding_mask" if self.key_padding_mask is not None else f"offset={self.offset}"
                 raise ValueError(
@@ -140,7 +145,7 @@ class Positions:
 
     def flat_ids(self, device: torch.device) -> Tensor:
         """(tokens,) int64 positions, one sample after another, in one storage for all layers."""
-        key = (device, self.context is None)
+        key = (device, self.context)
         if key not in self._flat_ids:
             with torch.inference_mode(False):  # the tensor is kept, and may be used in training; so below
                 if self.ids is not None:
@@ -264,6 +269,11 @@ def positions_of(
                 f"rank's tokens: pass positions=Positions(batch, seq_length) of whole samples"
             )
         positions = positions.shared(context)
+    elif positions is not None and positions.context is not None:
+        raise ValueError(
+            f"positions of one of {positions.context.size} context-parallel ranks for a layer on {tp}: build the layer "
+            f"with a TensorParallel of that context"
+        )
     if positions is None:
         if x.ndim != 3:
             raise ValueError(

@@ -151,6 +151,10 @@ class GPT(ParallelModule):
         context = self.tp.shares_tokens
         if context is not None and (self.training or targets is None):
             check_context_length(seq, context.size)
+            raise ValueError(
+                f"{batch} samples of {seq} tokens cannot be shared by {self.tp}: make the length a multiple of "
+                f"{multiple}"
+            )
         if self.training:
             raise ValueError(
                 f"batch * seq_length = {batch} * {seq} = {batch * seq} tokens cannot be split over "
@@ -324,7 +328,10 @@ class GPT(ParallelModule):
         if not shared or targets is None:
             return loss
         loss = over_context(loss, self.tp)
-        return loss / targets.ne(IGNORE_INDEX).sum() if reduction == "mean" else loss
+        if reduction == "sum":
+            return loss
+        counted = targets.ne(IGNORE_INDEX).sum()
+        return torch.where(counted > 0, loss / counted.clamp(min=1), math.nan)
 
     @contextmanager
     def _tied(self) -> Iterator[dict[str, Tensor]]:

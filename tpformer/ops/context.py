@@ -37,6 +37,9 @@ class Context(NamedTuple):
         """Of a process group; None for one rank."""
         return cls(group, group.size(), group.rank()) if group.size() > 1 else None
 
+    def __deepcopy__(self, memo: dict) -> Self:
+        return self  # a copy is of the same ranks
+
 
 class Segment(NamedTuple):
     """Consecutive queries of one document: `length` rows from `row` on, at positions from `position` on. They see the
@@ -70,8 +73,8 @@ def chunk_owners(size: int) -> list[tuple[int, int]]:
 def own_tokens(seq_length: int, size: int, rank: int, device: torch.device | None = None) -> Tensor:
     """The positions in a sample of a rank's tokens, (seq_length / size,) int64, in the order of its rows.
 
-    They are those of own_chunks, so all ranks' queries see equally many keys. ValueError for a length that 2 * size
-    does not divide.
+    They are those of own_chunks, so all ranks' queries see equally many keys of a sample that is one document, without
+    a window. ValueError for a length that 2 * size does not divide.
     """
     check_context_length(seq_length, size)
     chunk = seq_length // (2 * size)

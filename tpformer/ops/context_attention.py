@@ -19,16 +19,18 @@ from torch.distributed import ProcessGroup
 
 from tpformer.config import check_context_length
 from tpformer.distributed.collectives import scatter_sum, start_all_gather
+from tpformer.words import shown
 
 from .attention import check_heads, check_window
 from .autocast import autocast_dtype, cast, without_autocast
 from .calls import called
 from .context import Segment, chunk_owners, own_chunks, segments
 from .first_derivative import first_derivative
-from .flash import attend, attend_backward
+from .flash import attend, attend_backward, check_head_dim
 from .uncompiled import uncompiled
 
 Documents = Sequence[Sequence[int]]
+TOLD = 31  # numbers by which ranks compare documents, few, as each makes a text of its own (distributed/calls.py)
 
 
 # Heads come in parts, those of the next part gathered while one attends. A CPU computes nothing beside a collective. On
@@ -109,6 +111,7 @@ class ContextAttention(torch.autograd.Function):
             keys, values = next(gathers)
             for i, found in kept.segments(q.shape[1]):
                 attend(q[i, :, heads], keys[i], values[i], found, kept.window, out[i, :, heads], lse[i, heads])
+            del keys, values
         ctx.save_for_backward(q, k, v, out, lse)  # nothing that was gathered
         ctx.kept = kept
         return out
@@ -156,28 +159,29 @@ def context_attention(
     Communication, per rank, B = 2 batch seq kv_heads head_dim itemsize: an all-gather of B in the forward, another and
              an all-to-all of B in the backward; on CUDA in up to 4 parts, by heads, of which the next is gathered while
              one attends.
-    Every run gives the same bits: gradients of keys and values are summed in rank order.
+    Gradients of keys and values are summed over ranks in their order, so this sum is the same in every run. CUDA's
+    flash attention repeats its bits only under torch.use_deterministic_algorithms(True).
+    On CUDA in 32 and 64 bits scores are made whole, (heads, own tokens, keys) of a part at a time: to verify with.
     Errors:  ValueError for operands of other shapes, dtypes or devices, a length that 2 n does not divide, a window
-             below 1, and documents that do not begin like that; RuntimeError if ranks differ in what they call.
+             below 1, documents that do not begin like that, and a head_dim that CUDA's kernels do not take;
+             RuntimeError if ranks differ in what they call.
     """
     check_window(window, is_causal=True)
     check_heads("context_attention", q, k, v, q.shape[1] if q.dim() == 4 else 0)
+    check_head_dim(q)
     size = group.size()
     seq = q.shape[1] * size
     check_context_length(seq, size)
     starts = [[0]] * len(q) if documents is None else documents
     if len(starts) != len(q) or any(list(s[:1]) != [0] or list(s) != sorted(set(s)) or s[-1] >= seq for s in starts):
         raise ValueError(
-            f"documents of {len(starts)} samples begin at {starts}: give for each of {len(q)} samples ascending "
+            f"documents of {len(starts)} samples begin at {shown(starts)}: give for each of {len(q)} samples ascending "
             f"positions from 0 to below {seq}"
         )
     window = None if window is None or window >= seq else window
-    called(group, "context_attention", q.shape, q.dtype, True, (q, k, v), (), k.shape[2], window, _hashed(starts))
+    told = "whole samples" if documents is None else f"documents {hash(tuple(map(tuple, starts))) % TOLD}"
+    called(group, "context_attention", q.shape, q.dtype, True, (q, k, v), (), k.shape[2], window, told)
     dtype = autocast_dtype(q) or q.dtype
     q, k, v = (cast(x, dtype) for x in (q, k, v))
     with without_autocast(q):
         return ContextAttention.apply(q, k, v, Kept(starts, window, group))
-
-
-def _hashed(starts: Documents) -> int:
-    return hash(tuple(map(tuple, starts)))

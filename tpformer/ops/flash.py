@@ -139,6 +139,16 @@ def _merged(found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return wide.to(out.dtype), lse
 
 
+def check_head_dim(q: Tensor) -> None:
+    """ValueError for heads (..., head_dim) that the variable-length kernels of CUDA in 16 bits do not take."""
+    width = q.shape[-1]
+    if _varlen(q) and (width % 8 or width > 256):
+        raise ValueError(
+            f"head_dim={width} on context-parallel GPUs: their kernels take multiples of 8 up to 256; change the head "
+            f"dim, or leave context parallelism out"
+        )
+
+
 def _varlen(q: Tensor) -> bool:
     return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
 

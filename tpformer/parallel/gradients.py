@@ -184,8 +184,8 @@ def gradient_norms(
     gives for each set, if that is known already.
     """
     largest = norm_type == math.inf
-    groups = [group for group in groups if group is not None]
-    ranks = math.prod(group.size() for group in groups if group is not None)
+    over = [group for group in groups if group is not None]
+    ranks = math.prod(group.size() for group in over)
     twice = {id(parameter) for parameter in held_twice}
     # also of a rank without gradients: all join in one collective
     device = next((local_part(parameter).device for parameters in sets for parameter in parameters), None)
@@ -201,6 +201,6 @@ def gradient_norms(
             norms = torch.stack(found)
             total = torch.maximum(totals[index], norms.max()) if largest else norms.pow(norm_type).sum() / copies
             totals[index] = total if largest else totals[index] + total
-    for group in (*groups, pipeline):
+    for group in (*over, pipeline):
         totals = all_reduce(totals, group, "max" if largest else "sum")
     return totals if largest else totals.pow(1.0 / norm_type)

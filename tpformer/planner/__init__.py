@@ -9,7 +9,6 @@ __all__ = [
     "bubble_ratio",
     "bubble_share",
     "bubble_time",
-    "bubble_lines",
     "draw_timeline",
     "schedule_order",
     "simulate",

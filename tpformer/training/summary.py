@@ -36,7 +36,8 @@ def summary(config: RunConfig, device: torch.device, step: int) -> str:
         replicas, shards = parallel.data_parallel_replicate, parallel.data_parallel_shard
         layout.append(f"data_parallel {replicas} x {shards}, ZeRO-{parallel.zero}")
     if parallel.context_parallel > 1:
-        layout.append(f"context_parallel {parallel.context_parallel}")
+        alone = parallel.data_parallel == 1
+        layout.append(f"context_parallel {parallel.context_parallel}{f', ZeRO-{parallel.zero}' * alone}")
     if parallel.exchange != Layout.exchange:
         layout.append(f"exchange {parallel.exchange}")
     if parallel.pack_activations:

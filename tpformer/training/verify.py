@@ -131,7 +131,7 @@ def needed_bytes(config: RunConfig) -> tuple[int, int]:
     held = ITEM_BYTES * (2 + config.optimizer.moments) * model.n_parameters  # parameters, gradients, moments
     one = held + kept
     here = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size)) if config.train.device == "cpu" else 1
-    states = held * layout.data_parallel_replicate * here // layout.world_size
+    states = held * layout.replicas * here // layout.world_size
     return one, states + (here * PROCESS_BYTES if config.train.device == "cpu" else 0)
 
 
