@@ -214,7 +214,7 @@ def first_learned_positions(patch: Patch) -> None:
 
 def gathered_keys_are_kept(patch: Patch) -> None:
     before, gathered = context_attention.ContextAttention.forward, []
-    wrapped(patch, context_attention, "_gathered", lambda found: gathered.append(found) or found)
+    wrapped(patch, context_attention, "_in_order", lambda found: gathered.append(found) or found)
 
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         out = before(ctx, *inputs)
