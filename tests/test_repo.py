@@ -8,6 +8,7 @@ import graphlib
 import re
 import subprocess
 from collections.abc import Iterator
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
@@ -49,9 +50,11 @@ def imports(path: Path) -> Iterator[tuple[str, str, str]]:
             module = ".".join([*base, *([node.module] if node.module else [])])
             yield from ((module, alias.name, alias.asname or alias.name) for alias in node.names)
         elif isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith("import_module"):
-            module = ast.unparse(node.args[0]).strip("f'")  # or a variable's name, which tells nothing
-            if isinstance(node.args[0], ast.Constant | ast.JoinedStr):
-                yield ".".join(package) + module if module.startswith(".") else module, "", ""
+            told = node.args[0]
+            first = told.values[0] if isinstance(told, ast.JoinedStr) else told
+            if isinstance(first, ast.Constant):  # a variable's name tells nothing
+                module = first.value
+                yield resolve_name(module, ".".join(package)) if module.startswith(".") else module, "", ""
 
 
 def imported_modules(path: Path) -> set[str]:

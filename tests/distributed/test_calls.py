@@ -182,7 +182,7 @@ OPERATIONS = {
     ),
     "activation": (lambda g, odd: linear(ops.row_linear, ones(2, 4), g, activation=("gelu", "silu")[odd]), "silu"),
     "dropout": (lambda g, odd: linear(ops.row_linear, ones(2, 4), g, dropout=drop(0.25 * odd + 0.5)), "0.75"),
-    "dropout's key": (lambda g, odd: linear(ops.row_linear, ones(2, 4), g, dropout=drop(0.5, 7 + odd)), "0.5, 1"),
+    "dropout's key": (lambda g, odd: linear(ops.row_linear, ones(2, 4), g, dropout=drop(0.5, 31 + odd)), "0.5, 1"),
     "next norm": (lambda g, odd: linear(ops.row_linear, ones(2, 4), g, next_norm=NORMS[odd])[0], "rmsnorm"),
     "norm": (lambda g, odd: linear(ops.column_linear, ones(2, 4), g, norm=NORMS[odd]), "rmsnorm"),
     "activation of experts": (lambda g, odd: mixed(g, activation=("gelu", "silu")[odd]), "silu"),

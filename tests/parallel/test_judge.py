@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from tpformer.parallel.judge import Call, allowed, departs, largest_difference, with_random_values
+from tpformer.parallel.judge import RecordedCall, allowed, departs, largest_difference, with_random_values
 
 X = torch.linspace(-1, 1, 9, dtype=torch.float64)
 
@@ -14,8 +14,8 @@ def test_a_tensor_may_differ_by_rounding_and_by_no_more():
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)  # models compute parts in float32
         x = X.to(dtype)
-        assert not departs((X + 2 * eps).to(dtype), x)
-        assert departs((X + 2 * allowed(1.0, eps)).to(dtype), x)
+        assert not departs((X + 2 * eps).to(dtype), x, eps=eps)
+        assert departs((X + 2 * allowed(1.0, eps)).to(dtype), x, eps=eps)
     assert allowed(1.0, 2**-8) < 0.1, "a dtype of few digits keeps half of them"
     assert allowed(1.0, 2**-8, moved=0.0) == 6 * 2**-8
 
@@ -52,7 +52,7 @@ def test_copies_have_random_values_and_stay_tied():
 
 
 def test_a_call_has_new_leaves_in_each_run():
-    call = Call(((torch.zeros(2, requires_grad=True), torch.ones(2), 3), {"flag": True}))
+    call = RecordedCall(((torch.zeros(2, requires_grad=True), torch.ones(2), 3), {"flag": True}))
     (first, leaves), (second, _) = call.fresh(), call.fresh()
     (x, y, number), kwargs = first
     assert (number, kwargs, len(leaves)) == (3, {"flag": True}, 1)

@@ -23,7 +23,7 @@ from .narrowed import Narrowed
 from .plan import Plan
 from .ranks import check_equal
 from .refusals import sample_alike
-from .regions import is_adapted
+from .regions import is_adapted, join
 from .replaced import REPLACED_BY
 from .saving import save_from_all_ranks
 from .sequence import SEQUENCE_DIM, shard_sequence
@@ -81,8 +81,8 @@ def cut(model: nn.Module, plan: Plan, tp: TensorParallel, streams: Streams) -> N
         cuts |= {model.get_submodule(name): found for name, found in way.cuts.items()}
         for name, own in way.seen_by_rank().items():
             if name in plan.outside:  # others read it, such as the holder of a ParameterDict
-                inside = name.removeprefix(f"{root}.")
-                seen.setdefault(model.get_submodule(root), {}).update({f"{inside}.{key}": own[key] for key in own})
+                inside = name.removeprefix(root).removeprefix(".")
+                seen.setdefault(model.get_submodule(root), {}).update({join(inside, key): own[key] for key in own})
             else:
                 seen.setdefault(model.get_submodule(name), {}).update(own)
     on_shards = streams.linears()

@@ -33,7 +33,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def kind_of(module: nn.Module, call: Any = ()) -> tuple[Any, ...]:
-    """What has to be equal for modules to compute alike in calls with such arguments."""
+    """What has to be equal for modules to compute alike in calls with arguments of such shapes and classes."""
     shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
     given = [tuple(x.shape) if isinstance(x, Tensor) else x if type(x) is bool else type(x) for x in tree_leaves(call)]
     return type(module), repr(module), *_settings(module), *shapes, *given
@@ -43,7 +43,8 @@ def identity(model: nn.Module) -> int:
     """A number that differs between models that differ in classes, settings or shapes, but not for their values."""
     classes = [type(module).__qualname__ for module in model.modules()]
     shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
-    return zlib.crc32(repr((classes, _settings(model), shapes)).encode())
+    settings = [each for each in _settings(model) if each[2] is not None]  # a first forward may fill what is empty
+    return zlib.crc32(repr((classes, settings, shapes)).encode())
 
 
 def _settings(root: nn.Module) -> list[tuple[str, str, Any]]:

@@ -23,11 +23,11 @@ from tpformer.distributed.dtensor import is_dtensor
 from tpformer.layers import TensorParallel
 from tpformer.ops.divided import enter_part, leave_part
 from tpformer.ops.uncompiled import uncompiled
-from tpformer.parallel.judge import Call, copy_of, departs, random_like, with_random_values
+from tpformer.parallel.judge import RecordedCall, copy_of, departs, random_like, with_random_values
 from tpformer.torch_private import tree_leaves, tree_map
 
 from .alone import OUTSIDE, WHOLE
-from .kinds import kind_of
+from .kinds import PLAIN, kind_of
 from .linears import class_of, lay_out, reduced
 from .measured import settings
 from .regions import Recording
@@ -146,7 +146,8 @@ def find_divisions(
             for name in names:
                 module = model.get_submodule(name)
                 _check_alone(name, module, style, recording)
-                key = kind_of(module, recording.calls[name])
+                call = recording.calls[name]
+                key = kind_of(module, call), *(x for x in tree_leaves(call) if type(x) in PLAIN)
                 if key not in tried:
                     tried[key] = find_division(module, recording.calls[name], t)
                 found[name] = tried[key]
@@ -249,7 +250,7 @@ class _Copy:
     """A copy of a module in float64 with random parameters, and the arguments of its trial."""
 
     def __init__(self, module: nn.Module, call: tuple[tuple, dict]) -> None:
-        self.module, self.call = with_random_values(module), Call(call)
+        self.module, self.call = with_random_values(module), RecordedCall(call)
 
     def result(self, division: Division, rank: int, t: int) -> tuple[Tensor, list[Tensor]]:
         """What one rank computes, and the arguments and whole parameters that may have gradients."""

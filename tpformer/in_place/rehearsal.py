@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from tpformer.layers.children import DROPOUTS
-from tpformer.parallel.judge import departs, same_values
+from tpformer.parallel.judge import FLOAT32, departs, same_values
 from tpformer.torch_private import tree_leaves
 
 from .measured import as_measured
@@ -168,7 +168,7 @@ class Rehearsal:
                 expected = ordinary.calls[name][done[name]][0]
                 size = -(-expected.shape[-1] // self.t)
                 own = expected[..., (rank or 0) * size : ((rank or 0) + 1) * size]
-                if departs(args[0], own):
+                if departs(args[0], own, eps=max(FLOAT32, torch.finfo(own.dtype).eps)):  # the model's own dtype
                     again = f" in its call {done[name] + 1}" * (done[name] > 0)
                     raise _Departs(f"with one rank's features of {self.t}, {name} does not get that rank's part{again}")
                 return (expected.clone(), *args[1:])

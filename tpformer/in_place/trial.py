@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpformer.parallel.judge import Call, Values, copy_of, departs, largest, random_like, with_random_values
+from tpformer.parallel.judge import RecordedCall, Values, copy_of, departs, largest, random_like, with_random_values
 
 from .kinds import kind_of
-from .regions import Recording, Region, find_regions, plain_linear
+from .regions import Recording, Region, find_regions, join, plain_linear
 from .ways import Shown, Way, own_slice, ways
 
 MOST = 300  # ways that are tried
@@ -135,7 +135,7 @@ class _Trial:
     """A copy of root with random values, plain linears in the place of the columns, and the row only as a shape."""
 
     def __init__(self, root: nn.Module, linears: Mapping[str, nn.Linear], row: str, call: tuple[tuple, dict]) -> None:
-        self.row, self.call, values = row, Call(call), Values(1)
+        self.row, self.call, values = row, RecordedCall(call), Values(1)
         self.linears: dict[str, nn.Linear] = {}
         for name, shape in linears.items():
             if name != row:
@@ -169,7 +169,12 @@ class _Run:
     def __init__(self, trial: _Trial, module: nn.Module, way: Way | None, at: tuple[int, int]) -> None:
         self.columns, self.row = list(trial.linears), trial.row
         linears = {id(p) for name in (*self.columns, self.row) for p in module.get_submodule(name).parameters()}
-        named = module.named_parameters(remove_duplicate=False)
+        # of modules by one name each, as patterns have them; a tied parameter by all of its names
+        named = [
+            (join(holder, name), p)
+            for holder, part in module.named_modules()
+            for name, p in part.named_parameters(recurse=False)
+        ]
         self.parameters = {key: p for key, p in named if id(p) not in linears and p.is_floating_point()}
         self.integers: dict[str, dict[str, int]] = {}
         self.entered: tuple[str, str] | None = None
@@ -283,7 +288,7 @@ def _watch_integers(module: nn.Module, linears: Sequence[str], seen: dict[str, d
 def _tried(trial: _Trial, whole: _Run, way: Way, width: int, t: int) -> Way:
     """The way, with the modules whose gradients have to be summed. Raises Refused if it is not right."""
     z, name = whole.arriving, type(trial.module).__name__
-    direction = random_like(z, 1)
+    direction = random_like(z, 5)
     entering, others = whole.gradients(direction)
     summed_in: dict[str, Tensor] = {}
     summed: dict[str, Tensor] = {}

@@ -30,9 +30,10 @@ def check_starts(site: Dropout | None, before: list[int] | None) -> None:
 
 
 def told(site: Dropout | None) -> tuple[str, float, int] | None:
-    """What ranks tell one another of a dropout (calls.py). Each layer, at least, has a key of its own, so it is the
-    key's remainder: there are few texts to keep, and ranks with other keys differ in it within a few calls."""
-    return None if site is None else ("dropout", site.p, site.key % 7)
+    """What ranks tell one another of a dropout (calls.py): its probability, and the remainder of its key. Every layer
+    and step has another key, and whole ones would make a text each. Keys that differ have one remainder in 1 of 31
+    calls."""
+    return None if site is None else ("dropout", site.p, site.key % 31)
 
 
 class DropoutFunction(torch.autograd.Function):

@@ -1,8 +1,8 @@
-"""The experiment under every proof that something parallel computes what one process computes.
+"""The experiment by which `verify`, `tpformer verify` and the trials of parallelize tell whether something parallel
+computes what one process computes.
 
 Belongs here: copies whose values hide nothing, a run forward and backward that somebody watches, and the one rule of
-how far a tensor may be from that of one process. Nothing that is parallel: who runs what as which rank is up to those
-who ask. They are `verify`, the trials of parallelize, and `tpformer verify`.
+how far a tensor may be from that of one process. Who runs what as which rank is up to those who ask.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from tpformer.torch_private import WRAPPERS, TorchDispatchMode, tree_leaves, tre
 SEED = 15
 DRAWS = 5
 MULTIPLE = 6  # how many times as far as rounding moves it a tensor may be from one process
-UNMEASURED = (
-    13  # roundings of its largest value by which rounding moves a tensor, where no run with noise measured that
-)
+UNMEASURED = 13  # roundings of its largest value by which rounding is taken to move a tensor, if no noise was measured
 FLOAT32 = torch.finfo(torch.float32).eps  # models compute norms and positions in float32 whatever their dtype is
 T = TypeVar("T")
 Seen = Callable[[str, Tensor, str], None]  # (what the tensor is, the tensor, the name of the module that made it)
@@ -299,11 +297,11 @@ def with_random_values(module: nn.Module, instead: Mapping[nn.Module, nn.Module]
     return made
 
 
-class Call:
+class RecordedCall:
     """The arguments of one recorded call, in float64: random where they need gradients, else with their own values."""
 
-    def __init__(self, call: tuple[tuple, dict], seed: int = 1) -> None:
-        values = Values(seed)
+    def __init__(self, call: tuple[tuple, dict]) -> None:
+        values = Values(4)  # a stream of its own: copies of a module's values could hide what differs
         self.asked = [isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(call)]
 
         def real(x: Any) -> Any:
@@ -344,18 +342,18 @@ def allowed(size: float, eps: float, moved: float | None = None) -> float:
     return min(MULTIPLE * (UNMEASURED + 1) * eps, eps**0.5) * size
 
 
-def departs(found: Tensor | None, expected: Tensor | None, rounding: float = 0.0) -> bool:
+def departs(found: Tensor | None, expected: Tensor | None, rounding: float = 0.0, eps: float = FLOAT32) -> bool:
     """Whether a tensor is not that of one process, where noise was not measured. None is a gradient of zero.
 
-    rounding: what is left of values that are zero, such as gradients of keys' biases.
+    rounding: what is left of values that are zero, such as gradients of keys' biases. eps: of the run; trials run in
+    float64, whatever a module casts to within.
     """
     if found is None or expected is None:
         some = expected if found is None else found
         return some is not None and not largest_difference(some, torch.zeros_like(some)) <= rounding
     if found.shape != expected.shape:
         return True
-    limit = allowed(largest(expected), max(FLOAT32, torch.finfo(expected.dtype).eps))
-    return not largest_difference(found, expected) <= limit + rounding
+    return not largest_difference(found, expected) <= allowed(largest(expected), eps) + rounding
 
 
 def same_values(found: Any, expected: Any) -> bool:
