@@ -166,6 +166,10 @@ MLPS = {
         near=nn.Conv1d(48, 48, 3, padding=2, groups=48),
     ),
     "a norm of all features": lambda: Between(lambda m, h: m.norm(h).relu(), norm=nn.LayerNorm(48)),
+    "a norm of groups under two names": lambda: Between(
+        lambda m, h: m.again(m.norm(h.unflatten(-1, (-1, 8))).relu()).flatten(-2),
+        **dict.fromkeys(("norm", "again"), nn.RMSNorm(8)),
+    ),
     "parameters": Bare,
     "einsum": Einsum,
     "a list of experts": Chosen,
