@@ -82,7 +82,9 @@ def one_gpu() -> Iterator[WorkerPool]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--proof", action="store_true", help="run the tests marked `proof`, and only those")
     turns = [*map(str, range(TURNS)), "all"]
-    parser.addoption("--turn", choices=turns, default="all", help="run the proofs marked `rotates` of this turn alone")
+    parser.addoption(
+        "--turn", choices=turns, default="all", help="of the tests marked `rotates`, run those of this turn alone"
+    )
 
 
 def left_out(item: pytest.Item) -> bool:

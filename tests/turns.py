@@ -1,7 +1,7 @@
-"""The longest proofs take turns, which the commit's hash chooses: a few commits run them all, and `TURN=all` does so.
+"""The longest tests take turns, which the commit's hash chooses: a few commits run them all, and `TURN=all` does so.
 
-Belongs here: how many turns there are, and whose a case is. They are for what checks the checks, as mutants do, and for
-large matrices, whose most telling cases the suite has.
+Belongs here: how many turns there are, and whose a case is. They are for proofs and files of `make execute` that take
+minutes: what checks the checks, as mutants do, large matrices, whose most telling cases the suite has, and pages.
 """
 
 from collections.abc import Iterable

@@ -1,6 +1,6 @@
 """The door to Exchanges: one by the text of parallel.exchange.
 
-Belongs here: the only import of tpformer/lessons/. What an Exchange is says tpformer/exchange.py.
+Belongs here: the library's only import of tpformer/lessons/. What an Exchange is says tpformer/exchange.py.
 """
 
 from tpformer.config import Layout, RunConfig

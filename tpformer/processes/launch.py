@@ -24,7 +24,7 @@ from .parent import end_with_parent
 from .stops import STOPS, heeded
 
 POLL_SECONDS = 0.05
-TOGETHER_SECONDS = 0.1  # `timeout` signals the process, and then its group; a terminal and `make` both pass Ctrl-C on
+TOGETHER_SECONDS = 0.1  # `timeout` signals the process, and then its group; a supervisor passes on what it got, too
 USAGE_EXIT_CODE = 2  # a mistake that only the user can mend, such as a missing file: starting again would not help
 STOPPED_EXIT_CODE = 3  # a signal ended the run before its last step, and a checkpoint was written: it is no failure
 HANG_EXIT_CODE = 124  # a watchdog ended the rank; the command `timeout` uses the same code
@@ -178,12 +178,11 @@ def run_ranks(
     Returns 0, STOPPED_EXIT_CODE if ranks ended with it, or the exit code of the first rank to fail (128 + N if signal N
     killed it). SIGTERM, SIGINT and, unless it is ignored, SIGHUP are passed on, so that ranks can finish in order; a
     second SIGTERM or SIGINT kills them, unless it comes with the first, as `timeout` and a supervisor in the same
-    terminal send it. Ranks die with the
-    launcher. When a rank fails, the others are killed at once, because they would wait for it. stderr names the rank
-    and the message that it left by `record_exception`; a rank that ends with code 2 prints that itself. Then all ranks
-    are started again, at most max_restarts times. `attempt` is 0 at first, and one more after each restart. The job is
-    not restarted after it was stopped, after exit code 2 (a user's mistake), after SIGPIPE (nobody reads the output),
-    or when a rank fails after one of those signals.
+    terminal send it. Ranks die with the launcher. When a rank fails, the others are killed at once, because they would
+    wait for it. stderr names the rank and the message that it left by `record_exception`; a rank that ends with code 2
+    prints that itself. Then all ranks are started again, at most max_restarts times. `attempt` is 0 at first, and one
+    more after each restart. The job is not restarted after it was stopped, after exit code 2 (a user's mistake), after
+    SIGPIPE (nobody reads the output), or when a rank fails after one of those signals.
     interactive: SIGINT is left to the ranks, which a terminal's Ctrl-C reaches too.
     """
     ranks: list[BaseProcess] = []
