@@ -254,9 +254,8 @@ def flash_varlen(
 ) -> tuple[Tensor, Tensor]:
     """(result, log-sum-exp (heads, tokens)) of (tokens, heads, head_dim) on CUDA: sequences between boundaries, causal
     from their ends. torch.nn.attention.varlen has it with aux_request, but its backward takes no other log-sum-exp."""
-    left, right = (-1 if window is None else window - 1), (-1 if window is None else 0)
-    options = {"return_debug_mask": False, "window_size_left": left, "window_size_right": right}
-    return torch.ops.aten._flash_attention_forward(q, k, v, queries, keys, most, most_keys, 0.0, True, **options)[:2]
+    forward, lengths = torch.ops.aten._flash_attention_forward, (queries, keys, most, most_keys)
+    return forward(q, k, v, *lengths, 0.0, True, return_debug_mask=False, **_window_sizes(window))[:2]
 
 
 def flash_varlen_backward(
@@ -273,10 +272,15 @@ def flash_varlen_backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of flash_varlen."""
-    left, right = (-1 if window is None else window - 1), (-1 if window is None else 0)
     state = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)  # of no dropout
-    backward, options = torch.ops.aten._flash_attention_backward, {"window_size_left": left, "window_size_right": right}
-    return backward(dout, q, k, v, out, lse, queries, keys, most, most_keys, 0.0, True, *state, **options)
+    backward, lengths = torch.ops.aten._flash_attention_backward, (queries, keys, most, most_keys)
+    return backward(dout, q, k, v, out, lse, *lengths, 0.0, True, *state, **_window_sizes(window))
+
+
+def _window_sizes(window: int | None) -> dict[str, int]:
+    """What flash attention takes for a window of so many tokens, the query itself and those before it."""
+    left, right = (-1, -1) if window is None else (window - 1, 0)
+    return {"window_size_left": left, "window_size_right": right}
 
 
 unscale = torch._amp_foreach_non_finite_check_and_unscale_  # what GradScaler does to gradients

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -119,11 +120,9 @@ def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _heads(x: Tensor, heads: int) -> Tensor:
     """(rows, kv_heads, head_dim) as (1, heads, rows, head_dim), each head as often as it serves queries' heads."""
-    return (
-        x.repeat_interleave(heads // x.shape[1], 1).transpose(0, 1)[None]
-        if heads != x.shape[1]
-        else x.transpose(0, 1)[None]
-    )
+    if heads != x.shape[1]:
+        x = x.repeat_interleave(heads // x.shape[1], 1)
+    return x.transpose(0, 1)[None]
 
 
 def _merged(found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -187,11 +186,8 @@ def batches(segments: Sequence[Segment]) -> Iterator[Batch]:
 
 @lru_cache(maxsize=256)
 def _boundaries(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    ends = [0]
-    for length in lengths:
-        ends.append(ends[-1] + length)
     with torch.inference_mode(False):
-        return torch.tensor(ends, dtype=torch.int32, device=device)
+        return torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device=device)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
