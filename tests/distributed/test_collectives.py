@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from testing import assert_identical, assert_kernel_close, on_every_rank
 
-from tpformer.distributed import all_gather, all_reduce, record_collectives, reduce_scatter, shared_memory
+from tpformer.distributed import all_gather, all_reduce, all_to_all, record_collectives, reduce_scatter, shared_memory
 from tpformer.distributed.groups import REGISTRY, backend_of, close, use_backend
 from tpformer.distributed.workspace import Workspace
 
@@ -50,6 +50,21 @@ def test_the_results_are_those_of_arithmetic() -> None:
         assert torch.equal(inputs[rank], make(shape, dtype, rank))  # not in place
         if shape[0] % size == 0:
             check(backend, reduce_scatter(inputs[rank], dist.group.WORLD), total.tensor_split(size)[rank], parts)
+            check(backend, all_to_all(inputs[rank], dist.group.WORLD), torch.cat(parts))
+
+
+@on_every_rank(1, 2, 3)
+def test_unequal_parts_go_to_each_rank() -> None:
+    """Rank r has r + 2 s rows for rank s, so some have none, and the last rank sends nothing in the second round."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for last in (size, size - 1):
+        counts = [[(source + 2 * to) * (source < last) for to in range(size)] for source in range(size)]
+        inputs = [make((sum(of), 3), torch.bfloat16, source) for source, of in enumerate(counts)]
+        wanted = torch.cat([x.split(of)[rank] for x, of in zip(inputs, counts, strict=True)])
+        with record_collectives() as calls:
+            found = all_to_all(inputs[rank], dist.group.WORLD, counts[rank], [of[rank] for of in counts])
+        assert_identical(found, wanted)
+        assert calls == ([("all_to_all", inputs[rank].nbytes)] if size > 1 else [])
 
 
 def check(backend: str, got: torch.Tensor, wanted: torch.Tensor, summands: list[torch.Tensor] | None = None) -> None:
@@ -101,6 +116,9 @@ def test_scalars_and_views_are_taken_and_what_is_impossible_is_refused() -> None
         (all_gather, torch.tensor(1.0), [], "0-dimensional"),
         (all_reduce, torch.ones(1), ["mean"], "not 'mean'"),
         (reduce_scatter, torch.ones(10, 2), [], "over 3 ranks: dim 0 has 10 rows, which 3 does not divide; pad dim 0"),
+        (all_to_all, torch.ones(10, 2), [], "all_to_all over 3 ranks: dim 0 has 10 rows"),
+        (all_to_all, torch.ones(10, 2), [[3, 3, 3], [3, 3, 3]], r"10 rows over 3 ranks sends \[3, 3, 3\]: give all"),
+        (all_to_all, torch.ones(10, 2), [[5, 5], [5, 5]], r"10 rows over 3 ranks sends \[5, 5\]: give all rows"),
     ):
         with pytest.raises(ValueError, match=words):
             call(x, group, *options)

@@ -1,7 +1,7 @@
 """Collectives on plain tensors, through shared memory if all ranks are CPU processes of one machine.
 
-Belongs here: all-gather, reduce-scatter and all-reduce, the record of their calls, and torch.distributed's renamed
-functions. Differentiable ones are in tpformer.ops, slots in workspace.py.
+Belongs here: all-gather, reduce-scatter, all-reduce and all-to-all, the record of their calls, and torch.distributed's
+renamed functions. Differentiable ones are in tpformer.ops, slots in workspace.py.
 
 Results take their shape by resize_, not as views: autograd forbids writing into a view that a Function returned, as
 nn.ReLU(inplace=True) does behind a row-parallel linear.
@@ -9,7 +9,7 @@ nn.ReLU(inplace=True) does behind a row-parallel linear.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -121,12 +121,64 @@ def scatter_sum(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
     if group is None or (state := collective_state(group)).size == 1:
         return x
     check_divisible(x.shape[0] if x.dim() else None, state.size)
-    record("all_to_all", x.numel() * x.dtype.itemsize)
     if state.shared and x.is_cpu:
+        record("all_to_all", x.numel() * x.dtype.itemsize)
         return _scatter_shared(x, group, state, "scatter_sum")
-    parts = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(parts, x.detach().contiguous(), group=group)
-    return combine(list(parts.chunk(state.size)), torch.add)
+    return combine(list(all_to_all(x, group).chunk(state.size)), torch.add)
+
+
+def all_to_all(
+    x: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    sent: Sequence[int] | None = None,
+    received: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """The rows that all ranks have for this one, in rank order: (sum of sent, ...) -> (sum of received, ...), any dtype
+    but float8.
+
+    sent: how many rows of x are for each rank, those for rank 0 first. received: how many come from each, which is what
+    that rank sends. Any number may be 0. Without both, all ranks pass equal shapes, of which each gets an equal part.
+    Without a group, or with one of one rank, x itself is returned. Not differentiable.
+    Communicates: one all-to-all, of x.nbytes; unequal parts always by torch.distributed, since ranks that share memory
+    would have to agree on its size first.
+    Raises ValueError if the ranks do not divide dim 0, or if `sent` does not add up to it; RuntimeError (shared memory)
+    if ranks differ in operation, shape or dtype.
+    """
+    return x if group is None or group.size() == 1 else start_all_to_all(x, group, sent, received)()
+
+
+def start_all_to_all(
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    sent: Sequence[int] | None = None,
+    received: Sequence[int] | None = None,
+) -> Callable[[], torch.Tensor]:
+    """Begin an all_to_all of several ranks. What it returns waits and gives the result; until then x stays unwritten.
+
+    On a GPU what is queued in between runs beside it. Through shared memory it is done at once.
+    """
+    state, rows = collective_state(group), x.shape[0] if x.dim() else None
+    if sent is None or received is None:
+        check_divisible(rows, state.size, "all_to_all")
+    elif sum(sent) != rows or not len(sent) == len(received) == state.size:
+        raise ValueError(f"all_to_all of {rows} rows over {state.size} ranks sends {list(sent)}: give all rows a rank")
+    record("all_to_all", x.numel() * x.dtype.itemsize)
+    x = x.detach().contiguous()
+    if state.shared and x.is_cpu and (sent is None or received is None):
+        slots, own = state.reduce.slots(group, "all_to_all", x, state.size), x.view(-1).tensor_split(state.size)
+        publish_parts(slots, own, state, "all_to_all")
+        arrived = torch.cat(from_all_ranks(slots, state.rank, own[state.rank], state)).resize_(x.shape)
+        state.reduce.end()
+        return lambda: arrived
+    output = x.new_empty(x.shape if received is None else (sum(received), *x.shape[1:]))
+    splits = [None if each is None else list(each) for each in (received, sent)]
+    under_way = dist.all_to_all_single(output, x, *splits, group=group, async_op=True), x  # x is read until it ends
+
+    def wait() -> torch.Tensor:
+        under_way[0].wait()
+        return output
+
+    return wait
 
 
 def _scatter_shared(x: torch.Tensor, group: dist.ProcessGroup, state: CollectiveState, name: str) -> torch.Tensor:
@@ -136,11 +188,11 @@ def _scatter_shared(x: torch.Tensor, group: dist.ProcessGroup, state: Collective
     return reduced.resize_(x.shape[0] // state.size, *x.shape[1:])
 
 
-def check_divisible(rows: int | None, size: int) -> None:
+def check_divisible(rows: int | None, size: int, name: str = "reduce_scatter") -> None:
     """Raise ValueError unless `size` ranks can share the rows of a reduce-scatter (None: there is no dim 0)."""
     if rows is None or rows % size:
         raise ValueError(
-            f"reduce_scatter over {size} ranks: dim 0 has {'no' if rows is None else rows} rows, which {size} does not "
+            f"{name} over {size} ranks: dim 0 has {'no' if rows is None else rows} rows, which {size} does not "
             "divide; pad dim 0 to a multiple of the ranks, or use a tensor-parallel size that divides it"
         )
 
@@ -192,13 +244,19 @@ def reduce_own_part(
     function: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
     """Publish the parts of `flat` that other ranks reduce, and return the reduced part of this rank, a new tensor."""
-    rank = state.rank
     parts = flat.tensor_split(state.size)
+    publish_parts(slots, parts, state, name)
+    return combine(from_all_ranks(slots, state.rank, parts[state.rank], state), function)
+
+
+def publish_parts(
+    slots: list[list[torch.Tensor]], parts: Sequence[torch.Tensor], state: CollectiveState, name: str
+) -> None:
+    """Write the parts that other ranks take to this rank's slot, and wait until all ranks have."""
     for index, part in enumerate(parts):
-        if index != rank:
-            slots[rank][index].copy_(part)
+        if index != state.rank:
+            slots[state.rank][index].copy_(part)
     state.reduce.exchange(name)
-    return combine(from_all_ranks(slots, rank, parts[rank], state), function)
 
 
 def from_all_ranks(

@@ -14,12 +14,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.distributed import all_gather, all_reduce
-from tpformer.distributed.collectives import combine, record
+from tpformer.distributed.collectives import all_to_all, combine
 
 BLOCK = 256  # values that share a scale in int8
 
@@ -113,11 +112,7 @@ class Rounded(Compression):
 
     def _exchange(self, codes: Tensor) -> Tensor:
         """Row r to rank r, and its row for this rank back: all ranks' rows of this rank's part."""
-        sent = codes.contiguous().view(torch.uint8)
-        received = torch.empty_like(sent)
-        record("all_to_all", sent.nbytes)
-        dist.all_to_all_single(received, sent, group=self.group)
-        return received.view(codes.dtype)
+        return all_to_all(codes.contiguous().view(torch.uint8), self.group).view(codes.dtype)
 
 
 class BFloat16(Rounded):

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpformer.distributed.collectives import record
+from tpformer.distributed.collectives import all_to_all
 
 from .calls import called
 from .first_derivative import first_derivative
@@ -55,14 +54,6 @@ class Moves:
         return cls(tuple(x for _, x in sends), sent, received, tuple(places))
 
 
-def _all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Rows from every rank, in rank order. Communicates: one all-to-all of x's bytes."""
-    found = x.new_empty(sum(received), *x.shape[1:])
-    record("all_to_all", x.nbytes)
-    dist.all_to_all_single(found, x, list(received), list(sent), group=group)
-    return found
-
-
 class _MoveRows(torch.autograd.Function):
     """y = the rows that this rank wants of the matrix whose parts x (n / t, K) lie on the ranks.
 
@@ -74,7 +65,7 @@ class _MoveRows(torch.autograd.Function):
     def forward(ctx, x, moves, group):
         ctx.moves, ctx.group, ctx.rows = moves, group, len(x)
         leaving = torch.cat([x[part] for part in moves.sends])
-        arrived = _all_to_all(leaving, moves.sent, moves.received, group)
+        arrived = all_to_all(leaving, group, moves.sent, moves.received)
         return torch.cat([arrived[part] for part in moves.places])
 
     @staticmethod
@@ -85,7 +76,7 @@ class _MoveRows(torch.autograd.Function):
         parts = dy.split([part.stop - part.start for part in moves.places])
         for place, part in zip(moves.places, parts, strict=True):
             leaving[place] = part
-        arrived = _all_to_all(leaving, moves.received, moves.sent, ctx.group)
+        arrived = all_to_all(leaving, ctx.group, moves.received, moves.sent)
         dx = dy.new_zeros(ctx.rows, *dy.shape[1:])
         for rows, part in zip(moves.sends, arrived.split([x.stop - x.start for x in moves.sends]), strict=True):
             dx[rows] += part
