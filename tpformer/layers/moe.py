@@ -169,8 +169,8 @@ class Router(ParallelModule):
         sample = positions.to_rows(torch.arange(batch, device=device).repeat_interleave(positions.seq_length))
         if counted is not None:
             sample = torch.where(counted, sample, batch)
-        context = None if positions.context is None else positions.context.group
-        return ops.Balance(self.balance, batch, sample, context)
+        groups = () if positions.context is None else (positions.context.group,)
+        return ops.Balance(self.balance, batch, sample, groups)
 
     @torch.no_grad()
     def move_bias(self, load: Tensor, rate: float, skipped: Tensor | None = None) -> None:

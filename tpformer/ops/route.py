@@ -38,8 +38,10 @@ class Balance(NamedTuple):
     samples: int
     sample: Tensor
     """(T,) int64: which of the samples a token of the whole group belongs to; `samples` for one that does not count."""
-    context: ProcessGroup | None = None
-    """The context-parallel ranks, which have other tokens of the same samples; None: these are all."""
+    groups: tuple[ProcessGroup, ...] = ()
+    """Groups over whose ranks, one group after the other, the numbers of a sample's tokens at each expert are added up,
+    because they have other tokens of the same samples: context-parallel ranks, and sequence shards of which each rank
+    routes its own rows. Without any the router sees all tokens of each sample."""
 
 
 class Router(NamedTuple):
@@ -99,7 +101,7 @@ def decide(
     """The routing of all tokens of the group, from this rank's rows (M, H). Call it through `once`.
 
     Communication: with sequence_parallel one all-gather of 8 K bytes per token, 16 K in float64; otherwise none. With a
-    balance loss on context-parallel ranks an all-reduce of 8 E bytes a sample over these.
+    balance loss an all-reduce of 8 E bytes a sample over each of its groups, whatever tokens this rank has.
     """
     _check(rows, weight, router, group if sequence_parallel else None)
     dtype = wide(rows.dtype)
@@ -162,7 +164,8 @@ def _slopes(experts: Tensor, balance: Balance, scores: Tensor) -> Tensor:
     index = (balance.sample[:, None] * n_experts + experts).reshape(-1)
     counts = torch.zeros(rows * n_experts, dtype=torch.int64, device=scores.device)
     counts = counts.scatter_add_(0, index, torch.ones_like(index)).view(rows, n_experts)
-    counts = all_reduce(counts, balance.context)
+    for group in balance.groups:
+        counts = all_reduce(counts, group)
     tokens = counts.sum(1, keepdim=True).clamp(min=1) / k
     slopes = counts.to(scores.dtype) * (balance.coefficient * n_experts / k) / tokens.to(scores.dtype)
     slopes[-1] = 0
