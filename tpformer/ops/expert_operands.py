@@ -1,5 +1,5 @@
 """The matrices of `experts`, and what it asks of its operands before anything is sent: shapes, dtypes, devices, and
-experts that exist."""
+experts that exist. What it casts under autocast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.finish import Dropout, Finish
 from tpformer.kernels.operands import FLOATS, INTEGERS, require, require_within, unknown
 
+from .autocast import cast, cast_back
+from .norm import Norm
+from .norm import norm as normalise
 from .route import Router, Routing
+from .weight_gradients import Deferred
 
 
 class ExpertWeights(NamedTuple):
@@ -92,6 +96,15 @@ def check_operands(
             "experts", rows, ("the routing's experts", routing.experts, shape, INTEGERS),
             ("the routing's weights", routing.weights, shape, FLOATS),
         )  # fmt: skip
+
+
+def in_autocast(
+    dtype: torch.dtype, rows: Tensor, matrices: ExpertWeights, norm: Norm | None, deferred: Deferred | None
+) -> tuple[Tensor, ExpertWeights, Deferred | None]:
+    """norm(rows), the matrices and where their gradients go, in autocast's dtype."""
+    deferred = cast_back(deferred, [each for each in matrices if each is not None])
+    rows = cast(rows if norm is None else normalise(rows, norm), dtype)
+    return rows, ExpertWeights(*(cast(each, dtype) for each in matrices)), deferred
 
 
 def within(routing: Routing, n_experts: int) -> Routing:

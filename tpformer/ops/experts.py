@@ -13,22 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpformer.distributed.collectives import all_reduce, reduce_scatter
-from tpformer.kernels.cast import cast
 from tpformer.kernels.finish import Dropout, Finish
 
-from .autocast import autocast_dtype, cast_back, without_autocast
-from .autocast import cast as autocast_to
+from .autocast import autocast_dtype, without_autocast
 from .calls import called
 from .dispatch import Dispatch, Sent, dispatch
 from .dropout import check_starts, told
-from .expert_operands import ExpertWeights, check_operands, check_options, check_routing, within
+from .expert_gradients import norm_gradients, norm_rebuilt, routing_gradients
+from .expert_operands import ExpertWeights, check_operands, check_options, check_routing, in_autocast, within
 from .first_derivative import first_derivative, trace
 from .implementation import implementation
 from .norm import Norm, Normed, check_normed, normalised, parameters, restored
-from .norm import norm as normalise
-from .packing import keep, kept, unpacked
+from .packing import keep, kept
 from .recompute import leaves_out_end, made, once
-from .route import Decided, Router, Routing, decide, decide_backward, wide
+from .route import Decided, Router, Routing, decide, wide
 from .transports.experts import experts_reduce, gather_experts, weight_gradient
 from .transports.interface import Transport
 from .transports.sequential import LOCAL
@@ -161,9 +159,7 @@ class _Saved:
 
     def rows(self) -> Tensor:
         """norm(x), made again."""
-        if self.norm is None:
-            return unpacked(self.x)
-        return implementation("norm", self.x).norm_rebuilt(self.x, (self.mean, self.rstd), self.norm)
+        return norm_rebuilt(self.x, self.norm, (self.mean, self.rstd))
 
 
 def _backward(saved: _Saved, dy: Tensor | None, dbalance: Tensor | None) -> tuple:
@@ -197,15 +193,10 @@ def _backward(saved: _Saved, dy: Tensor | None, dbalance: Tensor | None) -> tupl
             call.transport, dhidden, sent, own.gate_up, list(zip(dshared, factors, strict=True)), transposed=True
         )  # fmt: skip
     drows, drouter, dweights = _routing_gradients(saved, rows, drows, dw, dbalance)
-    dx, dnorm_weight, dnorm_bias = drows, None, None
-    if saved.norm is not None and drows is not None:
-        backward = implementation("norm", saved.x).norm_backward
-        dx, dnorm_weight, dnorm_bias = backward(drows, saved.x, (saved.mean, saved.rstd), saved.norm, dcarried)
-    elif dx is not None and dcarried is not None:
-        dx += dcarried
+    of_input = norm_gradients(drows, dcarried, saved.x, saved.norm, (saved.mean, saved.rstd))
     ups = _up_gradients(saved, rows, dhidden, dshared, None if start is None else start())
     gradients = ExpertWeights(ups[0], downs[0], ups[1], ups[2], downs[1])
-    return dx, dnorm_weight, dnorm_bias, None, dresidual, drouter, dweights, None, *gradients
+    return *of_input, None, dresidual, drouter, dweights, None, *gradients
 
 
 def _routing_gradients(
@@ -219,10 +210,8 @@ def _routing_gradients(
         return drows, None, None
     assert call.router is not None
     own = (reduce_scatter if transport.sequence_parallel else all_reduce)(sent.spread(dw), transport.group)
-    drouted, drouter = decide_backward(own, dbalance, saved.decided, rows, saved.router_weight, call.router.policy)
-    if drows is not None:
-        drows = cast(drouted.add_(drows), drows.dtype)
-    return drows, cast(drouter, saved.router_weight.dtype), None
+    given = dbalance, saved.decided, rows, saved.router_weight, call.router.policy
+    return *routing_gradients(own, drows, *given), None
 
 
 def _down_gradients(saved: _Saved, whole: Tensor, a: Tensor, activated: Tensor | None) -> tuple:
@@ -273,15 +262,6 @@ def _up_gradients(saved: _Saved, rows: Tensor, dhidden: Tensor, dshared: list[Te
 
         call.deferred.queue.add(run, rows, dhidden, *dshared)
     return None, None, None
-
-
-def _in_autocast(
-    dtype: torch.dtype, rows: Tensor, matrices: ExpertWeights, norm: Norm | None, deferred: Deferred | None
-) -> tuple[Tensor, ExpertWeights, Deferred | None]:
-    """norm(rows), the matrices and where their gradients go, in autocast's dtype."""
-    deferred = cast_back(deferred, [each for each in matrices if each is not None])
-    rows = autocast_to(rows if norm is None else normalise(rows, norm), dtype)
-    return rows, ExpertWeights(*(autocast_to(each, dtype) for each in matrices)), deferred
 
 
 def _applied(
@@ -347,7 +327,7 @@ def experts(
     if deferred is not None:
         check_sinks(deferred, sum(each is not None for each in matrices))
     if autocast is not None:
-        rows, matrices, deferred = _in_autocast(autocast, rows, matrices, norm, deferred)
+        rows, matrices, deferred = in_autocast(autocast, rows, matrices, norm, deferred)
         norm = normed = inside = None
     check_operands(rows, matrices, routing, router_weight, Finish(None, dropout, residual), n_experts, autocast)
     call = _Call(

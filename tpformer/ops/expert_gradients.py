@@ -1,0 +1,50 @@
+"""What the backwards of `experts` and `exchanged_experts` have in common: the gradients of a router and of a norm.
+
+Belongs here: gradients that a rank makes from its own rows. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tpformer.kernels.cast import cast
+
+from .implementation import implementation
+from .norm import Norm
+from .packing import unpacked
+from .route import Decided, Policy, decide_backward
+
+Statistics = tuple[Tensor | None, Tensor | None]  # mean and rstd of rows, as the norm's kernels take them
+
+
+def routing_gradients(
+    own: Tensor,
+    drows: Tensor | None,
+    dbalance: Tensor | None,
+    decided: Decided,
+    rows: Tensor,
+    router_weight: Tensor,
+    policy: Policy,
+) -> tuple[Tensor | None, Tensor]:
+    """(drows with the router's part, gradient of the router's weight), from the gradient `own` (M, K) of weights."""
+    drouted, drouter = decide_backward(own, dbalance, decided, rows, router_weight, policy)
+    if drows is not None:
+        drows = cast(drouted.add_(drows), drows.dtype)
+    return drows, cast(drouter, router_weight.dtype)
+
+
+def norm_rebuilt(x: Tensor, norm: Norm | None, statistics: Statistics) -> Tensor:
+    """norm(x), made again from an x that may be packed; x itself without a norm."""
+    return unpacked(x) if norm is None else implementation("norm", x).norm_rebuilt(x, statistics, norm)
+
+
+def norm_gradients(
+    drows: Tensor | None, dcarried: Tensor | None, x: Tensor, norm: Norm | None, statistics: Statistics
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of (x, norm weight, norm bias) from that of norm(x), which may be overwritten. dcarried: that of x as
+    the residual; it is added."""
+    if norm is not None and drows is not None:
+        return implementation("norm", x).norm_backward(drows, x, statistics, norm, dcarried)
+    if drows is not None and dcarried is not None:
+        drows += dcarried
+    return drows, None, None
