@@ -10,6 +10,7 @@ from .context_attention import context_attention
 from .cross_entropy import VocabSlice, default_chunk_tokens, linear_cross_entropy, vocab_parallel_cross_entropy
 from .dropout import Dropout, dropout, dropout_starts
 from .embedding import vocab_parallel_embedding
+from .exchanged_experts import exchanged_experts
 from .experts import ExpertWeights, experts
 from .norm import Norm, Normed, norm
 from .offload import Offload
@@ -51,6 +52,7 @@ __all__ = [
     "default_chunk_tokens",
     "dropout",
     "dropout_starts",
+    "exchanged_experts",
     "experts",
     "gather_columns",
     "gather_rows",

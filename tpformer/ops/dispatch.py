@@ -49,9 +49,7 @@ class Dispatch:
     @cached_property
     def positions(self) -> Tensor:
         """(T, K) int32: the rows of each token in ascending order of experts; -1 for an expert of another rank."""
-        found = torch.full((self.n_tokens * self.k,), -1, dtype=torch.int32, device=self.slots.device)
-        rows = torch.arange(len(self.slots), dtype=torch.int32, device=self.slots.device)
-        return found.scatter_(0, self.slots.long(), rows).view(self.n_tokens, self.k)
+        return positions(self.slots, self.n_tokens, self.k)
 
     def spread(self, values: Tensor) -> Tensor:
         """(T, K) from a value (R,) of each row, 0 for experts of other ranks."""
@@ -78,6 +76,13 @@ class Part(NamedTuple):
 
     rows: Tensor
     dispatch: Dispatch
+
+
+def positions(slots: Tensor, tokens: int, k: int) -> Tensor:
+    """(tokens, k) int32: the row that has slot token * k + j, of rows with these slots; -1 where there is none."""
+    found = torch.full((tokens * k,), -1, dtype=torch.int32, device=slots.device)
+    rows = torch.arange(len(slots), dtype=torch.int32, device=slots.device)
+    return found.scatter_(0, slots.long(), rows).view(tokens, k)
 
 
 def _offsets(counts: Tensor) -> Tensor:

@@ -1,0 +1,306 @@
+"""exchanged_experts: [norm ->] [route ->] rows out -> grouped GEMM -> weighted activation -> grouped GEMM -> rows back.
+
+Belongs here: the autograd Function of a layer of experts whose ranks have tokens of their own. How rows travel is in
+row_exchange.py. experts.py has the layer whose tensor-parallel ranks gather and reduce the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpformer.kernels.finish import Dropout, Finish
+from tpformer.kernels.operands import FLOATS, require
+
+from .autocast import autocast_dtype, without_autocast
+from .autocast import cast as autocast_to
+from .calls import called
+from .dropout import check_starts, told
+from .expert_gradients import norm_gradients, norm_rebuilt, routing_gradients
+from .expert_operands import ExpertWeights, check_operands, check_options, check_routing, in_autocast, within
+from .first_derivative import first_derivative, trace
+from .implementation import implementation
+from .norm import Norm, Normed, check_normed, normalised, parameters, restored
+from .packing import keep, kept
+from .recompute import leaves_out_end, made, once
+from .route import Decided, Router, Routing, decide, wide
+from .row_exchange import Plan, RowExchange, plan_exchange
+from .transports.experts import experts_reduce, gather_experts, weight_gradient
+from .transports.interface import finish_rows
+from .transports.sequential import LOCAL
+from .uncompiled import uncompiled
+from .unsaved import versions
+from .weight_gradients import Deferred, check_sinks
+
+
+class _Call(NamedTuple):
+    """What the Function takes that is no tensor to differentiate."""
+
+    group: ProcessGroup | None
+    norm: Norm | None
+    router: Router | None
+    activation: str
+    dropout: Dropout | None
+    carry: bool  # whether x is the residual, too
+    skip: bool  # whether this is the end of a region's second run, whose result nobody reads
+    deferred: Deferred | None
+
+
+class _Begun(NamedTuple):
+    """What has been made before the Function, so that something else can run while rows travel."""
+
+    mean: Tensor | None
+    rstd: Tensor | None
+    decided: Decided | None
+    plan: Plan
+    arriving: Callable[[], Tensor]  # waits for the rows (U, H)
+
+
+class ExchangedExpertsFunction(torch.autograd.Function):
+    """Y = Z + drop(S + C(A_e D_e^T)), A_e = w_e act(X' G_e^T) (X' U_e^T) for each token's experts e, X' = E(norm(X)).
+
+    Each rank has T tokens of its own and its part of the experts. E sends rows to the ranks of their experts, and C
+    sends what these make of them back and adds it up. S is what is added, such as the shared expert's.
+        forward  X' = E(norm(X)); gate and up of each expert's rows; A; Y = Z + drop(S + C(A D^T))
+        dgrad    dA = E(drop(dY)) D; dgate, dup and dw from dA, gate and up; dnorm(X) = C(dgate G + dup U)
+        wgrad    dD = E(drop(dY))^T A; dG, dU from dgate, dup and X' (sent again)
+        router   dlogits from dw, which the ranks send back; dnorm(X) += dlogits W; dW = dlogits^T norm(X)
+    The backward rebuilds norm(X) and A, but no decision of the router, and it repeats no plan.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x, norm_weight, norm_bias, residual, added, router_weight, weights, call: _Call, begun: _Begun, *matrices
+    ):
+        exchange, own, decided = RowExchange(begun.plan, call.group), ExpertWeights(*matrices), begun.decided
+        hidden, _ = gather_experts(LOCAL, begun.arriving(), exchange.arrived, own.gate_up)
+        ctx.call, ctx.deferred, ctx.sizes = call, call.deferred, begun.plan.sizes
+        ctx.versions = None if call.dropout is None else versions(call.dropout.start)
+        ctx.set_materialize_grads(False)
+        given = None if weights is None else trace(weights)
+        keep(
+            ctx, x, norm_weight, norm_bias, begun.mean, begun.rstd, router_weight, given, hidden, *begun.plan.saved,
+            *((None,) * 4 if decided is None else decided.saved), *matrices, readable=1,
+        )  # fmt: skip
+        loss = None if decided is None or decided.balance_loss is None else decided.balance_loss.clone()
+        if call.skip:
+            return torch.empty_like(x), loss
+        a = implementation("weighted_activation", hidden).weighted_activation_forward(
+            hidden, call.activation, exchange.arrived.weights
+        )
+        y = exchange.home(experts_reduce(LOCAL, a, exchange.arrived, own.down, transposed=False))
+        if added is not None:
+            y += added
+        y, _ = finish_rows(y, Finish(None, call.dropout, x if call.carry else residual))
+        return y, loss
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx, dy, dbalance):
+        saved = _Saved(ctx)
+        check_starts(ctx.call.dropout, ctx.versions)
+        with without_autocast(saved.x):
+            return _backward(saved, dy, dbalance)
+
+
+class _Saved:
+    """What the forward saved, under its names."""
+
+    def __init__(self, ctx) -> None:
+        tensors = kept(ctx)
+        self.call: _Call = ctx.call
+        self.x, norm_weight, norm_bias, self.mean, self.rstd, self.router_weight, _, self.hidden = tensors[:8]
+        order, leaving, slots, weights, counts = tensors[8:13]
+        self.exchange = RowExchange(Plan(order, leaving, slots, weights, counts, ctx.sizes), self.call.group)
+        own_experts, scores, slopes, own_sample = tensors[13:17]
+        self.own = ExpertWeights(*tensors[17:])
+        self.norm = restored(self.call.norm, norm_weight, norm_bias)
+        self.decided = None if scores is None else Decided(None, own_experts, scores, slopes, own_sample)
+        (
+            self.wants_x, wants_norm_weight, wants_norm_bias, self.wants_residual, self.wants_added, self.wants_router,
+            self.wants_weights, _, _, *wants_matrices,
+        ) = ctx.needs_input_grad  # fmt: skip
+        self.wants = ExpertWeights(*wants_matrices)
+        self.wants_rows = self.wants_x or wants_norm_weight or wants_norm_bias
+
+    def rows(self) -> Tensor:
+        """norm(x), made again."""
+        return norm_rebuilt(self.x, self.norm, (self.mean, self.rstd))
+
+
+def _backward(saved: _Saved, dy: Tensor | None, dbalance: Tensor | None) -> tuple:
+    """The gradients of ExchangedExpertsFunction's inputs. Which exchanges there are does not depend on the rows."""
+    call, exchange, own = saved.call, saved.exchange, saved.own
+    dresidual, dcarried = dy if saved.wants_residual else None, dy if call.carry else None
+    if dy is None:
+        dy = saved.x.new_empty(*saved.x.shape).zero_()
+    dy, _ = implementation("dropout", dy).finish_backward(dy, call.dropout, False)
+    dadded = dy if saved.wants_added else None
+    arrived = exchange.start(dy)()
+    rows = saved.rows()
+    arriving = exchange.start(rows) if call.deferred is None and saved.wants.gate_up else None
+    da, _ = gather_experts(LOCAL, arrived, exchange.arrived, own.down, transposed=True)
+    dhidden, a, dw = implementation("weighted_activation", da).weighted_activation_backward(
+        da, saved.hidden, call.activation, exchange.arrived.weights
+    )
+    ddown = _down_gradient(saved, arrived, a)
+    drows = None
+    if saved.wants_rows:
+        drows = exchange.home(experts_reduce(LOCAL, dhidden, exchange.arrived, own.gate_up, transposed=True))
+    drouter = dweights = None
+    if saved.decided is None:
+        dweights = exchange.weights_home(dw) if saved.wants_weights else None
+    elif saved.wants_router or saved.wants_rows:
+        assert call.router is not None and saved.router_weight is not None
+        given = dbalance, saved.decided, rows, saved.router_weight, call.router.policy
+        drows, drouter = routing_gradients(exchange.weights_home(dw), drows, *given)
+    of_input = norm_gradients(drows, dcarried, saved.x, saved.norm, (saved.mean, saved.rstd))
+    dgate_up = _gate_up_gradient(saved, rows, dhidden, arriving)
+    return *of_input, dresidual, dadded, drouter, dweights, None, None, dgate_up, ddown
+
+
+def _down_gradient(saved: _Saved, arrived: Tensor, a: Tensor) -> Tensor | None:
+    """The gradient of `down` from the rows of dy that have arrived; None if it is made later, or not wanted."""
+    sent, deferred = saved.exchange.arrived, saved.call.deferred
+    if not saved.wants.down:
+        return None
+    if deferred is None:
+        return weight_gradient(arrived, a, sent, dy_of_tokens=True)
+    deferred.queue.add(lambda: deferred.sinks[1](weight_gradient(arrived, a, sent, dy_of_tokens=True)), arrived, a)
+    return None
+
+
+def _gate_up_gradient(
+    saved: _Saved, rows: Tensor, dhidden: Tensor, arriving: Callable[[], Tensor] | None
+) -> Tensor | None:
+    """The gradient of `gate_up` from norm(x), which is arriving; a queue sends it later."""
+    exchange, deferred = saved.exchange, saved.call.deferred
+    if arriving is not None:
+        return weight_gradient(dhidden, arriving(), exchange.arrived, x_of_tokens=True)
+    if deferred is not None and saved.wants.gate_up:
+
+        def run() -> None:  # without the call, whose router has each token's sample
+            deferred.sinks[0](weight_gradient(dhidden, exchange.start(rows)(), exchange.arrived, x_of_tokens=True))
+
+        deferred.queue.add(run, rows, dhidden)
+    return None
+
+
+@torch.no_grad()
+def _begin(
+    x: Tensor, norm: Norm | None, normed: Normed | None, router_weight: Tensor | None, router: Router | None,
+    routing: Routing | None, n_experts: int, group: ProcessGroup | None, once_a_rank: bool,
+) -> _Begun:  # fmt: skip
+    """Decide where own rows go, unless the routing is given, and send them."""
+    rows, mean, rstd = normalised(x, norm, normed)
+
+    def decision() -> tuple[Decided | None, Plan]:
+        if router_weight is None:
+            assert routing is not None
+            return None, plan_exchange(within(routing, n_experts), n_experts, group, once_a_rank)
+        assert router is not None
+        decided = decide(rows, router_weight, router, None, False)
+        assert decided.routing is not None
+        plan = plan_exchange(decided.routing, n_experts, group, once_a_rank)
+        return decided._replace(routing=None), plan
+
+    decided, plan = once(decision)
+    return _Begun(mean, rstd, decided, plan, RowExchange(plan, group).start(rows))
+
+
+@uncompiled
+def exchanged_experts(
+    x: Tensor,
+    matrices: ExpertWeights,
+    *,
+    router_weight: Tensor | None = None,
+    router: Router | None = None,
+    routing: Routing | None = None,
+    n_experts: int,
+    activation: str,
+    norm: Norm | None = None,
+    normed: Normed | None = None,
+    residual: Tensor | None = None,
+    added: Tensor | Callable[[], Tensor] | None = None,
+    dropout: Dropout | None = None,
+    group: ProcessGroup | None = None,
+    once_a_rank: bool = True,
+    deferred: Deferred | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(Y, balance loss or None): Y = residual + dropout(added + sum over a token's experts of weight * E(norm(x))).
+
+    The rows travel to the ranks of `group` that have their experts, and what these make of them travels back.
+
+    Shapes:  x, residual, added and Y (T, H): this rank's own tokens. T may be 0, and differ between ranks. matrices: of
+             this rank's n_experts / ep experts, those of rank r of the group's ep being the r-th part, without a shared
+             expert: give its result as `added`, or a function that makes it, which runs while the rows travel.
+             Any expert and any rank may have no token. Either router_weight (n_experts, H) and router, or `routing`,
+             the own tokens', in which op `route` decided before. group: None is one rank, which sends nothing.
+             activation: "silu" (SwiGLU) or "gelu_tanh" (GeGLU). normed, dropout: as in row_linear.
+    once_a_rank: a token's row goes once to a rank that has several experts of it; there the rows that these make are
+             added up, and one row comes back. Otherwise a row travels for each expert.
+    Numerics: a token's rows are added in the order of experts, in at least float32. What has travelled is rounded.
+    Saves:   x before the norm, gate and up of the R rows that this rank's experts compute, and the routing: for each
+             own token 4 bytes for each row that leaves, 8 K (own experts and order) and 4 E, for each computed row 8.
+             The backward rebuilds everything else. A recomputed region keeps the decision and the plan.
+    Communication, per rank, all-to-alls of what it sends; N rows leave, at most T K: in the forward 16 bytes for each
+             rank (the one wait of the host), 8 bytes for each of T K experts of tokens (16 in float64), N rows out, and
+             as many bytes as arrived back. Backward: N rows out twice (dy, and x again for gate_up), rows back once,
+             and 4 bytes (8) for each computed row's weight. With `deferred` the queue sends x. Every rank joins in each
+             of them, whatever it has.
+    The balance loss is that of own tokens, as are the router's load and, if ranks share a sample's tokens, the groups
+    of its Balance.
+    deferred: its queue takes the gradients of matrices, with a sink for each of the two. Gradients of experts without
+             rows are zero.
+    The gradients of the norm's parameters and of router_weight are those of own rows: partial sums, if ranks share the
+    parameters. Under torch.autocast as `experts`.
+    Errors:  ValueError as `experts`, and for matrices with a shared expert. RuntimeError if the ranks' calls differ in
+             anything but their rows.
+    Source:  Lepikhin et al. 2020 (arXiv:2006.16668); once a rank: DeepSeek-V3 (arXiv:2412.19437), section 3.2.2, whose
+             unit is a node
+    """
+    check_options(activation, dropout, routing, n_experts, len(matrices.gate_up), group)
+    check_routing(len(x), router_weight, router, routing, 1)
+    if any(each is not None for each in matrices[2:]):
+        raise ValueError("exchanged_experts has no shared expert among its matrices: give its result as `added`")
+    autocast = autocast_dtype(x)
+    rows, inside = x, None if (carry := residual is x and autocast is None) else residual
+    if deferred is not None:
+        check_sinks(deferred, sum(each is not None for each in matrices))
+    if autocast is not None:
+        rows, matrices, deferred = in_autocast(autocast, rows, matrices, norm, deferred)
+        norm = normed = inside = None
+    check_operands(rows, matrices, routing, router_weight, Finish(None, dropout, residual), n_experts, autocast)
+    if isinstance(added, Tensor):
+        _check_added(rows, added, autocast)
+    if routing is not None:
+        routing = Routing(routing.experts, routing.weights.to(wide(rows.dtype)))
+    of_input, of_router = (rows, *parameters(norm)), (router_weight, None if routing is None else routing.weights)
+    if normed is not None:
+        check_normed(rows, norm, normed)
+    told_of = None if router is None else router.policy, None if routing is None else routing.experts.shape[1]
+    agreed = n_experts, once_a_rank, activation, told(dropout), norm and norm[::3], *told_of
+    called(
+        group, "exchanged_experts", rows.shape[1:], rows.dtype, True, of_input + of_router, matrices[:2], *agreed
+    )  # fmt: skip
+    with without_autocast(rows):
+        begun = _begin(rows, norm, normed, router_weight, router, routing, n_experts, group, once_a_rank)
+    if added is not None and not isinstance(added, Tensor):
+        added = added()
+        _check_added(rows, added, autocast)
+    added = autocast_to(added, rows.dtype)
+    call = _Call(group, norm, router, activation, dropout, carry, leaves_out_end(), deferred)
+    with without_autocast(rows):
+        y, loss = ExchangedExpertsFunction.apply(*of_input, inside, added, *of_router, call, begun, *matrices[:2])
+    y = y if autocast is None or residual is None else residual + y
+    return made(y), loss
+
+
+def _check_added(rows: Tensor, added: Tensor, autocast: torch.dtype | None) -> None:
+    """ValueError unless what is added has the rows' shape, and their dtype if autocast does not cast it."""
+    dtypes = (rows.dtype,) if autocast is None else FLOATS
+    require("exchanged_experts", rows, ("added", added, rows.shape, dtypes))
