@@ -133,9 +133,8 @@ def plan_exchange(routing: Routing, n_experts: int, group: ProcessGroup | None, 
         group_of = to * tokens + token
         leaves = (group_of.diff(prepend=group_of.new_full((1,), -1)) != 0).long()
     sizes = _sizes(to, leaves, (tokens, k, min(k, own) if once_a_rank else 1), n_experts, group)
+    weights, order = routing.weights.reshape(-1)[order], order.to(torch.int32)
     leaving = order[(1 - leaves).argsort(stable=True)[: sum(sizes.rows_to)]] if once_a_rank else order
-
-    weights = routing.weights.reshape(-1)[order]
     integer = torch.int64 if weights.dtype == torch.float64 else torch.int32
     told = torch.stack([((expert - to * own) * 2 + leaves).to(integer), weights.view(integer)], 1)
     code, weights = all_to_all(told, group, sizes.slots_to, sizes.slots_from).t().contiguous()
@@ -146,8 +145,8 @@ def plan_exchange(routing: Routing, n_experts: int, group: ProcessGroup | None, 
     counts = torch.zeros(own, dtype=torch.int64, device=code.device)
     counts = counts.scatter_add_(0, (code >> 1).long(), torch.ones_like(index))
     return Plan(
-        order.to(torch.int32), leaving.to(torch.int32), slots[by_expert].to(torch.int32),
-        weights.view(routing.weights.dtype)[by_expert], counts.to(torch.int32)[None], sizes,
+        order, leaving, slots[by_expert].to(torch.int32), weights.view(routing.weights.dtype)[by_expert],
+        counts.to(torch.int32)[None], sizes,
     )  # fmt: skip
 
 
