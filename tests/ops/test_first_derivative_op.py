@@ -30,8 +30,18 @@ def head(x: Tensor, weight: Tensor, v: Tensor, norm: str | None = None) -> Tenso
     return ops.linear_cross_entropy(x, weight, TARGETS.clamp(max=3), VOCAB, norm=prologue, chunk_tokens=4)
 
 
+def exchanged(x: Tensor, weight: Tensor, v: Tensor) -> Tensor:
+    """Of two experts, one of which each token takes."""
+    matrices = ops.ExpertWeights(torch.stack([torch.cat([weight, weight])] * 2), torch.stack([weight, weight]))
+    options = {"router": ops.Router(ops.Policy(1, normalised=False)), "n_experts": 2, "activation": "silu"}
+    return ops.exchanged_experts(
+        x, matrices, router_weight=weight[:2], norm=NORMS["rmsnorm"](v, None), residual=x, added=2 * x, **options
+    )[0]
+
+
 # of x (ROWS, K), a weight (K, K) and a vector (K,); where linear in x, only the incoming gradient has a derivative
 OPERATIONS = {
+    "exchanged_experts": exchanged,
     "column_linear": lambda x, w, v: ops.column_linear(x, w, v),
     "column_linear of a norm": lambda x, w, v: ops.column_linear(x, w, v, norm=NORMS["layernorm"](v, v)),
     "carried": lambda x, w, v: sum(ops.column_linear(x, [w, w], norm=NORMS["rmsnorm"](v, None), carry=True)),

@@ -60,6 +60,19 @@ def experts(transport: str) -> Row:
     }  # fmt: skip
 
 
+def exchanged() -> Row:
+    """Of two own tokens, which may be routed to any of four experts."""
+    (x, matrices), options = experts("sequential")
+    routing = ops.Routing(*(each[:2] for each in options.pop("routing")))
+    del options["transport"]
+    return (x, ops.ExpertWeights(*matrices[:2])), {
+        **options,
+        "routing": routing,
+        "added": floats(2, K),
+        "group": dist.group.WORLD,
+    }
+
+
 LINEARS: dict[Callable, tuple[Callable[..., Any], ...]] = {
     ops.column_linear: (column, normed_column), ops.row_linear: (row,), ops.experts: (experts,),
 }  # fmt: skip
@@ -103,6 +116,7 @@ OTHERS: dict[Callable, Callable[[], Row]] = {
     ops.activation: lambda: ((floats(TOKENS, K), "gelu", floats(TOKENS, K)), {}),
     ops.dropout: lambda: ((floats(TOKENS, K), ops.Dropout(torch.arange(TOKENS) * K, 7, 0.5)), {}),
     ops.rope: rotated,
+    ops.exchanged_experts: exchanged,
     ops.route: lambda: ((floats(2, K), floats(4, K), router()), {"group": dist.group.WORLD}),
     ops.vocab_parallel_embedding: lambda: (
         (torch.tensor([0, 7, 2, 5]), floats(4, K), vocab()), {"group": dist.group.WORLD}

@@ -153,7 +153,8 @@ def start_all_to_all(
     sent: Sequence[int] | None = None,
     received: Sequence[int] | None = None,
 ) -> Callable[[], torch.Tensor]:
-    """Begin an all_to_all of several ranks. What it returns waits and gives the result; until then x stays unwritten.
+    """Begin an all_to_all of several ranks. What it returns waits and gives the result, once; x must stay as it is until
+    then.
 
     On a GPU what is queued in between runs beside it. Through shared memory it is done at once.
     """
@@ -172,10 +173,12 @@ def start_all_to_all(
         return lambda: arrived
     output = x.new_empty(x.shape if received is None else (sum(received), *x.shape[1:]))
     splits = [None if each is None else list(each) for each in (received, sent)]
-    under_way = dist.all_to_all_single(output, x, *splits, group=group, async_op=True), x  # x is read until it ends
+    work = dist.all_to_all_single(output, x, *splits, group=group, async_op=True)
+    under_way = [(work, output, x)]  # x is read until it ends
 
     def wait() -> torch.Tensor:
-        under_way[0].wait()
+        work, output, _ = under_way.pop()  # so that this function, which may live on, keeps neither
+        work.wait()
         return output
 
     return wait

@@ -6,7 +6,7 @@ row_exchange.py. experts.py has the layer whose tensor-parallel ranks gather and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,11 +43,14 @@ class _Call(NamedTuple):
     group: ProcessGroup | None
     norm: Norm | None
     router: Router | None
+    routing: Routing | None  # one that was given, until the rows have been sent
+    n_experts: int
     activation: str
     dropout: Dropout | None
+    once_a_rank: bool
     carry: bool  # whether x is the residual, too
-    skip: bool  # whether this is the end of a region's second run, whose result nobody reads
     deferred: Deferred | None
+    skip: bool = False  # whether this is the end of a region's second run, whose result nobody reads
 
 
 class _Begun(NamedTuple):
@@ -191,116 +194,106 @@ def _gate_up_gradient(
 
 
 @torch.no_grad()
-def _begin(
-    x: Tensor, norm: Norm | None, normed: Normed | None, router_weight: Tensor | None, router: Router | None,
-    routing: Routing | None, n_experts: int, group: ProcessGroup | None, once_a_rank: bool,
-) -> _Begun:  # fmt: skip
+def _begin(rows: Tensor, normed: Normed | None, router_weight: Tensor | None, call: _Call) -> _Begun:
     """Decide where own rows go, unless the routing is given, and send them."""
-    rows, mean, rstd = normalised(x, norm, normed)
+    rows, mean, rstd = normalised(rows, call.norm, normed)
+
+    def plan(routing: Routing) -> Plan:
+        return plan_exchange(routing, call.n_experts, call.group, call.once_a_rank)
 
     def decision() -> tuple[Decided | None, Plan]:
         if router_weight is None:
-            assert routing is not None
-            return None, plan_exchange(within(routing, n_experts), n_experts, group, once_a_rank)
-        assert router is not None
-        decided = decide(rows, router_weight, router, None, False)
+            assert call.routing is not None
+            return None, plan(within(call.routing, call.n_experts))
+        assert call.router is not None
+        decided = decide(rows, router_weight, call.router, None, False)
         assert decided.routing is not None
-        plan = plan_exchange(decided.routing, n_experts, group, once_a_rank)
-        return decided._replace(routing=None), plan
+        return decided._replace(routing=None), plan(decided.routing)
 
-    decided, plan = once(decision)
-    return _Begun(mean, rstd, decided, plan, RowExchange(plan, group).start(rows))
+    decided, planned = once(decision)
+    return _Begun(mean, rstd, decided, planned, RowExchange(planned, call.group).start(rows))
+
+
+def _applied(
+    of_input: tuple, normed: Normed | None, inside: Tensor | None, added: Tensor | Callable[[], Tensor] | None,
+    of_router: tuple, call: _Call, matrices: ExpertWeights, added_dtypes: Sequence[torch.dtype],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """ExchangedExpertsFunction, once the ranks have been told of the call. What is added is made while rows travel."""
+    rows, router, routing = of_input[0], call.router, call.routing
+
+    def check(x: Tensor | None) -> None:
+        require("exchanged_experts", rows, ("added", x, rows.shape, added_dtypes))
+
+    if isinstance(added, Tensor):
+        check(added)
+    if normed is not None:
+        check_normed(rows, call.norm, normed)
+    chosen = None if router is None else router.policy, None if routing is None else routing.experts.shape[1]
+    local = call.activation, told(call.dropout), call.norm and call.norm[::3]
+    agreed = call.n_experts, call.once_a_rank, *chosen, *local
+    called(
+        call.group, "exchanged_experts", rows.shape[1:], rows.dtype, True, of_input + of_router, matrices, *agreed
+    )  # fmt: skip
+    with without_autocast(rows):
+        begun = _begin(rows, normed, of_router[0], call)
+    if added is not None and not isinstance(added, Tensor):
+        check(added := added())
+    call = call._replace(routing=None, skip=leaves_out_end())
+    with without_autocast(rows):
+        inputs = *of_input, inside, autocast_to(added, rows.dtype), *of_router
+        return ExchangedExpertsFunction.apply(*inputs, call, begun, *matrices[:2])
 
 
 @uncompiled
 def exchanged_experts(
-    x: Tensor,
-    matrices: ExpertWeights,
-    *,
-    router_weight: Tensor | None = None,
-    router: Router | None = None,
-    routing: Routing | None = None,
-    n_experts: int,
-    activation: str,
-    norm: Norm | None = None,
-    normed: Normed | None = None,
-    residual: Tensor | None = None,
-    added: Tensor | Callable[[], Tensor] | None = None,
-    dropout: Dropout | None = None,
-    group: ProcessGroup | None = None,
-    once_a_rank: bool = True,
+    x: Tensor, matrices: ExpertWeights, *, router_weight: Tensor | None = None, router: Router | None = None,
+    routing: Routing | None = None, n_experts: int, activation: str, norm: Norm | None = None,
+    normed: Normed | None = None, residual: Tensor | None = None, added: Tensor | Callable[[], Tensor] | None = None,
+    dropout: Dropout | None = None, group: ProcessGroup | None = None, once_a_rank: bool = True,
     deferred: Deferred | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(Y, balance loss or None): Y = residual + dropout(added + sum over a token's experts of weight * E(norm(x))).
 
-    The rows travel to the ranks of `group` that have their experts, and what these make of them travels back.
-
-    Shapes:  x, residual, added and Y (T, H): this rank's own tokens. T may be 0, and differ between ranks. matrices: of
-             this rank's n_experts / ep experts, those of rank r of the group's ep being the r-th part, without a shared
-             expert: give its result as `added`, or a function that makes it, which runs while the rows travel.
-             Any expert and any rank may have no token. Either router_weight (n_experts, H) and router, or `routing`,
-             the own tokens', in which op `route` decided before. group: None is one rank, which sends nothing.
-             activation: "silu" (SwiGLU) or "gelu_tanh" (GeGLU). normed, dropout: as in row_linear.
-    once_a_rank: a token's row goes once to a rank that has several experts of it; there the rows that these make are
-             added up, and one row comes back. Otherwise a row travels for each expert.
-    Numerics: a token's rows are added in the order of experts, in at least float32. What has travelled is rounded.
-    Saves:   x before the norm, gate and up of the R rows that this rank's experts compute, and the routing: for each
-             own token 4 bytes for each row that leaves, 8 K (own experts and order) and 4 E, for each computed row 8.
-             The backward rebuilds everything else. A recomputed region keeps the decision and the plan.
-    Communication, per rank, all-to-alls of what it sends; N rows leave, at most T K: in the forward 16 bytes for each
-             rank (the one wait of the host), 8 bytes for each of T K experts of tokens (16 in float64), N rows out, and
-             as many bytes as arrived back. Backward: N rows out twice (dy, and x again for gate_up), rows back once,
-             and 4 bytes (8) for each computed row's weight. With `deferred` the queue sends x. Every rank joins in each
-             of them, whatever it has.
-    The balance loss is that of own tokens, as are the router's load and, if ranks share a sample's tokens, the groups
-    of its Balance.
-    deferred: its queue takes the gradients of matrices, with a sink for each of the two. Gradients of experts without
-             rows are zero.
-    The gradients of the norm's parameters and of router_weight are those of own rows: partial sums, if ranks share the
-    parameters. Under torch.autocast as `experts`.
-    Errors:  ValueError as `experts`, and for matrices with a shared expert. RuntimeError if the ranks' calls differ in
-             anything but their rows.
-    Source:  Lepikhin et al. 2020 (arXiv:2006.16668); once a rank: DeepSeek-V3 (arXiv:2412.19437), section 3.2.2, whose
-             unit is a node
+    Shapes:  x, residual, added and Y (T, H): own tokens, whose rows travel to the ranks of `group` that have their
+             experts. T may be 0, and differ between ranks. matrices: of this rank's n_experts / ep experts, those of
+             rank r of ep being the r-th part; without a shared expert, whose result is `added`, or a function that
+             makes it while rows travel. Either router_weight (n_experts, H) and router, or `routing` of own tokens, in
+             which op `route` decided before. group: None is one rank. activation, normed, dropout: as in `experts`.
+    once_a_rank: a token's row goes once to a rank that has several experts of it, and one row comes back, the sum of
+             what these make of it. Otherwise a row goes and comes for each expert.
+    Numerics: a token's rows are added in the order of experts, in at least float32; what travels is rounded before.
+    Saves:   x before the norm, gate and up of the R rows that this rank's experts take, and the routing: 8 bytes for
+             each of these, 8 K + 4 E for each own token, and once_a_rank 4 for each of the N rows that leave. The
+             backward rebuilds everything else. A recomputed region keeps the decision and the plan.
+    Communication, per rank, all-to-alls of what it sends. Forward: 16 bytes for each rank, for which the host waits; 8
+             for each of T K experts of tokens (16 in float64); N rows out, at most T K; a row back for each that has
+             come. Backward: N rows out twice (dy, and x again for gate_up), rows back once, and 4 bytes (8) for each of
+             R. Every rank joins in each, whatever it has.
+    deferred: its queue takes the gradients of matrices; it has a sink for each. x is sent again when it runs.
+    The balance loss and the router's load are those of own tokens; the ranks that share the tokens of samples are the
+    groups of the router's Balance. Gradients of the norm's parameters and of router_weight are partial sums over own
+    rows, those of experts without rows are zero. Under torch.autocast as `experts`.
+    Errors:  ValueError as `experts`, and for a shared expert among the matrices. RuntimeError where ranks are known to
+             call with other options.
+    Source:  Lepikhin et al. 2020 (arXiv:2006.16668); once a rank: as once a node in DeepSeek-V3 (arXiv:2412.19437)
     """
     check_options(activation, dropout, routing, n_experts, len(matrices.gate_up), group)
     check_routing(len(x), router_weight, router, routing, 1)
     if any(each is not None for each in matrices[2:]):
-        raise ValueError("exchanged_experts has no shared expert among its matrices: give its result as `added`")
+        raise ValueError("exchanged_experts takes no shared expert among its matrices: give its result as `added`")
     autocast = autocast_dtype(x)
     rows, inside = x, None if (carry := residual is x and autocast is None) else residual
     if deferred is not None:
-        check_sinks(deferred, sum(each is not None for each in matrices))
+        check_sinks(deferred, 2)
     if autocast is not None:
         rows, matrices, deferred = in_autocast(autocast, rows, matrices, norm, deferred)
         norm = normed = inside = None
     check_operands(rows, matrices, routing, router_weight, Finish(None, dropout, residual), n_experts, autocast)
-    if isinstance(added, Tensor):
-        _check_added(rows, added, autocast)
     if routing is not None:
         routing = Routing(routing.experts, routing.weights.to(wide(rows.dtype)))
+    call = _Call(group, norm, router, routing, n_experts, activation, dropout, once_a_rank, carry, deferred)
     of_input, of_router = (rows, *parameters(norm)), (router_weight, None if routing is None else routing.weights)
-    if normed is not None:
-        check_normed(rows, norm, normed)
-    told_of = None if router is None else router.policy, None if routing is None else routing.experts.shape[1]
-    agreed = n_experts, once_a_rank, activation, told(dropout), norm and norm[::3], *told_of
-    called(
-        group, "exchanged_experts", rows.shape[1:], rows.dtype, True, of_input + of_router, matrices[:2], *agreed
-    )  # fmt: skip
-    with without_autocast(rows):
-        begun = _begin(rows, norm, normed, router_weight, router, routing, n_experts, group, once_a_rank)
-    if added is not None and not isinstance(added, Tensor):
-        added = added()
-        _check_added(rows, added, autocast)
-    added = autocast_to(added, rows.dtype)
-    call = _Call(group, norm, router, activation, dropout, carry, leaves_out_end(), deferred)
-    with without_autocast(rows):
-        y, loss = ExchangedExpertsFunction.apply(*of_input, inside, added, *of_router, call, begun, *matrices[:2])
+    dtypes = (rows.dtype,) if autocast is None else FLOATS
+    y, loss = _applied(of_input, normed, inside, added, of_router, call, matrices, dtypes)
     y = y if autocast is None or residual is None else residual + y
     return made(y), loss
-
-
-def _check_added(rows: Tensor, added: Tensor, autocast: torch.dtype | None) -> None:
-    """ValueError unless what is added has the rows' shape, and their dtype if autocast does not cast it."""
-    dtypes = (rows.dtype,) if autocast is None else FLOATS
-    require("exchanged_experts", rows, ("added", added, rows.shape, dtypes))
