@@ -162,12 +162,14 @@ class GPTConfig:
                 f"machines hold: lower the sizes"
             )
 
-    def check_ranks(self, tp: int) -> None:
-        """ValueError unless heads, and experts if there are some, can be laid out on tp tensor-parallel ranks."""
+    def check_ranks(self, tp: int, ep: int | None = None) -> None:
+        """ValueError unless tp tensor-parallel ranks can share the heads, and they or ep ranks the experts."""
         rope = self.position == "rope"
         check_heads(self.hidden_size, self.n_heads, self.kv_heads, tp, rope=rope, head_dim=self.head_dim)
         if self.n_experts is not None:
-            check_expert_ranks(self.n_experts, tp)
+            check_expert_ranks(self.n_experts, *((tp,) if ep is None else (ep, "expert_parallel")))
+        elif ep is not None:
+            raise ValueError(f"expert_parallel={ep} without experts would do nothing: set n_experts, or leave it out")
 
     def has_experts(self, layer: int) -> bool:
         """Whether the layer with this index has experts in place of an MLP."""

@@ -72,11 +72,11 @@ def check_router(experts: int, k: int, score: str, groups: int, top_groups: int)
         )
 
 
-def check_expert_ranks(experts: int, tp: int) -> None:
-    """ValueError unless tp tensor-parallel ranks can hold the same number of whole experts each."""
-    if experts % tp:
-        fitting = [t for t in range(1, experts + 1) if experts % t == 0]
+def check_expert_ranks(experts: int, ranks: int, name: str = "tensor_parallel") -> None:
+    """ValueError unless so many ranks can hold the same number of whole experts each. name: the key that sets them."""
+    if experts % ranks:
+        fitting = [n for n in range(1, experts + 1) if experts % n == 0]
         raise ValueError(
-            f"n_experts={experts} cannot be divided among tensor_parallel={tp} ranks, which hold whole experts: choose "
-            f"tensor_parallel from {fitting}"
+            f"n_experts={experts} cannot be divided among {name}={ranks} ranks, which hold whole experts: choose "
+            f"{name} from {fitting}"
         )

@@ -78,6 +78,8 @@ class Layout:
     """Ranks that train on different samples and share, with context-parallel ones, the states of zero_stage."""
     context_parallel: int = 1
     """Ranks that share the tokens of each sample, for samples that are too long for one."""
+    expert_parallel: int | None = None
+    """Ranks that share the experts and exchange tokens, whatever else they share. Unset: the tensor-parallel ones."""
     zero_stage: int | None = None
     """0 shares nothing, 1 optimizer state, 2 also gradients, 3 also parameters. Unset: 1 if several ranks share."""
     reduce_dtype: str = "float32"
@@ -120,6 +122,29 @@ class Layout:
         return self.copies // self.replicas
 
     @property
+    def stage_ranks(self) -> int:
+        """Ranks that hold the same layers, whole or in parts."""
+        return self.copies * self.tensor_parallel
+
+    @property
+    def expert_replicas(self) -> int:
+        """With expert_parallel: groups of ranks with equal shards of all experts."""
+        assert self.expert_parallel is not None
+        groups = self.stage_ranks // self.expert_parallel
+        return groups if self.zero == 0 else min(groups, self.data_parallel_replicate)
+
+    @property
+    def expert_shards(self) -> int:
+        """With expert_parallel: ranks among which ZeRO divides the states of the same experts."""
+        assert self.expert_parallel is not None
+        return self.stage_ranks // self.expert_parallel // self.expert_replicas
+
+    @property
+    def copies_experts(self) -> bool:
+        """Whether several ranks exchange tokens for the same experts, so that gradients of these add up."""
+        return self.expert_parallel is not None and self.expert_parallel < self.stage_ranks
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.pipeline_parallel * self.copies * self.tensor_parallel
@@ -159,6 +184,7 @@ class Layout:
         for name, choices in CHOICES.items():
             check_choice(f"parallel.{name}", getattr(self, name), choices)
         self._check_zero()
+        self._check_experts()
         if self.pipeline_parallel > 1:
             self._check_stages_per_rank()
 
@@ -182,6 +208,32 @@ class Layout:
                 f"the schedule computes the weight gradients of a microbatch after other microbatches, so gradients "
                 f"and parameters cannot be sharded again in between; set zero_stage=1, or a schedule with whole "
                 f"backwards such as 1F1B or Interleaved1F1B"
+            )
+
+    def _check_experts(self) -> None:
+        ep, tp = self.expert_parallel, self.tensor_parallel
+        if ep is None:
+            return
+        if tp > 1 and not self.sequence_parallel:
+            raise ValueError(
+                f"parallel.expert_parallel={ep} exchanges tokens of which each rank has its own, and "
+                f"tensor_parallel={tp} ranks without sequence_parallel have the same: set sequence_parallel = true, or "
+                f"leave expert_parallel out"
+            )
+        if self.exchange != Layout.exchange:
+            raise ValueError(
+                f"parallel.exchange={shown(self.exchange)} adds up gradients of one sort of replicas, and with "
+                f"parallel.expert_parallel={ep} experts have others than the rest of the model: leave one of them out"
+            )
+        inner, outer = self.stage_ranks // self.data_parallel_replicate, self.data_parallel_replicate
+        fitting = [n for n in range(1, inner + 1) if inner % n == 0]
+        fitting += [inner * n for n in range(2, outer + 1) if outer % n == 0]
+        if ep not in fitting:
+            raise ValueError(
+                f"parallel.expert_parallel={ep} ranks cannot be made of data_parallel_replicate={outer} groups of "
+                f"data_parallel_shard * context_parallel * tensor_parallel = {self.data_parallel_shard} * "
+                f"{self.context_parallel} * {tp} = {inner} ranks: it divides {inner}, or is as many whole groups; "
+                f"choose it from {fitting}"
             )
 
     def _check_stages_per_rank(self) -> None:

@@ -47,6 +47,7 @@ RANGES = {
     "parallel.data_parallel_replicate": COUNT,
     "parallel.data_parallel_shard": COUNT,
     "parallel.context_parallel": COUNT,
+    "parallel.expert_parallel": COUNT,
     "parallel.zero_stage": "[0, 3]",
     "parallel.recompute_interval": COUNT,
     "optimizer.lr": AMOUNT,

@@ -25,7 +25,7 @@ def check_config(config: RunConfig, *, trains: bool = True) -> None:
     parallel.check()
     for section in ("run", "data", "optimizer", "train", "checkpoint", "log"):  # model and layout check their own
         check_ranges(section, getattr(config, section))
-    model.check_ranks(parallel.tensor_parallel)
+    model.check_ranks(parallel.tensor_parallel, parallel.expert_parallel)
     _check_batch(config)
     batch = "train.global_batch_size" if config.train.batch_size_start is None else "train.batch_size_start"
     for size in batch_sizes(config.train):

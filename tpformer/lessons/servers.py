@@ -21,8 +21,8 @@ from .arrivals import Arrivals
 from .lesson import Lesson
 from .parameter_server import ParameterServer
 
-WHOLE = ("tensor_parallel", "pipeline_parallel", "data_parallel_shard", "context_parallel", "cpu_offload") + (
-    *("reduce_dtype", "recompute_interval", "offload_activations"),
+WHOLE = ("tensor_parallel", "pipeline_parallel", "data_parallel_shard", "context_parallel", "expert_parallel") + (
+    *("cpu_offload", "reduce_dtype", "recompute_interval", "offload_activations"),
 )  # settings that servers leave at their defaults
 
 

@@ -40,7 +40,7 @@ _TABLE = {
     ("data", REFUSED): "weights mask train_contents valid_contents",
     ("parallel", CONTINUED): "tensor_parallel sequence_parallel transport transport_table pipeline_parallel "
     "pipeline_schedule pipeline_stages_per_rank pipeline_split data_parallel_replicate data_parallel_shard "
-    "context_parallel zero_stage "
+    "context_parallel expert_parallel zero_stage "
     "exchange cpu_offload recompute recompute_layers recompute_interval pack_activations "
     "pack_layers offload_activations",
     ("parallel", REFUSED): "reduce_dtype",
@@ -58,7 +58,7 @@ _TABLE = {
 # What decides the losses, too, with an exchange that changes them.
 _LAYOUT = (
     "tensor_parallel pipeline_parallel pipeline_schedule data_parallel_replicate data_parallel_shard "
-    "context_parallel zero_stage"
+    "context_parallel expert_parallel zero_stage"
 )
 LAYOUT_KEYS = {"train.microbatch_size", "parallel.exchange", *(f"parallel.{key}" for key in _LAYOUT.split())}
 VERDICTS = {f"{section}.{key}": verdict for (section, verdict), keys in _TABLE.items() for key in keys.split()}

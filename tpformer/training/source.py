@@ -213,6 +213,7 @@ def source_config(path: str | Path, overrides: Values | None = None) -> RunConfi
         "data_parallel_replicate": 1,
         "data_parallel_shard": 1,
         "context_parallel": 1,
+        "expert_parallel": None,
         "cpu_offload": False,
         "pack_activations": False,
         "pack_layers": "",

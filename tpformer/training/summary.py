@@ -38,6 +38,8 @@ def summary(config: RunConfig, device: torch.device, step: int) -> str:
     if parallel.context_parallel > 1:
         alone = parallel.data_parallel == 1
         layout.append(f"context_parallel {parallel.context_parallel}{f', ZeRO-{parallel.zero}' * alone}")
+    if parallel.expert_parallel is not None:
+        layout.append(f"expert_parallel {parallel.expert_parallel}")
     if parallel.exchange != Layout.exchange:
         layout.append(f"exchange {parallel.exchange}")
     if parallel.pack_activations:
