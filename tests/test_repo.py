@@ -123,7 +123,7 @@ STATE = {
     ("tpformer/ops/packing.py", "_ACTIVE"): "a context variable: the packing around a forward",
     ("tpformer/ops/packing.py", "_ALLOWED"): "a context variable: whether a step that is repeated may pack",
     ("tpformer/ops/packing.py", "TALLIES"): "by device, what this process has packed since the last report",
-    ("tpformer/layers/moe.py", "LOSSES"): "a context variable: the balance losses of a forward",
+    ("tpformer/layers/router.py", "LOSSES"): "a context variable: the balance losses of a forward",
     ("tpformer/ops/offload.py", "STREAMS"): "a device's copy stream, which all models share",
     ("tpformer/layers/dropout.py", "_NAMES"): "the names of a model's layers, which end with it: weak keys",
 }

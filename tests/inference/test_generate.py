@@ -12,7 +12,7 @@ from tpformer.distributed import build_mesh, record_collectives
 from tpformer.inference.generate import generate, generate_text, next_logits
 from tpformer.inference.sampling import Sampling
 from tpformer.layers import TensorParallel
-from tpformer.layers.moe import routers
+from tpformer.layers.router import routers
 from tpformer.models import GPT, GPTConfig, KVCache
 from tpformer.training.data import ByteTokenizer
 

@@ -32,7 +32,8 @@ ROUTINGS = ("as it comes", "all on one expert", "ranks without tokens")
 
 def make_moe(kind: str, mesh=None, sequence_parallel: bool = True, routed: str = "as it comes", **options) -> MoE:
     torch.manual_seed(0)
-    tp, hooked = TensorParallel(mesh, sequence_parallel, options.pop("transport", "auto")), options.pop("hooked", None)
+    transport, hooked = options.pop("transport", "auto"), options.pop("hooked", None)
+    tp = mesh if isinstance(mesh, TensorParallel) else TensorParallel(mesh, sequence_parallel, transport)
     options = {**KINDS[kind], "dtype": torch.float64, "init_std": 0.5} | options
     moe = MoE(HIDDEN, EXPERTS, ffn_hidden_size=WIDTH, tp=tp, **options)
     if moe.gate.bias is not None:

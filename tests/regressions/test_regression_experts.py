@@ -13,7 +13,7 @@ from testing import assert_kernel_close, assert_same, on_every_rank
 from tpformer.config import RunConfig
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.layers import MoE, Policy
-from tpformer.layers.moe import routers
+from tpformer.layers.router import routers
 from tpformer.models import GPT
 from tpformer.ops.route import record_routing
 from tpformer.training.model import ModelParts

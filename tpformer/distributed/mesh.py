@@ -172,15 +172,32 @@ def data_mesh(mesh: DeviceMesh, replicas: int, timeout: timedelta = DEFAULT_TIME
     axes = ("dp_replicate", "dp_shard", "cp")
     if mesh["cp"].size() == 1:
         return mesh[axes[:2]]
-    # beside the mesh, as another that is equal to it has other groups
-    views = _views(mesh)
-    if replicas not in views:
-        ranks = torch.Size([mesh[axis].size() for axis in axes]).numel()
+    return _view(mesh, axes, {"replica": replicas, "shard": -1}, timeout)
+
+
+def expert_mesh(mesh: DeviceMesh, replicas: int, ep: int, timeout: timedelta = DEFAULT_TIMEOUT) -> DeviceMesh:
+    """The axes ("ereplica", "eshard", "ep") of all ranks of a pipeline stage, those of dp_replicate, dp_shard, cp and
+    tp: ep neighbours share the experts. Collective when a mesh is first asked for it, with its groups' `timeout`.
+
+    replicas: how many of the ranks with the same experts hold equal shards of them.
+    """
+    sizes = {"ereplica": replicas, "eshard": -1, "ep": ep}
+    return _view(mesh, ("dp_replicate", "dp_shard", "cp", "tp"), sizes, timeout)
+
+
+def _view(mesh: DeviceMesh, axes: tuple[str, ...], sizes: dict[str, int], timeout: timedelta) -> DeviceMesh:
+    """The ranks of several axes of a mesh, in order, on axes of these sizes, of which one is -1: what is left. Their
+    names are followed by the sizes, as torch takes a name that is used twice for the axis of its first use."""
+    ranks = torch.Size([mesh[axis].size() for axis in axes]).numel()
+    rest = ranks // -torch.Size(sizes.values()).numel()
+    shape = tuple(rest if size == -1 else size for size in sizes.values())
+    names = tuple(f"{name}_of_{'x'.join(map(str, shape))}" for name in sizes)
+    views = _views(mesh)  # beside the mesh, as another that is equal to it has other groups
+    if names not in views:
         with joining():
-            names = (f"replica_of_{replicas}", f"shard_of_{replicas}")
-            views[replicas] = view_of(mesh, axes, (replicas, ranks // replicas), names)
-        _set_timeouts(views[replicas], timeout)
-    return views[replicas]
+            views[names] = view_of(mesh, axes, shape, names)
+        _set_timeouts(views[names], timeout)
+    return views[names]
 
 
 def close_mesh(mesh: DeviceMesh) -> None:
@@ -190,7 +207,7 @@ def close_mesh(mesh: DeviceMesh) -> None:
             close(each.get_group(axis))
 
 
-def _views(mesh: DeviceMesh) -> dict[int, DeviceMesh]:
+def _views(mesh: DeviceMesh) -> dict[tuple[str, ...], DeviceMesh]:
     return vars(mesh).setdefault("tpformer_views", {})
 
 

@@ -9,7 +9,7 @@ drawn is in sampling.py, what is kept between steps in models/cache.py.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +56,8 @@ def load_model(config: RunConfig, *, step: int | None = None, decided: Decides |
     check_config(config, trains=False)
     device = device_type(config)
     join_ranks(device, group_timeout(config), decided or decides("a loaded model", config, source=config.run.dir))
-    tp = tensor_parallel(run_mesh(config, device), False, config.parallel.transport)
+    alone = replace(config.parallel, sequence_parallel=False, expert_parallel=None)
+    tp = tensor_parallel(run_mesh(config, device), alone)
     source = open_source(config.run.dir, step=step)
     ops.use_measured_table(config.parallel.transport_table or None)
     model = GPT(source.architecture, tp=tp, device="meta", dtype=default_dtype(config, device))

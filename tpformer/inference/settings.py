@@ -101,6 +101,11 @@ def prepare(
             f"tasks with parallel.context_parallel={layout.context_parallel}: prompts and their answers have no common "
             f"length that these ranks could share; leave the key out"
         )
+    if asks and layout.expert_parallel is not None:
+        raise ValueError(
+            f"tasks with parallel.expert_parallel={layout.expert_parallel}: ranks with other requests would wait "
+            f"for one another's tokens; leave the key out, and tensor-parallel ranks share the experts"
+        )
     prefixes = tuple(data) if data or asks else config.data.valid
     if not prefixes and not asks:
         raise ValueError(f"{path} has no validation data of its own: give --data PREFIX or --tasks FILE.jsonl")

@@ -15,9 +15,10 @@ from .keep import keep
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import MLP
 from .module import Constant, Normal, ParallelModule, init_weights
-from .moe import Experts, MoE, Router, balance_losses
+from .moe import Experts, MoE
 from .norm import LayerNorm, RMSNorm
 from .positions import Positions
+from .router import Router, balance_losses
 from .tensor_parallel import TensorParallel
 
 __all__ = [

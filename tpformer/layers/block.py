@@ -16,9 +16,10 @@ from .keep_block import Keep, said_by_keep
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import MLP
 from .module import ParallelModule
-from .moe import Experts, MoE, Router
+from .moe import Experts, MoE
 from .norm import NORMS
 from .positions import Positions, positions_of
+from .router import Router
 
 OWN = (SelfAttention, MLP, MoE, Router, Experts, ColumnParallelLinear, RowParallelLinear, *NORMS.values())
 

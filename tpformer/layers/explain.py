@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 import torch
@@ -27,13 +26,14 @@ from tpformer.ops.transports.experts import reducing
 from tpformer.ops.transports.interface import ALL_REDUCE
 from tpformer.words import dtype_name
 
-from .attention import SelfAttention
 from .block import OWN, TransformerBlock
 from .children import fusable, why_called
 from .embedding import LMHead, PositionEmbedding, VocabParallelEmbedding, makes_loss
+from .explain_notes import fold, sent_notes
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .module import ParallelModule
-from .moe import Experts, MoE, Router
+from .moe import Experts, MoE
+from .router import Router
 
 HEADER = (
     "linear",
@@ -100,7 +100,7 @@ def linear_plans(module: nn.Module, tokens: int, dtype: torch.dtype | None = Non
         where = _Inputs(tokens if context is None else tokens // context.size, dtype, place)
         if isinstance(layer, MoE) and isinstance(layer.gate, Router) and isinstance(layer.experts, Experts):
             plans += _moe(f"{path}." * bool(path), layer, where)
-            if layer.fuses() and layer.shared_experts is not None:
+            if layer.fuses() and layer.shared_experts is not None and not layer.experts.exchanges:
                 shared.update(layer.shared_experts.modules())
             continue
         columns = [layer.get_submodule(name) for name in layer.shares_gather]
@@ -154,18 +154,22 @@ def _row(path: str, layer: RowParallelLinear, where: _Inputs) -> LinearPlan:
 
 
 def _moe(prefix: str, layer: MoE, where: _Inputs) -> list[LinearPlan]:
-    """The plans of a router and of experts, with which a shared expert's linears share gather and reduction."""
+    """The plans of a router and of experts, with which a shared expert's linears share gather and reduction. Experts
+    that exchange tokens have no linear that communicates: sent_notes has them."""
     gate, experts, tp = layer.gate, layer.experts, layer.tp
     k, rows = gate.policy.k, where.tokens // tp.size if tp.sequence_parallel else where.tokens
     n, f = gate.n_experts, experts.ffn_hidden_size
     dtype = wide(where.dtype)
     alone = column_request(rows, gate.hidden_size, n, dtype, where.device, None, tp.sequence_parallel, "auto")
-    sent = f"; {2 * k * dtype.itemsize} bytes a token are gathered, half as many scattered back" * tp.sharded
+    sent = f"; {2 * k * dtype.itemsize} bytes a token are gathered, half as many scattered back"
+    sent *= tp.sharded and not experts.exchanges
     reason = f"each token is decided once, by the rank that has its row, in {dtype_name(dtype)}{sent}"
     routed = LinearPlan(
         f"{prefix}gate", "matmul", alone, (where.tokens, n, gate.hidden_size), (rows, n, gate.hidden_size),
         ops.Decision("local", reason),
     )  # fmt: skip
+    if experts.exchanges:
+        return [routed]
     grouped, path = experts.grouped(k), f"{prefix}experts (gather)"
     gather = _column(path, experts, where, 2 * k * f, grouped.width(tp.size), experts.hidden_size, grouped)
     if layer.fuses() and layer.shared_experts is not None:
@@ -213,13 +217,13 @@ def explain(module: nn.Module, tokens: int, dtype: torch.dtype | None = None, *,
     One line for each linear operation; equal lines of numbered layers become one ("layers.0-23.mlp.fc1"). tokens and
     dtype as in `linear_plans`. The times are predictions of the performance model (kernels/cost.py), and "-" if it does
     not know the device. break-even: the width from which the communication hides under the GEMM; width: the layer's.
-    Below the table: the parts of layers that are called as modules, and why; and what attention gathers on
-    context-parallel ranks, in samples of seq_length tokens, by default one of all.
+    Below the table: the parts of layers that are called as modules, and why; what attention gathers on
+    context-parallel ranks, in samples of seq_length tokens, by default one of all; and what experts exchange.
     Call it on all ranks: the first question about a group communicates.
     """
     plans = linear_plans(module, tokens, dtype)
     lines = [(plan.path, _cells(plan)) for plan in plans]
-    table = [HEADER, *((path, *cells) for path, cells in _fold(lines))]
+    table = [HEADER, *((path, *cells) for path, cells in fold(lines))]
     widths = [max(len(row[column]) for row in table) for column in range(len(HEADER))]
     text = [
         "  ".join(
@@ -228,8 +232,8 @@ def explain(module: nn.Module, tokens: int, dtype: torch.dtype | None = None, *,
         ).rstrip()
         for row in table
     ]
-    gathers = _gathering_notes(module, tokens, dtype, seq_length or tokens)
-    return "\n".join([*text, *called_modules(module), *_packed_note(module), *gathers, *_footnote(plans)])
+    sent = sent_notes(module, tokens, dtype, seq_length or tokens)
+    return "\n".join([*text, *called_modules(module), *_packed_note(module), *sent, *_footnote(plans)])
 
 
 def called_modules(module: nn.Module) -> list[str]:
@@ -264,23 +268,6 @@ def _cells(plan: LinearPlan) -> tuple[str, ...]:
     return (operation, *shapes, transport, *numbers, width, reason)
 
 
-def _fold(lines: list[tuple[str, tuple[str, ...]]]) -> list[tuple[str, tuple[str, ...]]]:
-    """Joins lines that differ only in the first number of their path; the joined line stands where the first was."""
-    folded: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
-    for path, cells in lines:
-        found = re.search(r"(?<![^.])\d+(?![^.])", path)
-        before, after = (path[: found.start()], path[found.end() :]) if found else (path, "")
-        folded.setdefault((before, after, cells), []).extend([int(found[0])] if found else [])
-    return [(before + _span(numbers) + after, cells) for (before, after, cells), numbers in folded.items()]
-
-
-def _span(numbers: list[int]) -> str:
-    """ "0-23" for consecutive numbers, else "0,3,4"."""
-    if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{numbers[0]}-{numbers[-1]}"
-    return ",".join(map(str, numbers))
-
-
 def _footnote(plans: list[LinearPlan]) -> list[str]:
     if not plans:
         return ["no tensor-parallel linear in this module"]
@@ -302,37 +289,10 @@ def _packed_note(module: nn.Module) -> list[str]:
     packed = [(path or "this block", nothing) for path, block in blocks.items() if block.keep.pack]
     if not packed:
         return []
-    names = ", ".join(name for name, _ in _fold(packed))
+    names = ", ".join(name for name, _ in fold(packed))
     return [
         f"{names} keep activations packed until the backward: {BITS:.2f} bits for each bfloat16 value, the same bits"
     ]
-
-
-def _gathering_notes(module: nn.Module, tokens: int, dtype: torch.dtype | None, seq_length: int) -> list[str]:
-    """What each attention on context-parallel ranks receives in a forward, and how long beside its computing."""
-    notes: list[tuple[str, tuple[str, ...]]] = []
-    for path, layer in module.named_modules():
-        if not isinstance(layer, SelfAttention) or (context := layer.tp.shares_tokens) is None:
-            continue
-        weight = layer.q_proj.weight
-        size = (dtype or weight.dtype).itemsize
-        received = 2 * tokens * layer.attended_heads * layer.head_dim * size * (context.size - 1) // context.size
-        note = (
-            f"gathers keys and values over {context.size} context-parallel ranks: {received / 1e6:,.1f} MB received in "
-            "a forward; in a backward as much again, and as much of their gradients"
-        )
-        device = torch.device(layer.tp.context.device_type) if weight.is_meta and layer.tp.context else weight.device
-        if (machine := machine_for(device_name(device))) is not None:
-            queries = layer.n_heads // layer.tp.size * layer.head_dim
-            keys = min(seq_length, layer.sliding_window or seq_length)
-            half = 2 if keys == seq_length else 4  # a triangle of all keys, or nearly all of a window's
-            compute, links = half * tokens // context.size * keys * queries / machine.flops, received / machine.link
-            note += (
-                f". Predicted, in one node: {1e6 * links:.0f} us before {1e6 * compute:.0f} us of attention at the "
-                f"GEMMs' rate ({links / compute:.1%}), counted as if nothing hid it"
-            )
-        notes.append((path or "this attention", (note,)))
-    return [f"{path} {cells[0]}" for path, cells in _fold(notes)]
 
 
 def _spare_note(requests: list[Request], machine: Machine) -> list[str]:

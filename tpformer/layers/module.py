@@ -47,6 +47,7 @@ class ParallelModule(nn.Module):
     """A module that lies on tensor-parallel ranks. tp: a TensorParallel, or only its 1-D mesh, or None for one rank."""
 
     makes_whole_gradients = False  # whether a backward itself sums gradients of which each rank has a part
+    exchanges = False  # whether it lies on the ranks of a TensorParallel that exchange tokens
 
     def __init__(self, tp: TensorParallel | DeviceMesh | None, *, sequence_parallel: bool = False) -> None:
         super().__init__()
@@ -69,9 +70,11 @@ class ParallelModule(nn.Module):
         one rank.
         """
         for part in child.modules():
-            if not isinstance(part, ParallelModule) or part.tp is self.tp or (part is not child and part.tp.size == 1):
+            if not isinstance(part, ParallelModule):
                 continue
-            own, theirs = self.tp, part.tp
+            own, theirs = self.tp.of_experts if part.exchanges else self.tp, part.tp
+            if theirs is own or (part is not child and theirs.size == 1):
+                continue
             if not own.agrees_with(theirs):
                 raise ValueError(
                     f"{name}: a {type(part).__name__} on {theirs} cannot be part of a {type(self).__name__} on {own}: "

@@ -32,17 +32,22 @@ class TensorParallel:
     context: the ranks that share the tokens of every sample, a 1-D DeviceMesh, whatever `mesh` is. Each has the tokens
              Positions.own_tokens of it; attention gathers keys and values over these ranks. Parameters are copies on
              them, as on data-parallel ranks. None: one rank has whole samples.
-    Errors:  ValueError for a mesh of several axes or an unknown transport, TypeError for another kind of mesh.
+    experts: the ranks that share a layer's experts and exchange tokens, a 1-D DeviceMesh, whatever `mesh` is: each rank
+             has tokens of its own and n_experts / ep whole experts. None: those of `mesh`, which gather tokens.
+    Errors:  ValueError for a mesh of several axes, an unknown transport, or `experts` where tensor-parallel ranks have
+             the same tokens; TypeError for another kind of mesh.
     """
 
     mesh: DeviceMesh | None = None
     sequence_parallel: bool = False
     transport: str = "auto"
     context: DeviceMesh | None = None
+    experts: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
         check_choice("transport", self.transport, TRANSPORTS)
-        for name, mesh, axis in (("tp", self.mesh, "tp"), ("context", self.context, "cp")):
+        meshes = ("tp", self.mesh, "tp"), ("context", self.context, "cp"), ("experts", self.experts, "ep")
+        for name, mesh, axis in meshes:
             if mesh is not None and not isinstance(mesh, DeviceMesh):
                 kinds = "a 1-D DeviceMesh, a TensorParallel or None" if name == "tp" else "a 1-D DeviceMesh or None"
                 raise TypeError(f"{name}={mesh!r}, a {type(mesh).__name__}: give {kinds}")
@@ -51,6 +56,12 @@ class TensorParallel:
                 raise ValueError(
                     f"the mesh has {mesh.ndim} axes ({axes}) and layers lie on one: give that axis, as mesh['{axis}']"
                 )
+        if self.experts is not None and self.size > 1 and not self.sequence_parallel:
+            raise ValueError(
+                f"experts on {self.experts.size()} ranks that exchange tokens, and {self.size} tensor-parallel ranks "
+                f"with the same tokens, which would count several times: set sequence_parallel=True, or leave experts "
+                f"out"
+            )
 
     @classmethod
     def of(cls, tp: TensorParallel | DeviceMesh | None, *, sequence_parallel: bool = False) -> TensorParallel:
@@ -83,6 +94,11 @@ class TensorParallel:
         return None if self.context is None else Context.of(self.context.get_group())
 
     @cached_property
+    def of_experts(self) -> TensorParallel:
+        """The ranks that experts lie on: those of `experts`, each with all its rows, or these."""
+        return self if self.experts is None else TensorParallel(self.experts, False, self.transport)
+
+    @cached_property
     def with_all_rows(self) -> TensorParallel:
         """The same ranks and transport for layers whose rows are all on every rank: without sequence shards."""
         return TensorParallel(self.mesh, False, self.transport, self.context) if self.sequence_parallel else self
@@ -90,6 +106,8 @@ class TensorParallel:
     def agrees_with(self, other: TensorParallel) -> bool:
         """Whether layers on both can be parts of one module: of the same ranks, which divide rows in one way."""
         ranks = (self.size, self.sharded) == (other.size, other.sharded) and (self.size == 1 or self.mesh == other.mesh)
+        if self.experts != other.experts:
+            return False
         return ranks and (self.shares_tokens is None and other.shares_tokens is None or self.context == other.context)
 
     @cached_property
@@ -125,12 +143,12 @@ class TensorParallel:
 
     def __str__(self) -> str:
         context = "" if self.shares_tokens is None else f" and {self.shares_tokens.size} context-parallel ranks"
-        return (
-            f"{self.size} tensor-parallel rank{'s' * (self.size > 1)}{' with sequence shards' * self.sharded}{context}"
-        )
+        experts = "" if self.experts is None else f" and experts on {self.experts.size()} ranks"
+        shards = " with sequence shards" * self.sharded
+        return f"{self.size} tensor-parallel rank{'s' * (self.size > 1)}{shards}{context}{experts}"
 
     def __deepcopy__(self, memo: dict) -> TensorParallel:
         return self  # a copy of a layer lies on the same ranks
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return TensorParallel, (self.mesh, self.sequence_parallel, self.transport, self.context)
+        return TensorParallel, (self.mesh, self.sequence_parallel, self.transport, self.context, self.experts)

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
 
 from tpformer.config import Layout
-from tpformer.distributed.mesh import DEFAULT_TIMEOUT, data_mesh
+from tpformer.distributed.mesh import DEFAULT_TIMEOUT, data_mesh, expert_mesh
+from tpformer.layers.moe import Experts
 
 from .exchange import Exchange, exchange_named
 
@@ -53,8 +55,9 @@ def _fsdp_mesh(data: DeviceMesh, exchange: Exchange) -> DeviceMesh:
 def uses_fsdp(layout: Layout, compute_dtype: torch.dtype) -> bool:
     """Whether a run with this layout and compute dtype needs FSDP2: to share, to offload, or for 16 bits in a pipeline
     or on several workers. One rank with whole samples of its own in 16 bits has MasterWeights."""
-    several = layout.copies > 1 or layout.pipeline_parallel > 1
-    return layout.copies > 1 or layout.cpu_offload or (several and compute_dtype.itemsize < 4)
+    copies = layout.copies > 1 or layout.copies_experts
+    several = copies or layout.pipeline_parallel > 1
+    return copies or layout.cpu_offload or (several and compute_dtype.itemsize < 4)
 
 
 def apply_zero(
@@ -72,7 +75,8 @@ def apply_zero(
     one more unit. exchange: how replicas add up; unset: a new one of layout.exchange. timeout: of new process groups.
     Parameters keep the dtype they were built in (master weights) and compute in compute_dtype. Gradients are summed,
     not averaged: divide the loss by the target tokens of the global batch.
-    Communication, for a unit of P parameters:
+    Experts that exchange tokens are laid out over the ranks that have the same of them, in the unit of their layer.
+    Communication, for a unit of P parameters, or for the experts and the rest of a unit that has both:
         all-gather of P * compute itemsize: stages 0 to 2 once a step; stage 3 in the forward and the backward of each
         microbatch (the rest of `part` in the forward only);
         reduce-scatter of P * reduce itemsize: stages 0 and 1 once a step, stages 2 and 3 once a microbatch;
@@ -94,12 +98,13 @@ def apply_zero(
     options: dict[str, Any] = {"mesh": _fsdp_mesh(data, exchange), "mp_policy": policy}
     if layout.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    options["shard_placement_fn"] = lambda parameter: _placement(parameter, layout.shards)
+    options["shard_placement_fn"] = _placements(part, mesh, layout, timeout)
     sharded = [fully_shard(unit, reshard_after_forward=layout.zero == 3, **options) for unit in units]
     # the rest (embedding, last norm, head) is needed at both ends of a forward: torch keeps a root's parameters
     sharded.append(fully_shard(part, reshard_after_forward=None if layout.zero == 3 else False, **options))
     for unit, before, name in zip(sharded, [sharded[-1], *sharded], names, strict=False):
-        if options["mesh"].size() > 1:  # torch would divide the gradients of a single rank by 1, in a copy of them
+        if options["mesh"].size() > 1 or layout.copies_experts:
+            # torch would divide the gradients of a single rank by 1, in a copy of them
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo lacks the operation that divides
         # left to itself, torch takes the unit that ended a forward before this one: with several microbatches in flight
@@ -118,6 +123,30 @@ def _unit_names(part: nn.Module, units: Iterable[nn.Module]) -> list[str]:
     names = [found[unit] for unit in units]
     inner = tuple(f"{name}." for name in names)
     return [*names, "+".join(name for name, _ in part.named_parameters() if not name.startswith(inner))]
+
+
+def _placements(part: nn.Module, mesh: DeviceMesh, layout: Layout, timeout: timedelta) -> Callable[[nn.Parameter], Any]:
+    """FSDP2's shard_placement_fn: where it cuts a parameter, and for experts that exchange tokens over which ranks."""
+    experts = [each for each in part.modules() if isinstance(each, Experts) and each.exchanges]
+    if not experts:
+        return lambda parameter: _placement(parameter, layout.shards)
+    assert layout.expert_parallel is not None
+    view = expert_mesh(mesh, layout.expert_replicas, layout.expert_parallel, timeout)
+    replica, shard, _ = view.mesh_dim_names
+    if layout.expert_replicas == 1:
+        ranks = FSDPMeshInfo(view[shard], shard_mesh_dim=0)
+    else:
+        ranks = HSDPMeshInfo(view[replica, shard], replicate_mesh_dim=0, shard_mesh_dim=1)
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult  # torch 2.13
+
+    own = {id(parameter) for each in experts for parameter in each.parameters()}
+
+    def place(parameter: nn.Parameter) -> Any:
+        if id(parameter) not in own:
+            return _placement(parameter, layout.shards)
+        return ShardPlacementResult(_placement(parameter, layout.expert_shards), ranks)
+
+    return place
 
 
 def _placement(parameter: nn.Parameter, shards: int) -> Shard | None:

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tpformer.config import RunConfig
 from tpformer.distributed.mesh import AXES
 from tpformer.layers import SelfAttention
-from tpformer.layers.moe import routers
+from tpformer.layers.router import routers
 from tpformer.models import GPT
 from tpformer.ops import WeightGradientQueue, default_chunk_tokens
 from tpformer.parallel import exchange_named, prepare_backward, reduce_partial_gradients

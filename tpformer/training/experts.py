@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tpformer.config import GPTConfig, RunConfig
 from tpformer.distributed import all_reduce
-from tpformer.layers.moe import Router, routers
+from tpformer.layers.router import Router, routers
 
 from .model import ModelParts
 
@@ -43,7 +43,8 @@ def settle_experts(model: ModelParts, skipped: Tensor) -> Tensor | None:
 
     Moves the routers' biases by them and by model.router_bias_rate, unless the step was skipped (1 in the scalar
     `skipped`). Equal on all ranks; None for a model without experts.
-    Communication: one all-reduce of 8 bytes an expert and layer per data-parallel, context-parallel and pipeline axis.
+    Communication: one all-reduce of 8 bytes an expert and layer per data-parallel, context-parallel and pipeline axis,
+    and with expert_parallel over tensor-parallel ranks.
     """
     config = model.config
     if config.n_experts is None:
@@ -53,7 +54,8 @@ def settle_experts(model: ModelParts, skipped: Tensor) -> Tensor | None:
     for layer, router in own.items():
         if router.load is not None:
             loads[layer] = router.load
-    for axis in ("dp_replicate", "dp_shard", "cp", "pp"):
+    own_tokens = ("tp",) if model.layout.expert_parallel is not None else ()  # else each rank counts those of all
+    for axis in ("dp_replicate", "dp_shard", "cp", "pp", *own_tokens):
         loads = all_reduce(loads, model.groups.get(axis))
     for layer, router in own.items():
         router.move_bias(loads[layer], model.router_bias_rate, skipped)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpformer.distributed import indexed
 from tpformer.distributed.collectives import all_reduce
 from tpformer.distributed.mesh import AXES, DEFAULT_TIMEOUT
-from tpformer.layers.moe import routers
+from tpformer.layers.router import routers
 from tpformer.models import GPT
 from tpformer.ops import packing_report, unpacked_activations
 from tpformer.ops.cross_entropy import IGNORE_INDEX

@@ -9,10 +9,10 @@ from datetime import timedelta
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpformer.config import RunConfig, check_config, check_packing
+from tpformer.config import Layout, RunConfig, check_config, check_packing
 from tpformer.distributed import build_mesh, initialize
 from tpformer.distributed.agreement import Decides
-from tpformer.distributed.mesh import DEFAULT_TIMEOUT, PROGRAM
+from tpformer.distributed.mesh import DEFAULT_TIMEOUT, PROGRAM, expert_mesh
 from tpformer.layers import TensorParallel, keep
 from tpformer.layers.keep import KEEP_OPTIONS
 from tpformer.models import GPT
@@ -95,11 +95,15 @@ def default_dtype(config: RunConfig, device: str | None = None) -> torch.dtype:
     return getattr(torch, name)
 
 
-def tensor_parallel(mesh: DeviceMesh, sequence_parallel: bool, transport: str) -> TensorParallel:
-    """The tensor and context parallelism of a run's mesh. A group of one rank is left out: it would give the same
-    numbers, but cost the host a DTensor for each use of a parameter."""
+def tensor_parallel(mesh: DeviceMesh, layout: Layout, timeout: timedelta = DEFAULT_TIMEOUT) -> TensorParallel:
+    """The tensor, context and expert parallelism of a layout on its mesh. A group of one rank is left out: it would
+    give the same numbers, but cost the host a DTensor for each use of a parameter."""
     tp, context = (mesh[axis] if mesh[axis].size() > 1 else None for axis in ("tp", "cp"))
-    return TensorParallel(tp, sequence_parallel, transport, context)
+    ep, experts = layout.expert_parallel, None
+    if ep is not None and (ep > 1 or tp is not None):
+        view = expert_mesh(mesh, layout.expert_replicas, ep, timeout)
+        experts = view[view.mesh_dim_names[-1]]
+    return TensorParallel(tp, layout.sequence_parallel, layout.transport, context, experts)
 
 
 def build_parts(config: RunConfig, mesh: DeviceMesh, exchange: Exchange | None = None) -> list[GPT]:
@@ -114,7 +118,7 @@ def build_parts(config: RunConfig, mesh: DeviceMesh, exchange: Exchange | None =
         check_packing(dtype_name(compute))  # of the device's own dtype, if the configuration names none
     architecture = config.model.architecture
     ranges = split_stages(architecture.layer_costs(layout.pipeline_split), layout.n_stages)
-    tp = tensor_parallel(mesh, layout.sequence_parallel, layout.transport)
+    tp = tensor_parallel(mesh, layout, group_timeout(config))
     exchange, parts = exchange or exchange_of(config), []
     for stage in layout.stages_of(mesh["pp"].get_local_rank()):
         part = GPT(
