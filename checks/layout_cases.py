@@ -86,6 +86,7 @@ class LayoutCase(NamedTuple):
             words.append(f"DP{hybrid} ZeRO-{layout.zero}")
         elif layout.context_parallel > 1 and layout.zero != 1:
             words.append(f"ZeRO-{layout.zero}")
+        words += [f"EP{layout.expert_parallel}"] if layout.expert_parallel is not None else []
         words += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
         words += [layout.transport] if layout.transport != "auto" else []
         words += ["CPU offload"] if layout.cpu_offload else []
@@ -108,6 +109,7 @@ def case(
         "replicate": "data_parallel_replicate",
         "shard": "data_parallel_shard",
         "cp": "context_parallel",
+        "ep": "expert_parallel",
         "zero": "zero_stage",
     }
     made = Layout(**{short.get(key, key): value for key, value in layout.items()})  # type: ignore[arg-type]
@@ -228,6 +230,29 @@ CONTEXT_CASES = (
     case(4, cp=4, cpu_offload=True, sgd=True),
 )
 QUICK_CONTEXT_CASES = (case(2, cp=2, model=NEWER_MODEL), case(2, cp=2, tp=2))
+# experts over the data axes: the ranks exchange tokens
+EXCHANGE_CASES = (
+    # one axis of two: data, replicas, tensor, context
+    *(case(2, shard=2, ep=2, model=EIGHT), case(2, shard=2, zero=3, ep=2, model=SIXTEEN)),
+    *(case(2, replicate=2, ep=2, model=SIXTEEN), case(2, tp=2, ep=2, model=SIXTEEN)),
+    case(2, cp=2, ep=2, recompute="full", model=SIXTEEN),
+    # four ranks: copies of experts on some of them, or on none
+    *(case(1, shard=4, zero=3, ep=2, model=SIXTEEN), case(1, shard=4, zero=2, ep=4, model=EIGHT)),
+    case(2, shard=2, tp=2, ep=4, zero=3, recompute="full", model=SIXTEEN),
+    case(2, shard=2, tp=2, ep=2, recompute="mlp", model=SIXTEEN),
+    *(case(1, replicate=2, shard=2, zero=3, ep=2, model=SIXTEEN), case(1, replicate=2, shard=2, ep=4, model=EIGHT)),
+    *(case(1, replicate=4, ep=2, model=SIXTEEN), case(2, cp=2, tp=2, ep=4, model=SIXTEEN)),
+    *(case(2, cp=2, shard=2, ep=4, zero=2, model=SIXTEEN), case(2, cp=4, ep=4, model=SIXTEEN)),
+    case(2, pp=2, shard=2, ep=2, schedule="ZBVZeroBubble", model=SIXTEEN),
+    case(2, pp=2, shard=2, ep=2, zero=3, schedule="1F1B", recompute="full", model=EIGHT),
+    case(1, shard=4, zero=3, cpu_offload=True, ep=2, model=SIXTEEN),
+    *(case(2, tp=4, ep=2, model=SIXTEEN), case(2, tp=2, pp=2, ep=1, schedule="ZBVZeroBubble", model=SIXTEEN)),
+    # eight ranks
+    case(1, pp=2, tp=2, shard=2, ep=4, schedule="DualPipeV", model=SIXTEEN),
+    case(1, cp=2, tp=2, shard=2, ep=8, zero=3, recompute="full", model=SIXTEEN),
+    case(1, pp=2, cp=2, shard=2, ep=2, schedule="ZBVZeroBubble", model=SIXTEEN),
+)
+QUICK_EXCHANGE_CASES = (case(2, shard=2, ep=2, model=SIXTEEN), case(2, tp=4, ep=2, model=EIGHT))
 BFLOAT16_CASES = (TP4, PP4, DP4, ALL_AXES)
 BFLOAT16_MOE_CASES = (case(tp=4, model=EIGHT), case(2, tp=2, pp=2, schedule="ZBVZeroBubble", model=SIXTEEN))
 ALONE = "one process"

@@ -39,10 +39,12 @@ from .layout_cases import (
     CASES,
     CONTEXT_CASES,
     CURVES,
+    EXCHANGE_CASES,
     LAYERS,
     MOE_CASES,
     QUICK_CASES,
     QUICK_CONTEXT_CASES,
+    QUICK_EXCHANGE_CASES,
     QUICK_MOE_CASES,
     LayoutCase,
 )
@@ -265,11 +267,14 @@ def train_all(worlds: Mapping[int, Mapping[tuple[str, LayoutCase], RunConfig]]) 
 
 def run(options: argparse.Namespace) -> Report:
     """Train in every layout and in one process, and compare."""
-    quick, part = options.quick, options.moe or options.context
-    dense, experts, context = (
-        (QUICK_CASES, QUICK_MOE_CASES, QUICK_CONTEXT_CASES) if quick else (CASES, MOE_CASES, CONTEXT_CASES)
-    )
-    cases = (*experts * options.moe, *context * options.context) if part else (*dense, *experts, *context)
+    every = {"": CASES, "moe": MOE_CASES, "context": CONTEXT_CASES, "exchange": EXCHANGE_CASES}
+    if options.quick:
+        every = {"": QUICK_CASES, "moe": QUICK_MOE_CASES, "context": QUICK_CONTEXT_CASES} | {
+            "exchange": QUICK_EXCHANGE_CASES
+        }
+    asked = [name for name in every if name and getattr(options, name)]
+    quick, part = options.quick, bool(asked)
+    cases = [one for name in asked or every for one in every[name]]
     with tempfile.TemporaryDirectory(prefix="tpformer-bench-") as directory:
         text, _ = build_stdlib(Path(directory), quiet=True)
         trained = train_all(plan(cases, not (quick or part), str(text)))
@@ -299,6 +304,7 @@ BENCH = Bench(
         "--quick": {"action": "store_true", "help": "few layouts on at most 4 processes, nothing written"},
         "--moe": {"action": "store_true", "help": "only the models with experts, nothing written"},
         "--context": {"action": "store_true", "help": "only layouts with context parallelism, nothing written"},
+        "--exchange": {"action": "store_true", "help": "only layouts with expert parallelism, nothing written"},
     },
     run=run,
     draw=draw,

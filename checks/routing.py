@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tpformer import ops
+from tpformer.layers import TensorParallel
 from tpformer.ops.route import Decided, record_routing
 from tpformer.training.model import ModelParts
 
@@ -22,7 +23,7 @@ Key = tuple[int, int, int]  # step, layer, global sample
 
 
 class Routed(NamedTuple):
-    """A sample's tokens in one layer and step. experts: (seq, K), -1 for tokens of other context-parallel ranks. gaps:
+    """A sample's tokens in one layer and step. experts: (seq, K), -1 for tokens that other ranks decide about. gaps:
     (seq,), how near another choice was; on one rank only, which has all scores."""
 
     experts: np.ndarray
@@ -48,7 +49,7 @@ def recording(model: ModelParts, batch: int) -> Iterator[dict[Key, Routed]]:
         yield found
     for hook in hooks:
         hook.remove()
-    begun, context = None, model.parts[0].tp.shares_tokens
+    begun, tp = None, model.parts[0].tp
     left: list[int] = []
     for event in events:
         if isinstance(event, _Forward):
@@ -57,7 +58,7 @@ def recording(model: ModelParts, batch: int) -> Iterator[dict[Key, Routed]]:
             begun, left = event, list(event.layers)
             continue
         assert begun is not None
-        _add(found, begun, batch, left.pop(0), context, *event)
+        _add(found, begun, batch, left.pop(0), tp, *event)
     if left:
         raise ValueError(f"layers {left} routed nothing in {begun}")
 
@@ -75,7 +76,7 @@ def _add(
     begun: _Forward,
     batch: int,
     layer: int,
-    context: ops.Context | None,
+    tp: TensorParallel,
     router: ops.Router,
     decided: Decided,
 ) -> None:
@@ -85,17 +86,19 @@ def _add(
     if len(decided.scores) == len(experts):
         chosen_by = decided.scores if router.bias is None else decided.scores + router.bias
         gaps = _gaps(chosen_by, experts, router.policy).numpy()
-    length = len(experts) // len(begun.samples)
-    size, rank = (1, 0) if context is None else context[1:]
-    own = np.arange(length) if context is None else ops.own_tokens(length * size, size, rank).numpy()
-    for place, sample in enumerate(begun.samples):
-        tokens = slice(place * length, (place + 1) * length)
+    part, parts = (tp.rank, tp.size) if tp.experts is not None and tp.sharded else (0, 1)
+    rows = np.arange(part * len(experts), (part + 1) * len(experts))
+    length = len(experts) * parts // len(begun.samples)
+    size, rank = (1, 0) if (context := tp.shares_tokens) is None else context[1:]
+    own = ops.own_tokens(length * size, size, rank).numpy()
+    for place in range(rows[0] // length, rows[-1] // length + 1):
+        sample, mine = begun.samples[place], rows // length == place
         key = (sample // batch + 1, layer, sample)
         if key in found:
             raise ValueError(f"step, layer and sample {key} were routed twice")
         whole = np.full((length * size, experts.shape[1]), -1, np.int32)
-        whole[own] = experts[tokens].numpy()
-        found[key] = Routed(whole, None if gaps is None or size > 1 else gaps[tokens].copy())
+        whole[own[rows[mine] % length]] = experts.numpy()[mine]
+        found[key] = Routed(whole, None if gaps is None or size * parts > 1 else gaps[mine].copy())
 
 
 def _gaps(values: Tensor, experts: Tensor, policy: ops.Policy) -> Tensor:

@@ -14,7 +14,7 @@ from test_repo import ROOT
 
 from checks.layout_cases import MOE_CASES
 from tpformer.cli import COMMANDS
-from tpformer.config import ModelSection, RunConfig, TrainSection, build_config, check_config, preset_config
+from tpformer.config import Layout, ModelSection, RunConfig, TrainSection, build_config, check_config, preset_config
 from tpformer.config.refused import REFUSED
 
 PICTURES = ROOT / "docs/pictures"
@@ -154,7 +154,7 @@ def test_all_keys_of_experts_are_listed_with_their_defaults_and_the_layouts_are_
     for keys, defaults, _ in table("key"):
         listed |= dict(zip(re.findall(r"[a-z_.]+", keys), defaults.split(", "), strict=True))
     wanted = {}
-    for name, section in {"model": ModelSection, "train": TrainSection}.items():
+    for name, section in {"model": ModelSection, "parallel": Layout, "train": TrainSection}.items():
         for field in dataclasses.fields(section):
             if re.search("expert|router|balance|first_dense", field.name):
                 wanted[f"{name}.{field.name}"] = str(field.default).lower()

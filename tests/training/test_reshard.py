@@ -98,6 +98,7 @@ MOE: dict = {"experts": True}
 MATRIX = [
     (SMALL, {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 1}), (SMALL, ALONE),
     ({"context_parallel": 2, **MOE}, {"tensor_parallel": 2, **MOE}), (CONTEXT, {"context_parallel": 4}),
+    ({"data_parallel_shard": 4, "expert_parallel": 2, **MOE}, {"tensor_parallel": 2, "zero_stage": 0, **MOE}),
     ({"tensor_parallel": 2, **MOE}, MOE), ({"tensor_parallel": 2, **MOE}, {"pipeline_parallel": 2, **MOE}),
 ]  # fmt: skip
 PROOFS = [
@@ -108,6 +109,15 @@ PROOFS = [
     (ALONE, {"context_parallel": 2, "data_parallel_shard": 2}), (HYBRID, CONTEXT),
     ({"context_parallel": 2, "data_parallel_replicate": 2, "zero_stage": 0}, FULL),
     ({"tensor_parallel": 2, **MOE}, {"data_parallel_shard": 2, "zero_stage": 3, **MOE}),
+    (
+        {"data_parallel_shard": 4, "expert_parallel": 2, **MOE},
+        {"context_parallel": 2, "tensor_parallel": 2, "zero_stage": 3, "expert_parallel": 4, **MOE},
+    ),
+    (
+        {"data_parallel_replicate": 2, "data_parallel_shard": 2, "expert_parallel": 2, **MOE},
+        {"tensor_parallel": 4, "expert_parallel": 2, **MOE},
+    ),
+    (MOE, {"data_parallel_replicate": 4, "expert_parallel": 2, **MOE}),
 ]  # fmt: skip
 
 

@@ -1,0 +1,106 @@
+"""MoE whose ranks exchange tokens equals a loop over experts in float64 with every gradient, on data-parallel and on
+tensor-parallel ranks, fused and as modules; what it sends is counted, and what cannot work is refused.
+
+tests/ops has the operation, tests/models steps of training in many layouts.
+"""
+
+from collections import Counter
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_moe_layer import BATCH, EXPERTS, HIDDEN, SEQ, by_loop, inputs, make_moe
+from testing import assert_same, on_every_rank
+from torch import Tensor
+
+from tpformer.distributed import build_mesh, record_collectives
+from tpformer.distributed.dtensor import full_tensor, is_dtensor
+from tpformer.distributed.mesh import expert_mesh
+from tpformer.layers import MoE, Positions, TensorParallel, balance_losses, explain, transformer_block
+from tpformer.parallel import reduce_partial_gradients
+
+KINDS = ("softmax", "sigmoid-bias-shared", "groups", "every-expert", "balance")
+
+
+def exchanging(tensor_parallel: int) -> TensorParallel:
+    """All ranks share the experts; so many of them share the rest, and the others have samples of their own."""
+    ranks = dist.get_world_size()
+    mesh = build_mesh("cpu", tensor_parallel=tensor_parallel, data_parallel_shard=ranks // tensor_parallel)
+    view = expert_mesh(mesh, 1, ranks)
+    tp = mesh["tp"] if tensor_parallel > 1 else None
+    return TensorParallel(tp, tensor_parallel > 1, experts=view[view.mesh_dim_names[-1]])
+
+
+def own_results(moe: MoE, x: Tensor, dy: Tensor, positions: Positions) -> dict[str, Tensor]:
+    """y and dx of this rank's rows, and gradients of what ranks share, each of which adds its own part."""
+    x = x.clone().requires_grad_()
+    with balance_losses() as losses:
+        y = moe(x, positions)
+    (y.mul(dy).sum() + sum(losses)).backward()
+    reduce_partial_gradients(moe)
+    found = {name: full_tensor(p.grad) for name, p in moe.named_parameters()}
+    if moe.tp.mesh is None:
+        for name, p in moe.named_parameters():
+            if not is_dtensor(p):
+                dist.all_reduce(found[name])
+    return {"y": y.detach(), "dx": x.grad, **found}
+
+
+@on_every_rank(2)
+def test_a_layer_is_that_of_one_process() -> None:
+    rank, (x, dy) = dist.get_rank(), inputs()
+    for tensor_parallel in (1, 2):
+        tp = exchanging(tensor_parallel)
+        for kind in KINDS:
+            whole = by_loop(make_moe(kind), x, dy)
+            expected = {name: whole[name] for name, _ in make_moe(kind).named_parameters()}
+            for hooked in (None, "experts", "gate"):
+                moe = make_moe(kind, tp, hooked=hooked)
+                shape = (BATCH * SEQ, HIDDEN)
+                rows = [each.reshape(shape).chunk(2)[rank] for each in (x, dy, whole["y"], whole["dx"])]
+                positions = Positions(BATCH if tensor_parallel == 2 else BATCH // 2, SEQ)
+                found = own_results(moe, *rows[:2], positions)
+                assert_same(found, {"y": rows[2], "dx": rows[3], **expected}, f"{tensor_parallel} {kind} {hooked}")
+                loads = moe.gate.load.clone()
+                dist.all_reduce(loads)
+                assert int(loads.sum()) == BATCH * SEQ * moe.gate.policy.k
+
+
+@on_every_rank(4)
+def test_what_both_pictures_send() -> None:
+    """docs/moe.md draws both. A shared expert has the collectives of an MLP, if tensor-parallel ranks share it."""
+    for tensor_parallel, others in ((1, {}), (2, {"all_gather": 3, "reduce_scatter": 2})):
+        moe = make_moe("sigmoid-bias-shared", exchanging(tensor_parallel))
+        x = torch.randn(SEQ // tensor_parallel, HIDDEN, dtype=torch.float64, requires_grad=True)
+        with record_collectives() as forward:
+            y = moe(x)
+        with record_collectives() as backward:
+            y.sum().backward()
+        assert Counter(name for name, _ in forward)["all_to_all"] == 4, "numbers, weights, rows out, rows back"
+        assert Counter(name for name, _ in forward + backward) == {"all_to_all": 8, **others}
+
+
+@on_every_rank(2)
+def test_ranks_of_experts_are_those_of_the_model_or_are_refused() -> None:
+    tp = exchanging(2)
+    plain = tp.experts
+    for words, call in (
+        (r"set sequence_parallel=True, or leave experts out", lambda: TensorParallel(tp.mesh, experts=plain)),
+        (r"n_experts=3 cannot be divided among expert_parallel=2 ranks", lambda: MoE(8, 3, ffn_hidden_size=4, tp=tp)),
+        (
+            "cannot be part of",
+            lambda: setattr(transformer_block(8, n_heads=2, tp=tp), "mlp", MoE(8, 2, ffn_hidden_size=4, tp=tp.mesh)),
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+    with pytest.raises(TypeError, match="experts=3, a int: give a 1-D DeviceMesh or None"):
+        TensorParallel(experts=3)  # type: ignore[arg-type]
+    moe = MoE(HIDDEN, EXPERTS, ffn_hidden_size=8, tp=tp, dtype=torch.float64)
+    copies, own = ({n: full_tensor(p.detach()) for n, p in each.named_parameters()} for each in (deepcopy(moe), moe))
+    assert_same(copies, own)
+    assert str(tp) == "2 tensor-parallel ranks with sequence shards and experts on 2 ranks"
+    (line,) = [line for line in explain(moe, 16).splitlines() if "exchange" in line]
+    assert line.startswith("experts exchange tokens over 2 expert-parallel ranks, with 2 experts on each: a token goes")
+    assert "without expert_parallel 2 tensor-parallel ranks would send" in line
