@@ -246,6 +246,52 @@ def context() -> str:
     return drawing.svg("Eight chunks of a sample on four ranks, and the keys that each chunk's queries see")
 
 
+def expert_axes() -> str:
+    """Where tokens and weights of a layer of eight experts are, on four ranks that exchange tokens, in two layouts."""
+    drawing = BlockDrawing()
+    drawing.ranks("Experts over the data axes")
+    for title, keys, tp in (
+        ("Expert and data parallelism", ["data_parallel_shard = 4, expert_parallel = 4"], 1),
+        (
+            "Expert, model and data parallelism",
+            ["tensor_parallel = 2, data_parallel_shard = 2,", "expert_parallel = 4"],
+            2,
+        ),
+    ):
+        drawing.lines("name", [title])
+        drawing.lines("soft", keys)
+        drawing.y += 8
+        top, inner = drawing.y, COLUMN - 24
+        for rank in range(RANKS):
+            x = MARGIN + rank * COLUMN + 12
+            shard, part = divmod(rank, tp)
+            drawing.rect("whole", x, top, inner, 30)  # the sample of the rank's tensor-parallel group
+            drawing.rect(f"held r{rank}", x, top + part * 30 / tp, inner, 30 / tp)
+            drawing.text("middle soft", x + inner / 2, top + 44, f"sample {shard}")
+            drawing.rect("whole", x, top + 54, inner, 30)
+            drawing.rect("held both", x + part * inner / tp, top + 54, inner / tp, 30)
+            for second in range(2):
+                left = x + second * (inner / 2 + 2)
+                drawing.rect(f"held r{rank}", left, top + 108, inner / 2 - 2, 30, 3)
+                drawing.text("middle on", left + inner / 4 - 1, top + 128, str(2 * rank + second))
+            drawing.arrow(x + inner / 2, top + 88, 15)
+        line = MARGIN + COLUMN / 2
+        drawing.parts.append(f'<path class="line" d="M{line:g} {top + 92:g}h{3 * COLUMN:g}"/>')
+        drawing.y = top + 142
+    drawing.lines(
+        "soft",
+        [
+            "Above: a sample, and in colour the tokens that the",
+            "rank has. Middle, grey: its part of attention, norms,",
+            "shared expert; equal parts are copies, which ZeRO may",
+            "cut. Below: its two whole experts of eight. Between",
+            "them an all-to-all takes each token to the ranks of",
+            "its experts, and brings the results back.",
+        ],
+    )
+    return drawing.svg("Tokens and weights of a layer of experts on four ranks, in two layouts")
+
+
 BARS = [
     ("tpformer", "tpformer, no GEMM done twice", "none"),
     ("tpformer", 'recompute = "mlp": one GEMM more', "mlp"),
@@ -296,6 +342,7 @@ PICTURES = {
     "block.svg": block,
     "ways.svg": ways,
     "experts.svg": experts,
+    "expert_axes.svg": expert_axes,
     "context.svg": context,
     "memory.svg": memory,
     "placement.svg": lambda: placement_svg(two_nodes()),
