@@ -23,7 +23,7 @@ from tpformer.ops.row_exchange import Plan, RowExchange, plan_exchange, share_of
 from tpformer.ops.transports.experts import weight_gradient
 from tpformer.planner.dry_run import fake_world
 
-HIDDEN, WIDTH, EXPERTS, CHOSEN, SAMPLES = 16, 12, 12, 3, 2
+HIDDEN, WIDTH, EXPERTS, CHOSEN, GIVEN, SAMPLES = 16, 12, 12, 3, 4, 2
 OPTIONS: dict[str, Any] = {"n_experts": EXPERTS, "activation": "silu"}
 
 
@@ -50,7 +50,7 @@ class Case(NamedTuple):
         """Of all tokens and all experts."""
         total = sum(self.tokens)
         shapes = dict.fromkeys(("x", "residual", "added", "dy"), (total, HIDDEN)) | {"norm": (HIDDEN,)}
-        shapes |= {"weights": (total, CHOSEN)} if self.given else {"router": (EXPERTS, HIDDEN)}
+        shapes |= {"weights": (total, GIVEN)} if self.given else {"router": (EXPERTS, HIDDEN)}
         shapes |= {"gate_up": (EXPERTS, 2 * WIDTH, HIDDEN), "down": (EXPERTS, HIDDEN, WIDTH)}
         return {name: x.to(self.dtype) for name, x in make(0, self.rounded, **shapes).items()}
 
@@ -58,7 +58,8 @@ class Case(NamedTuple):
         """How some of the tokens, whose samples lie on several ranks, come to their experts."""
         if self.given:
             drawn = torch.rand(sum(self.tokens), EXPERTS, generator=torch.Generator().manual_seed(2))
-            experts = drawn.argsort(1)[:, :CHOSEN].sort(1).values.to(Here.device, torch.int32)
+            experts = drawn.argsort(1)[:, :GIVEN].sort(1).values.to(Here.device, torch.int32)
+            experts[-1] = EXPERTS // 2  # more often than a rank has experts
             return {"routing": ops.Routing(experts[tokens], of["weights"])}
         bias = torch.zeros(EXPERTS, dtype=self.dtype)
         bias[list(self.best)] = 9.0
@@ -278,14 +279,18 @@ def noticed(case: Case) -> bool:
     return bool(all_reduce(failed, dist.group.WORLD))
 
 
+def left_out(self: RowExchange, rows: Tensor) -> Tensor:
+    raise RuntimeError("a rank that does not go on, since what it did next would be taken for what it left out")
+
+
 @pytest.mark.proof
 @on_every_rank(4)
 def test_a_rank_that_leaves_an_exchange_out_is_waited_for() -> None:
     """Rank 0 has no token, but experts for which others wait."""
-    case, home = Case(group=dist.new_group(timeout=timedelta(seconds=5))), RowExchange.home
-    mutant = home if dist.get_rank() else lambda self, rows: rows.new_zeros(0, HIDDEN)
-    with mock.patch.object(RowExchange, "home", mutant), pytest.raises(RuntimeError):
-        ran(case)
+    case = Case(group=dist.new_group(timeout=timedelta(seconds=5)))
+    with mock.patch.object(RowExchange, "home", RowExchange.home if dist.get_rank() else left_out):
+        with pytest.raises(RuntimeError):
+            ran(case)
 
 
 @pytest.mark.gpu

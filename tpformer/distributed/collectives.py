@@ -153,7 +153,7 @@ def start_all_to_all(
     sent: Sequence[int] | None = None,
     received: Sequence[int] | None = None,
 ) -> Callable[[], torch.Tensor]:
-    """Begin an all_to_all of several ranks. What it returns waits and gives the result, once; x stays unwritten till then.
+    """Begin an all_to_all of several ranks. What it returns waits and gives the result, once; x is not written before.
 
     On a GPU what is queued in between runs beside it. Through shared memory it is done at once.
     """

@@ -32,7 +32,7 @@ class Sizes(NamedTuple):
     k: int
     """The experts of a token."""
     width: int
-    """How many experts of this rank an arrived row is for, at most."""
+    """How many experts of this rank an arrived row is for, at most; a given routing may repeat one."""
     slots_to: Numbers
     """One expert of one token is a slot."""
     slots_from: Numbers
@@ -132,7 +132,7 @@ def plan_exchange(routing: Routing, n_experts: int, group: ProcessGroup | None, 
     if once_a_rank:  # with its first expert of a rank; a token's experts of a rank are neighbours here
         group_of = to * tokens + token
         leaves = (group_of.diff(prepend=group_of.new_full((1,), -1)) != 0).long()
-    sizes = _sizes(to, leaves, (tokens, k, min(k, own) if once_a_rank else 1), n_experts, group)
+    sizes = _sizes(to, leaves, (tokens, k, k if once_a_rank else 1), n_experts, group)
     weights, order = routing.weights.reshape(-1)[order], order.to(torch.int32)
     leaving = order[(1 - leaves).argsort(stable=True)[: sum(sizes.rows_to)]] if once_a_rank else order
     integer = torch.int64 if weights.dtype == torch.float64 else torch.int32
