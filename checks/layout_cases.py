@@ -251,6 +251,28 @@ EXCHANGE_CASES = (
     case(1, pp=2, tp=2, shard=2, ep=4, schedule="DualPipeV", model=SIXTEEN),
     case(1, cp=2, tp=2, shard=2, ep=8, zero=3, recompute="full", model=SIXTEEN),
     case(1, pp=2, cp=2, shard=2, ep=2, schedule="ZBVZeroBubble", model=SIXTEEN),
+    # ten of thirty that chance chose
+    case(4, cp=4, replicate=2, ep=4, zero=1, model=SIXTEEN),
+    case(2, pp=4, tp=2, ep=1, schedule="1F1B", zero=1, model=EIGHT),
+    case(2, shard=2, ep=2, model=EIGHT, sgd=True),
+    case(2, cp=2, ep=2, zero=0, recompute="mlp", model=EIGHT),
+    case(1, pp=2, cp=2, replicate=2, ep=2, schedule="1F1B", zero=3, recompute="full", model=SIXTEEN),
+    case(1, tp=2, pp=4, ep=1, schedule="GPipe", zero=0, recompute="mlp", model=SIXTEEN),
+    case(
+        4,
+        shard=2,
+        tp=2,
+        ep=1,
+        zero=1,
+        recompute="mlp",
+        cpu_offload=True,
+        transport="pipelined",
+        model=SIXTEEN,
+        sgd=True,
+    ),
+    case(1, shard=2, cp=2, ep=4, zero=3, recompute="full", model=EIGHT, sgd=True),
+    case(2, cp=2, pp=2, ep=2, schedule="Interleaved1F1B", zero=0, transport="pipelined", model=SIXTEEN),
+    case(2, cp=4, shard=2, ep=2, zero=1, recompute="mlp", cpu_offload=True, model=EIGHT, sgd=True),
 )
 QUICK_EXCHANGE_CASES = (case(2, shard=2, ep=2, model=SIXTEEN), case(2, tp=4, ep=2, model=EIGHT))
 BFLOAT16_CASES = (TP4, PP4, DP4, ALL_AXES)
