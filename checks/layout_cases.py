@@ -84,7 +84,7 @@ class LayoutCase(NamedTuple):
             replicate, shard = layout.data_parallel_replicate, layout.data_parallel_shard
             hybrid = f"{replicate}x{shard}" if min(replicate, shard) > 1 else f"{replicate * shard}"
             words.append(f"DP{hybrid} ZeRO-{layout.zero}")
-        elif layout.context_parallel > 1 and layout.zero != 1:
+        elif layout.zero != int(layout.context_parallel > 1):
             words.append(f"ZeRO-{layout.zero}")
         words += [f"EP{layout.expert_parallel}"] if layout.expert_parallel is not None else []
         words += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []

@@ -50,6 +50,11 @@ def test_what_the_matrix_covers() -> None:
     layouts.plan(context, False, "unused")
     assert values_of(context, "context_parallel") == {2, 4} and values_of(context, "zero") == {0, 1, 2, 3}
     assert len({str(one) for one in context}) == len(context) >= 27
+    exchange = layouts.EXCHANGE_CASES
+    layouts.plan(exchange, False, "unused")
+    assert values_of(exchange, "expert_parallel") == {1, 2, 4, 8} and values_of(exchange, "zero") == {0, 1, 2, 3}
+    assert values_of(exchange, "copies_experts") == {False, True} and values_of(exchange, "expert_shards") == {1, 2, 4}
+    assert len({str(one) for one in exchange}) == len(exchange) >= 33
     assert values_of(cases, "recompute") == {"none", "mlp", "full"} and values_of(cases, "cpu_offload") == {False, True}
     every = [one.layout for one in cases]
     for ranks in (2, 4):
