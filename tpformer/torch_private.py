@@ -250,12 +250,22 @@ def flash_on_cpu_backward(
 
 
 def flash_varlen(
-    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, most: int, most_keys: int, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    most: int,
+    most_keys: int,
+    window: int | None,
+    is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(result, log-sum-exp (heads, tokens)) of (tokens, heads, head_dim) on CUDA: sequences between boundaries, causal
-    from their ends. torch.nn.attention.varlen has it with aux_request, but its backward takes no other log-sum-exp."""
+    """(result, log-sum-exp (heads, tokens)) of (tokens, heads, head_dim) on CUDA: sequences between boundaries, whose
+    last query is beside the last key. window: how many keys a query sees back from the one beside it, that one
+    included; it sees all that come after it unless is_causal. torch.nn.attention.varlen has it with aux_request, but
+    its backward takes no other log-sum-exp."""
     forward, lengths = torch.ops.aten._flash_attention_forward, (queries, keys, most, most_keys)
-    return forward(q, k, v, *lengths, 0.0, True, return_debug_mask=False, **_window_sizes(window))[:2]
+    return forward(q, k, v, *lengths, 0.0, is_causal, return_debug_mask=False, **_window_sizes(window, is_causal))[:2]
 
 
 def flash_varlen_backward(
@@ -270,16 +280,18 @@ def flash_varlen_backward(
     most: int,
     most_keys: int,
     window: int | None,
+    is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of flash_varlen."""
     state = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)  # of no dropout
     backward, lengths = torch.ops.aten._flash_attention_backward, (queries, keys, most, most_keys)
-    return backward(dout, q, k, v, out, lse, *lengths, 0.0, True, *state, **_window_sizes(window))
+    return backward(dout, q, k, v, out, lse, *lengths, 0.0, is_causal, *state, **_window_sizes(window, is_causal))
 
 
-def _window_sizes(window: int | None) -> dict[str, int]:
-    """What flash attention takes for a window of so many tokens, the query itself and those before it."""
-    left, right = (-1, -1) if window is None else (window - 1, 0)
+def _window_sizes(window: int | None, is_causal: bool) -> dict[str, int]:
+    """What flash attention takes for a window: how many keys before and after a query's own, -1 for all."""
+    left = -1 if window is None else window - 1
+    right = 0 if window is not None and is_causal else -1
     return {"window_size_left": left, "window_size_right": right}
 
 

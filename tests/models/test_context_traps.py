@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -38,6 +39,7 @@ from tpformer.distributed import record_collectives
 from tpformer.layers import PositionEmbedding, Positions, dropout
 from tpformer.models import GPT, gpt
 from tpformer.ops import flash
+from tpformer.ops.context import Part
 from tpformer.training import experts
 from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizers
@@ -65,6 +67,22 @@ def attention(window: int | None = None) -> Check:
         return [x[:, own] for x in whole(*tensors(heads, 4, torch.float64), DOCUMENTS, window)]
 
     return Check(lambda: shared(*tensors(heads, 4, torch.float64), DOCUMENTS, window), expected)
+
+
+def attention_in_halves() -> Check:
+    """Keys of the first half of each sample, then those of the second one."""
+    made = attention(20)
+
+    def found() -> list[Tensor]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                context_attention,
+                "parts",
+                lambda heads, shared, _: [Part(slice(heads), slice(shared), (place,)) for place in (0, 1)],
+            )
+            return made.found()
+
+    return made._replace(found=found)
 
 
 def sent_and_kept() -> tuple[list, int]:
@@ -115,6 +133,7 @@ def training() -> Check:
 CHECKS: dict[str, Callable[[], Check]] = {
     "attention": attention,
     "attention in a window": lambda: attention(7),
+    "attention in halves": attention_in_halves,
     "what is sent and kept": lambda: Check(sent_and_kept, promised),
     "GPT-2 with documents": lambda: loss(GPT2, documents()),
     "newer GPT": lambda: loss(NEWER),
@@ -205,6 +224,16 @@ def window_of_own_chunk(patch: Patch) -> None:
     patch.setattr(context_attention, "segments", own)
 
 
+def second_half_alone(patch: Patch) -> None:
+    wrapped(patch, context_attention, "within", lambda found: [s._replace(earlier=0) for s in found])
+
+
+def second_half_in_the_order_of_ranks(patch: Patch) -> None:
+    patch.setattr(
+        context_attention, "chunk_owners", lambda size: [*product(range(size), (0,)), *product(range(size), (1,))]
+    )
+
+
 def first_learned_positions(patch: Patch) -> None:
     def forward(self: PositionEmbedding, x: Tensor, positions: Positions) -> Tensor:
         return x + self.weight[: positions.seq_length].repeat(positions.batch, 1)
@@ -264,6 +293,8 @@ TRAPS: dict[Mistake, str] = {
     log_sum_exp_by_rows: "attention",
     documents_cut_at_chunks: "attention",
     window_of_own_chunk: "attention in a window",
+    second_half_alone: "attention in halves",
+    second_half_in_the_order_of_ranks: "attention in halves",
     first_learned_positions: "GPT-2 with documents",
     gathered_keys_are_kept: "what is sent and kept",
     heads_repeated_before_the_gather: "what is sent and kept",

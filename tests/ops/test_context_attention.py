@@ -1,7 +1,8 @@
 """Attention of samples whose tokens lie on several ranks is ops.attention of whole samples, with every gradient, for
 all heads, documents and windows. What it keeps and sends is as promised, and what does not fit is refused."""
 
-import sys
+from collections.abc import Iterator
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 from tpformer import ops
 from tpformer.distributed import record_collectives, use_backend
 from tpformer.ops import flash
-from tpformer.ops.context import Segment, segments
+from tpformer.ops.context import PARTS, Part, Segment, parts, segments, within
 
 HEADS = [(4, 4), (4, 2), (4, 1)]
 
@@ -84,22 +85,90 @@ def test_what_it_sends_and_keeps() -> None:
 @on_every_rank(2)
 def test_heads_in_parts_give_the_same_bits() -> None:
     """As on CUDA, where the next part's keys and values are on their way while one attends."""
-    group, module = dist.group.WORLD, sys.modules["tpformer.ops.context_attention"]
+    group = dist.group.WORLD
     for backend in ("shared", "gloo"):
         use_backend(group, backend)
-        for heads in HEADS:
+        for heads, asked in (((4, 4), (1, 3, 4)), ((4, 2), (1, 2, 3)), ((4, 1), (0, 1))):
             inputs, found = tensors(*heads, torch.bfloat16), []
-            for parts in (1, 3, 4):
-                with mock.patch.object(module, "PARTS", {"cpu": parts}), record_collectives() as calls:
+            for wanted in asked:
+                with mock.patch.dict(PARTS, cpu=wanted), record_collectives() as calls:
                     found.append(shared(*inputs, DOCUMENTS, None))
-                n = min(parts, heads[1])
-                assert [name for name, _ in calls] == n * ["all_gather"] + _backward(n), (backend, heads, parts)
-            assert_identical(found[1:], [found[0]] * 2, f"{backend} {heads}")
+                n = max(1, min(wanted, heads[1]))
+                assert [name for name, _ in calls] == n * ["all_gather"] + _backward(n), (backend, heads, wanted)
+            assert_identical(found[1:], [found[0]] * (len(asked) - 1), f"{backend} {heads}")
+
+
+@on_every_rank(2, 3)
+def test_halves_of_samples_are_the_same_attention() -> None:
+    """Where a rank has fewer key-value heads than parts: queries attend to the first half of the keys, and later to the
+    second one. As many bytes are sent."""
+    group, own = dist.group.WORLD, ops.own_tokens(SEQ, dist.get_world_size(), dist.get_rank())
+    for heads, wanted, n in (((4, 1), 4, 2), ((4, 2), 4, 4)):
+        inputs = tensors(*heads, torch.float64)
+        for documents, window in ((None, None), (DOCUMENTS, None), (None, 7), (DOCUMENTS, 1), (DOCUMENTS, SEQ - 1)):
+            with mock.patch.dict(PARTS, cpu=wanted), record_collectives() as calls:
+                found = shared(*inputs, documents, window)
+            assert_same(found, [x[:, own] for x in whole(*inputs, documents, window)], f"{heads} {documents} {window}")
+            nbytes = 2 * BATCH * SEQ * heads[1] * WIDTH * 8 // n
+            assert calls == [(name, nbytes) for name in n * ["all_gather"] + _backward(n)]
+    inputs, found = tensors(4, 1, torch.bfloat16), []
+    for backend in ("shared", "gloo", "gloo"):
+        use_backend(group, backend)
+        with mock.patch.dict(PARTS, cpu=2):
+            found.append(shared(*inputs, DOCUMENTS, 20))
+    assert_identical(found[1:], [found[0]] * 2)
+    oracle, plain = (whole(*(x.to(each) for x in inputs), DOCUMENTS, 20) for each in (torch.float64, torch.bfloat16))
+    for name, x, exact, same in zip(("y", "dq", "dk", "dv"), found[0], oracle, plain, strict=True):
+        assert_kernel_close(x, exact[:, own], same[:, own], name)
 
 
 def _backward(parts: int) -> list[str]:
     """A gather begins before the part before it is exchanged."""
     return ["all_gather", *["all_gather", "all_to_all"] * (parts - 1), "all_to_all"]
+
+
+def test_parts_are_cut_by_heads_first() -> None:
+    for heads, device, expected in (
+        (8, "cpu", [(0, 8, (0, 1))]),
+        (8, "cuda", [(2 * i, 2 * i + 2, (0, 1)) for i in range(4)]),
+        (3, "cuda", [(i, i + 1, (0, 1)) for i in range(3)]),
+        (2, "cuda", [(0, 1, (0,)), (0, 1, (1,)), (1, 2, (0,)), (1, 2, (1,))]),
+        (1, "cuda", [(0, 1, (0,)), (0, 1, (1,))]),
+    ):
+        found = parts(4 * heads, heads, device)
+        assert found == [Part(slice(4 * a, 4 * b), slice(a, b), places) for a, b, places in expected]
+
+
+@given(
+    size=st.integers(1, 4),
+    chunk=st.integers(1, 4),
+    cuts=st.sets(st.integers(1, 31)),
+    window=st.one_of(st.none(), st.integers(1, 32)),
+)
+def test_halves_see_every_key_once(size: int, chunk: int, cuts: set[int], window: int | None) -> None:
+    seq = 2 * size * chunk
+    starts = [0, *sorted(cut for cut in cuts if cut < seq)]
+    for rank in range(size):
+        own, found = ops.own_tokens(seq, size, rank).tolist(), segments(starts, seq, size, rank)
+        assert within(found, slice(0, seq), window) == found
+        pairs, before = [], set[int]()
+        for low in (0, seq // 2):
+            now = set()
+            for segment in within(found, slice(low, low + seq // 2), window):
+                assert set(own[segment.rows][: segment.earlier]) == before.intersection(own[segment.rows])
+                for query in own[segment.rows]:
+                    keys = range(low + segment.first, low + min(segment.keys.stop, query - low + 1))
+                    seen = [(query, key) for key in keys if window is None or key > query - window]
+                    assert seen
+                    pairs += seen
+                    now.add(query)
+            before = now
+        expected = []
+        for query in own:
+            first = max(start for start in starts if start <= query)
+            first = first if window is None else max(first, query + 1 - window)
+            expected += [(query, key) for key in range(first, query + 1)]
+        assert sorted(pairs) == sorted(expected)
 
 
 @given(size=st.integers(1, 6), chunk=st.integers(1, 5), cuts=st.sets(st.integers(1, 59)))
@@ -146,18 +215,23 @@ def test_scores_made_whole_are_what_kernels_compute() -> None:
         assert_same(run("cpu"), expected)
 
 
-def by_virtual_ranks(size: int, window: int | None, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Result and gradients of one sample, each rank's part computed in this process from all keys and values."""
-    q, k, v, dy = (x[0].to(device) for x in tensors(4, 2, dtype))
-    y, wide = torch.empty_like(q), torch.promote_types(dtype, torch.float32)
+def by_virtual_ranks(size: int, window: int | None, inputs: list[Tensor], halves: bool) -> list[Tensor]:
+    """Result and gradients of one sample, each rank's part computed in this process from all keys and values, in halves
+    or at once."""
+    q, k, v, dy = inputs
+    y, wide = torch.empty_like(q), torch.promote_types(q.dtype, torch.float32)
     totals = [torch.zeros_like(x, dtype=wide) for x in (q, k, v)]
     for rank in range(size):
         own, found = ops.own_tokens(SEQ, size, rank, q.device), segments(DOCUMENTS[0], SEQ, size, rank)
         out, lse, dq = torch.empty_like(q[own]), q.new_empty(4, len(own), dtype=wide), totals[0][own]
-        flash.attend(q[own], k, v, found, window, out, lse)
-        flash.attend_backward(dy[own], q[own], k, v, found, window, out, lse, dq, *totals[1:])
+        places = [slice(0, SEQ // 2), slice(SEQ // 2, SEQ)] if halves else [slice(0, SEQ)]
+        for keys in places:
+            flash.attend(q[own], k[keys], v[keys], within(found, keys, window), window, out, lse)
+        for keys in places:
+            seen, sums = within(found, keys, window), [total[keys] for total in totals[1:]]
+            flash.attend_backward(dy[own], q[own], k[keys], v[keys], seen, window, out, lse, dq, *sums)
         y[own], totals[0][own] = out, dq
-    return [y, *(total.to(dtype) for total in totals)]
+    return [y, *(total.to(q.dtype) for total in totals)]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -165,14 +239,53 @@ def by_virtual_ranks(size: int, window: int | None, dtype: torch.dtype, device: 
 def test_virtual_ranks_together_have_the_whole_result(device: str, dtype: torch.dtype) -> None:
     """On CUDA by variable-length calls, whose causal masks are aligned with the last key, not the first one."""
     inputs = tensors(4, 2, dtype)
-    for size in (1, 2, 3):
-        for window in (None, 7):
-            exact, plain = (
-                whole(*(x[:1].to(each) for x in inputs), DOCUMENTS[:1], window) for each in (torch.float64, dtype)
-            )
-            found = by_virtual_ranks(size, window, dtype, device)
+    for window in (None, 7):
+        exact, plain = (
+            whole(*(x[:1].to(each) for x in inputs), DOCUMENTS[:1], window) for each in (torch.float64, dtype)
+        )
+        for size, halves in ((1, False), (1, True), (2, False), (2, True), (3, False), (3, True)):
+            found = by_virtual_ranks(size, window, [x[0].to(device) for x in inputs], halves)
             for name, x, y, same in zip(("y", "dq", "dk", "dv"), found, exact, plain, strict=True):
-                assert_kernel_close(x.cpu(), y[0], same[0], f"{name} {size} {window}")
+                assert_kernel_close(x.cpu(), y[0], same[0], f"{name} {size} {window} {halves}")
+
+
+def test_sequences_of_many_lengths_are_what_segments_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable-length calls of CUDA in 16 bits, with plain sequences in the place of its kernels."""
+
+    def sequences(q, k, queries, keys, window, is_causal) -> Iterator[tuple[slice, slice, Tensor]]:
+        for rows, seen in zip(pairwise(queries.tolist()), pairwise(keys.tolist()), strict=True):
+            rows, seen = slice(*rows), slice(*seen)
+            beside = torch.arange(len(q[rows]))[:, None] + len(k[seen]) - len(q[rows])
+            key = torch.arange(len(k[seen]))
+            hidden = (key > beside) & is_causal | (key <= beside - (SEQ + SEQ if window is None else window))
+            yield rows, seen, torch.zeros(hidden.shape, dtype=q.dtype).masked_fill(hidden, -torch.inf)
+
+    def forward(q, k, v, queries, keys, most, most_keys, *of_window) -> tuple[Tensor, Tensor]:
+        found = []
+        for rows, seen, bias in sequences(q, k, queries, keys, *of_window):
+            assert bias.shape[0] <= most and bias.shape[1] <= most_keys
+            y, lse = flash.PLAIN[0](*(flash._heads(x, 4) for x in (q[rows], k[seen], v[seen])), False, bias)
+            found.append((y[0].transpose(0, 1), lse[0]))
+        return torch.cat([y for y, _ in found]), torch.cat([lse for _, lse in found], 1)
+
+    def backward(dout, q, k, v, out, lse, queries, keys, most, most_keys, *of_window) -> list[Tensor]:
+        totals = [torch.zeros_like(x) for x in (q, k, v)]
+        for rows, seen, bias in sequences(q, k, queries, keys, *of_window):
+            own = [flash._heads(x, 4) for x in (dout[rows], q[rows], k[seen], v[seen], out[rows])]
+            dq, *dkv = (x[0].transpose(0, 1) for x in flash.PLAIN[1](*own, lse[None, :, rows], False, bias))
+            totals[0][rows] += dq
+            for total, x in zip(totals[1:], dkv, strict=True):
+                total[seen] += x.unflatten(1, (2, 2)).sum(2)
+        return totals
+
+    monkeypatch.setattr(flash, "_varlen", lambda q: True)
+    monkeypatch.setattr(flash, "flash_varlen", forward)
+    monkeypatch.setattr(flash, "flash_varlen_backward", backward)
+    inputs = tensors(4, 2, torch.float64)
+    for window in (None, 1, 7, 20):
+        expected = [x[0] for x in whole(*(x[:1] for x in inputs), DOCUMENTS[:1], window)]
+        for size, halves in ((1, True), (2, False), (2, True), (3, True)):
+            assert_same(by_virtual_ranks(size, window, [x[0] for x in inputs], halves), expected)
 
 
 def test_calls_for_sequences_of_many_lengths_join_neighbours() -> None:

@@ -1,12 +1,14 @@
 """Which tokens of a sample each context-parallel rank has, and which keys their queries see.
 
-Belongs here: the order of tokens, and segments of documents. What attends is in context_attention.py.
+Belongs here: the order of tokens, segments of documents, and in which parts keys are gathered. What attends is in
+context_attention.py.
 The order is that of zigzag ring attention (github.com/zhuzilin/ring-flash-attention).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple, Self
 
 import torch
@@ -23,6 +25,8 @@ from tpformer.config import check_context_length
 #     rows 2 3, at positions 6 and 7, of the document that begins at 6: keys 6 and 7
 #     rows 4 to 7, its chunk 2, at positions 8 to 11, of the same document: keys 6 to 11
 # A query sees the keys of its segment up to itself.
+# Where keys come in halves, the chunks 0 and 1 come first, the tokens 0 to 7. Rows of the last segment then see keys 6
+# and 7, and once the chunks 2 and 3 are there, keys 8 to 11 up to themselves.
 
 
 class Context(NamedTuple):
@@ -43,12 +47,18 @@ class Context(NamedTuple):
 
 class Segment(NamedTuple):
     """Consecutive queries of one document: `length` rows from `row` on, at positions from `position` on. They see the
-    keys from position `first` on, where the document begins, up to themselves."""
+    keys from position `first` on, where the document begins, up to themselves.
+
+    Of a part of the keys: until, where this part ends, if that is before all of these queries; earlier, how many of the
+    rows, the first ones, have attended to keys of an earlier part.
+    """
 
     row: int
     length: int
     position: int
     first: int
+    until: int | None = None
+    earlier: int = 0
 
     @property
     def rows(self) -> slice:
@@ -56,8 +66,50 @@ class Segment(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The position after its last query's, where its keys end, too."""
+        """The position after its last query's."""
         return self.position + self.length
+
+    @property
+    def keys(self) -> slice:
+        """The positions of all keys that any of its queries sees, without a window."""
+        return slice(self.first, self.end if self.until is None else self.until)
+
+
+class Part(NamedTuple):
+    """Keys and values that are gathered at once: of some heads, and of one or both of every rank's chunks.
+
+    queries: the heads of q that they serve; heads: those of k; places: which of a rank's chunks, (0, 1), (0,) or (1,).
+    """
+
+    queries: slice
+    heads: slice
+    places: tuple[int, ...]
+
+    def rows(self, own: int) -> slice:
+        """Of a rank's `own` tokens of a sample those whose keys it sends."""
+        return slice(self.places[0] * own // 2, (self.places[-1] + 1) * own // 2)
+
+    def positions(self, seq_length: int) -> slice:
+        """Those of the gathered keys: the first chunks of all ranks are the first half of a sample."""
+        return self.rows(seq_length)
+
+
+# The parts in which keys and values come, those of the next one gathered while one attends. A CPU computes nothing
+# beside a collective. On CUDA four is a choice that nobody has measured: three quarters of the gather may hide, and
+# parts are still large.
+PARTS = {"cpu": 1, "cuda": 4}
+
+
+def parts(heads: int, shared: int, device: str) -> list[Part]:
+    """How a rank's `shared` key-value heads, which serve `heads` of queries, are cut on a type of device.
+
+    By heads; if half as many parts are all that heads make, by halves of the sample, too.
+    """
+    wanted = PARTS.get(device, 1)
+    n = max(1, min(wanted, shared))
+    halves = [(0,), (1,)] if 2 * n <= wanted else [(0, 1)]
+    ends, each = [shared * part // n for part in range(n + 1)], heads // max(1, shared)
+    return [Part(slice(each * a, each * b), slice(a, b), places) for a, b in pairwise(ends) for places in halves]
 
 
 def own_chunks(size: int, rank: int) -> tuple[int, int]:
@@ -92,6 +144,27 @@ def segments(starts: Sequence[int], seq_length: int, size: int, rank: int) -> li
             if first < last:
                 found.append(Segment(place * chunk + first - low, last - first, first, begin))
     return found
+
+
+def within(found: Sequence[Segment], keys: slice, window: int | None) -> list[Segment]:
+    """What a rank's segments see of the keys at these positions, which begin and end with chunks; positions of the
+    result count from the first of these keys."""
+    low, high = keys.start, keys.stop
+
+    def seeing(segment: Segment, end: int) -> int:
+        """How many of its rows, the first ones, see keys before `end`, where no query is."""
+        if segment.first >= end:
+            return 0
+        return segment.length if window is None else max(0, min(segment.length, end + window - 1 - segment.position))
+
+    seen = []
+    for segment in found:
+        until = None if segment.position < high else high - low
+        length = segment.length if until is None else seeing(segment, high)
+        if segment.end > low and length:
+            first = max(segment.first, low) - low
+            seen.append(Segment(segment.row, length, segment.position - low, first, until, seeing(segment, low)))
+    return seen
 
 
 def context_balance(documents: Sequence[Sequence[int]], seq_length: int, size: int, window: int | None = None) -> float:

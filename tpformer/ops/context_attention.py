@@ -10,7 +10,7 @@ Source: Llama 3 (arXiv:2407.21783), section 3.3.2
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from tpformer.words import shown
 from .attention import check_heads, check_window
 from .autocast import autocast_dtype, cast, without_autocast
 from .calls import called
-from .context import Segment, chunk_owners, own_chunks, segments
+from .context import Part, Segment, chunk_owners, own_chunks, parts, segments, within
 from .first_derivative import first_derivative
 from .flash import attend, attend_backward, check_head_dim
 from .uncompiled import uncompiled
@@ -33,50 +33,40 @@ Documents = Sequence[Sequence[int]]
 TOLD = 31  # numbers by which ranks compare documents, few, as each makes a text of its own (distributed/calls.py)
 
 
-# Heads come in parts, those of the next part gathered while one attends. A CPU computes nothing beside a collective. On
-# CUDA four is a choice that nobody has measured: three quarters of the gather may hide, and parts are still large.
-PARTS = {"cpu": 1, "cuda": 4}
-
-
-def _parts(q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
-    """(heads of q, the heads of k that serve them) of each part."""
-    heads, shared = q.shape[2], k.shape[2]
-    n = max(1, min(PARTS.get(k.device.type, 1), shared))
-    ends, each = [shared * part // n for part in range(n + 1)], heads // max(1, shared)
-    return [(slice(each * a, each * b), slice(a, b)) for a, b in pairwise(ends)]
-
-
-def _gathered(k: Tensor, v: Tensor, parts: Sequence[tuple[slice, slice]], group: ProcessGroup) -> Iterator[Tensor]:
-    """Keys and values of whole samples, (2, batch, seq, kv_heads, head_dim), of one part's heads after another's: by an
+def _gathered(k: Tensor, v: Tensor, cut: Sequence[Part], group: ProcessGroup) -> Iterator[Tensor]:
+    """Keys and values of whole samples, (2, batch, positions, kv_heads, head_dim), of one part after another: by an
     all-gather each, of which the next one is then under way. Nothing is held here that has been taken."""
 
-    def start(heads: slice) -> Callable[[], Tensor]:
-        return start_all_gather(torch.stack([k[:, :, heads], v[:, :, heads]])[None], group)
+    def start(part: Part) -> Callable[[], Tensor]:
+        rows = part.rows(k.shape[1])
+        return start_all_gather(torch.stack([x[:, rows, part.heads] for x in (k, v)])[None], group)
 
-    under_way = [start(parts[0][1])]
-    for heads in [*(heads for _, heads in parts[1:]), None]:
+    under_way = [start(cut[0])]
+    for part, following in zip(cut, [*cut[1:], None], strict=True):
         came = [under_way.pop()()]
-        if heads is not None:
-            under_way.append(start(heads))
-        yield _in_order(came.pop(), group.size())
+        if following is not None:
+            under_way.append(start(following))
+        yield _in_order(came.pop(), part.places, group.size())
 
 
-def _in_order(gathered: Tensor, size: int) -> Tensor:
-    """(2, batch, seq, ...) in the order of positions, of what came from the ranks, (ranks, 2, batch, own, ...)."""
-    chunks = gathered.unflatten(3, (2, -1))
-    return torch.cat([chunks[rank, :, :, place] for rank, place in chunk_owners(size)], 2)
+def _in_order(gathered: Tensor, places: tuple[int, ...], size: int) -> Tensor:
+    """(2, batch, positions, ...) in their order, of what came from the ranks, (ranks, 2, batch, own, ...)."""
+    chunks = gathered.unflatten(3, (len(places), -1))
+    owners = [(rank, places.index(place)) for rank, place in chunk_owners(size) if place in places]
+    return torch.cat([chunks[rank, :, :, index] for rank, index in owners], 2)
 
 
-def _scattered(gradients: Tensor, dtype: torch.dtype, group: ProcessGroup) -> Tensor:
+def _scattered(gradients: Tensor, places: tuple[int, ...], dtype: torch.dtype, group: ProcessGroup) -> Tensor:
     """Of gradients like _gathered's result those of the own tokens, summed over ranks: (2, batch, own, heads, width).
 
     Ranks exchange them in `dtype` and add them up in at least float32, in rank order: NCCL's reduce-scatter would add
     in an order of its own, and round at every hop.
     """
-    size, chunks = group.size(), gradients.chunk(2 * group.size(), 2)
+    size = group.size()
+    chunks, first = gradients.chunk(len(places) * size, 2), places[0] * size
     sent = torch.empty(len(chunks), *chunks[0].shape, dtype=dtype, device=gradients.device)
-    for place, index in enumerate(index for rank in range(size) for index in own_chunks(size, rank)):
-        sent[place] = chunks[index]
+    for index, (rank, place) in enumerate(product(range(size), places)):
+        sent[index] = chunks[own_chunks(size, rank)[place] - first]
     return torch.cat(list(scatter_sum(sent, group)), 2)
 
 
@@ -87,11 +77,12 @@ class Kept(NamedTuple):
     window: int | None
     group: ProcessGroup
 
-    def segments(self, own: int) -> Iterator[tuple[int, list[Segment]]]:
-        """(sample, its segments on this rank), for `own` tokens of each sample."""
+    def segments(self, own: int, part: Part) -> Iterator[tuple[int, list[Segment]]]:
+        """(sample, its segments on this rank that see keys of the part), for `own` tokens of each sample."""
         size, rank = self.group.size(), self.group.rank()
         for sample, starts in enumerate(self.starts):
-            yield sample, segments(starts, own * size, size, rank)
+            found = segments(starts, own * size, size, rank)
+            yield sample, within(found, part.positions(own * size), self.window)
 
 
 class ContextAttention(torch.autograd.Function):
@@ -105,11 +96,12 @@ class ContextAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, kept: Kept):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(len(q), q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
-        parts = _parts(q, k)
-        gathers = _gathered(k, v, parts, kept.group)
-        for heads, _ in parts:
+        cut = parts(q.shape[2], k.shape[2], q.device.type)
+        gathers = _gathered(k, v, cut, kept.group)
+        for part in cut:
             keys, values = next(gathers)
-            for i, found in kept.segments(q.shape[1]):
+            heads = part.queries
+            for i, found in kept.segments(q.shape[1], part):
                 attend(q[i, :, heads], keys[i], values[i], found, kept.window, out[i, :, heads], lse[i, heads])
             del keys, values
         ctx.save_for_backward(q, k, v, out, lse)  # nothing that was gathered
@@ -120,21 +112,22 @@ class ContextAttention(torch.autograd.Function):
     @first_derivative
     def backward(ctx, dout):
         q, k, v, out, lse = ctx.saved_tensors
-        kept, dkv = ctx.kept, list[Tensor]()
+        kept, cut = ctx.kept, parts(q.shape[2], k.shape[2], q.device.type)
+        dkv = torch.empty(2, *k.shape, dtype=k.dtype, device=k.device)
         with without_autocast(q):
-            dq, parts = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32)), _parts(q, k)
-            gathers = _gathered(k, v, parts, kept.group)
-            for heads, _ in parts:
+            dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
+            gathers = _gathered(k, v, cut, kept.group)
+            for part in cut:
                 keys, values = next(gathers)
-                sums = torch.zeros(2, *keys.shape, dtype=dq.dtype, device=q.device)
-                for i, found in kept.segments(q.shape[1]):
+                sums, heads = torch.zeros(2, *keys.shape, dtype=dq.dtype, device=q.device), part.queries
+                for i, found in kept.segments(q.shape[1], part):
                     dy, own, y, total = (x[i, :, heads] for x in (dout, q, out, dq))
                     sums_of = sums[0, i], sums[1, i]
                     attend_backward(dy, own, keys[i], values[i], found, kept.window, y, lse[i, heads], total, *sums_of)
                 del keys, values  # before as much is made to send
-                dkv.append(_scattered(sums, k.dtype, kept.group))
-        dk, dv = dkv[0] if len(dkv) == 1 else torch.cat(dkv, 3)
-        return dq.to(q.dtype), dk, dv, None
+                own_rows = dkv[:, :, part.rows(k.shape[1]), part.heads]
+                own_rows.copy_(_scattered(sums, part.places, k.dtype, kept.group))
+        return dq.to(q.dtype), *dkv, None
 
 
 @uncompiled
@@ -157,8 +150,8 @@ def context_attention(
     Saves:   q, k, v, the result and a log-sum-exp: (2 heads + 2 kv_heads) head_dim + heads numbers for each own token,
              the last ones in at least float32. Nothing gathered is kept.
     Communication, per rank, B = 2 batch seq kv_heads head_dim itemsize: an all-gather of B in the forward, another and
-             an all-to-all of B in the backward; on CUDA in up to 4 parts, by heads, of which the next is gathered while
-             one attends.
+             an all-to-all of B in the backward; on CUDA in up to 4 parts, by heads or also by halves of the samples, of
+             which the next is gathered while one attends.
     Gradients of keys and values are summed over ranks in their order, so this sum is the same in every run. CUDA's
     flash attention repeats its bits only under torch.use_deterministic_algorithms(True).
     On CUDA in 32 and 64 bits scores are made whole, (heads, own tokens, keys) of a part at a time: to verify with.

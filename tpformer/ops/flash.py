@@ -6,7 +6,8 @@ which queries and keys, and everything that communicates, is in context_attentio
 CPU: a segment's keys before its first query are seen by all of its queries, those from there on causally. These are two
 calls, whose results are merged, so that no mask is made; a window takes one call with a mask of the segment's queries
 and keys. CUDA in 16 bits: one variable-length call for each run of segments whose keys are adjacent, as those of a
-chunk are. Otherwise (CUDA in float32 or float64, to verify with) scores are made whole.
+chunk are. Otherwise (CUDA in float32 or float64, to verify with) scores are made whole. Where keys come in halves of a
+sample, the results over the second half are merged with those over the first.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ def attend(
 ) -> None:
     """Fill out (rows, heads, head_dim) and lse (heads, rows), float32 or float64, of one sample's own queries.
 
-    q (rows, heads, head_dim); k, v (positions, kv_heads, head_dim) of the whole sample, kv_heads dividing heads.
+    q (rows, heads, head_dim); k, v (positions, kv_heads, head_dim) of the whole sample or of a part of it, kv_heads
+    dividing heads. Rows that have attended to an earlier part have its results in out and lse.
     """
     if _varlen(q):
         for batch in batches(segments):
-            rows = batch.rows
-            out[rows], lse[:, rows] = flash_varlen(q[rows], k[batch.keys], v[batch.keys], *batch.lengths(q), window)
+            lengths, seen = batch.lengths(q), batch.window(window)
+            y, sums = flash_varlen(q[batch.rows], k[batch.keys], v[batch.keys], *lengths, seen, batch.is_causal)
+            _put(y.transpose(0, 1), sums, batch.segments[0], out, lse)
         return
     forward, _ = KERNELS.get(q.device.type, PLAIN)
     for segment in segments:
@@ -54,8 +57,20 @@ def attend(
             mask = None if call.mask is None else _bias(call.mask, q.dtype)
             y, sums = forward(_heads(q[call.rows], q.shape[1]), keys, values, call.is_causal, mask)
             found.append((y[0], sums[0]))
-        y, lse[:, segment.rows] = _merged(found)
-        out[segment.rows] = y.transpose(0, 1)
+        _put(*_merged(found), segment, out, lse)
+
+
+def _put(y: Tensor, sums: Tensor, segment: Segment, out: Tensor, lse: Tensor) -> None:
+    """Write y (heads, rows, head_dim) and its log-sum-exps (heads, rows), from a segment's first row on. Its `earlier`
+    rows have results over other keys in out and lse."""
+    start, n = segment.row, segment.earlier
+    if n:
+        rows = slice(start, start + n)
+        both = [(out[rows].transpose(0, 1), lse[:, rows]), (y[:, :n], sums[:, :n])]
+        merged, lse[:, rows] = _merged(both)
+        out[rows] = merged.transpose(0, 1)
+    rows = slice(start + n, start + sums.shape[1])
+    out[rows], lse[:, rows] = y[:, n:].transpose(0, 1), sums[:, n:]
 
 
 def attend_backward(
@@ -79,7 +94,8 @@ def attend_backward(
         for batch in batches(segments):
             rows, keys = batch.rows, batch.keys
             forward = q[rows], k[keys], v[keys], out[rows], lse[:, rows].contiguous()
-            gradients = flash_varlen_backward(dout[rows], *forward, *batch.lengths(q), window)
+            lengths, seen = batch.lengths(q), batch.window(window)
+            gradients = flash_varlen_backward(dout[rows], *forward, *lengths, seen, batch.is_causal)
             for total, part, of in zip((dq, dk, dv), gradients, (rows, keys, keys), strict=True):
                 total[of] += part
         return
@@ -101,16 +117,17 @@ def attend_backward(
 
 def _calls(segment: Segment, window: int | None, device: torch.device) -> Iterator[Call]:
     """What computes a segment where kernels are causal from the first key on, for as many queries as keys."""
-    first, rows, end = segment.first, segment.rows, segment.end
+    first, until, rows, end = segment.first, segment.keys.stop, segment.rows, segment.end
     if window is not None and window < end - first:
         first = max(first, segment.position + 1 - window)
         query = torch.arange(segment.position, end, device=device)[:, None]
-        key = torch.arange(first, end, device=device)
-        yield Call(rows, slice(first, end), False, (key <= query) & (key > query - window))
+        key = torch.arange(first, until, device=device)
+        yield Call(rows, slice(first, until), False, (key <= query) & (key > query - window))
         return
     if segment.position > first:
-        yield Call(rows, slice(first, segment.position), False)
-    yield Call(rows, slice(segment.position, end), True)
+        yield Call(rows, slice(first, min(until, segment.position)), False)
+    if segment.until is None:
+        yield Call(rows, slice(segment.position, end), True)
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -126,7 +143,8 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _merged(found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Results (heads, rows, head_dim) and log-sum-exps (heads, rows) over disjoint keys, as those over all keys."""
+    """Results (heads, rows, head_dim) and log-sum-exps (heads, rows) over disjoint keys, as those over all keys. Of
+    several the result has the log-sum-exps' dtype."""
     (out, lse), *others = found
     if not others:
         return out, lse
@@ -135,7 +153,7 @@ def _merged(found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         total = torch.logaddexp(lse, sums)
         wide = wide * (lse - total).exp()[..., None] + more * (sums - total).exp()[..., None]
         lse = total
-    return wide.to(out.dtype), lse
+    return wide, lse
 
 
 def check_head_dim(q: Tensor) -> None:
@@ -163,20 +181,30 @@ class Batch(NamedTuple):
 
     @property
     def keys(self) -> slice:
-        return slice(self.segments[0].first, self.segments[-1].end)
+        return slice(self.segments[0].keys.start, self.segments[-1].keys.stop)
+
+    @property
+    def is_causal(self) -> bool:
+        return self.segments[0].until is None
+
+    def window(self, window: int | None) -> int | None:
+        """The window that the kernel is told, whose last query is beside the last key."""
+        return window if window is None or self.is_causal else window - (self.segments[0].end - self.keys.stop)
 
     def lengths(self, like: Tensor) -> tuple[Tensor, Tensor, int, int]:
         """(boundaries of the queries, of the keys: (segments + 1,) int32; the longest of each)."""
-        queries, keys = [s.length for s in self.segments], [s.end - s.first for s in self.segments]
+        queries, keys = [s.length for s in self.segments], [s.keys.stop - s.first for s in self.segments]
         make = _boundaries.__wrapped__ if is_fake(like) else _boundaries
         return *(make(tuple(x), like.device) for x in (queries, keys)), max(queries), max(keys)
 
 
 def batches(segments: Sequence[Segment]) -> Iterator[Batch]:
-    """Runs of segments in which each begins where the one before it ends, in rows and in keys."""
+    """Runs of segments in which each begins where the one before it ends, in rows and in keys. What has attended to
+    earlier keys, or waits for later ones, is alone or begins a run."""
     run: list[Segment] = []
     for segment in segments:
-        if run and (segment.first, segment.row) != (run[-1].end, run[-1].rows.stop):
+        joins = run and (segment.first, segment.row) == (run[-1].keys.stop, run[-1].rows.stop)
+        if run and not (joins and segment.until is run[-1].until is None and not segment.earlier):
             yield Batch(tuple(run))
             run = []
         run.append(segment)
