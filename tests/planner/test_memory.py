@@ -76,16 +76,39 @@ def test_what_the_backward_of_a_layer_needs(model, parallel, kind, units):
     assert memory.layer_workspace(config, 1000.0, **kind) == units * UNIT + 4 * 1000
 
 
-@pytest.mark.parametrize("kv_heads, made", [(32, 1 + 1 / 2), (8, 1 + 5 / 2), (2, 1 + 17 / 2)])
-def test_what_attention_needs_on_context_parallel_ranks(kv_heads, made):
-    """Gradients of keys and values in float32, and of queries. Beside them keys and values, with what a kernel makes of
-    one of two samples, for each head of queries and as their sums; or what is on its way, twice, if that is more."""
-    config = configuration({**SHAPE, "n_kv_heads": kv_heads, "n_heads": 32}, context_parallel=4, zero_stage=3)
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, dtype="bfloat16"))
+# kv_heads of 32: of the gathered bytes, those of a part; then what a kernel makes of one of two samples, in parts:
+# for each head of queries, and as their sums
+@pytest.mark.parametrize("kv_heads, part, kernel", [
+    (32, 1 / 4, 1 / 2), (8, 1 / 4, 5 / 2), (6, 2 / 6, 33 / 2), (2, 1 / 4, 17 / 2), (1, 1 / 2, 33 / 2),
+])  # fmt: skip
+def test_what_attention_needs_on_context_parallel_ranks(kv_heads, part, kernel):
+    """Gradients of own queries in float32, and of own keys and values. Of a part the gradients in float32, and beside
+    them keys and values with what a kernel makes, or what is on its way, twice, if that is more; and the next part."""
+    model = {**SHAPE, "n_kv_heads": kv_heads, "n_heads": 32 if kv_heads != 6 else 192, "head_dim": 8}
+    config = configuration(model, context_parallel=4, zero_stage=3)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, dtype="bfloat16", device="cuda"))
     gathered = 2 * 2 * 512 * kv_heads * 8 * 2
     assert memory.context_bytes(config) == gathered
-    assert memory.context_workspace(config) == (2 + max(made, 2)) * gathered + 4 * 2 * 128 * 256
+    own = 4 * 2 * 128 * config.model.query_size + gathered / 4
+    parts = part * gathered * (1 + 1 / 4 + 2 + 1 + max(kernel, 1))
+    assert memory.context_workspace(config) == pytest.approx(own + parts, rel=1e-12)
     assert memory.context_workspace(configuration()) == 0
+
+
+def test_what_attention_needs_where_kernels_make_masks_or_scores():
+    """On a CPU there is one part. Its gradients and, repeated, keys and values for 4 heads of queries each; a mask of a
+    chunk and a window, of 1 byte, inverted and in float32. On CUDA in float32 also three times the scores of a part."""
+    model, parallel = {**SHAPE, "n_kv_heads": 2, "n_heads": 8, "head_dim": 8}, {"context_parallel": 4, "zero_stage": 3}
+    gathered = 2 * 2 * 512 * 2 * 8 * 4
+    rest = 4 * 2 * 128 * 64 + gathered / 4
+    for window, seen in ((None, 0), (100, 163), (512, 0)):
+        config = configuration({**model, "sliding_window": window}, **parallel)
+        need = rest + gathered * (1 + 1 + (4 + 4) / 2) + 64 * seen * 6
+        assert memory.context_workspace(config) == need
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, device="cuda"))
+        halved = rest + gathered / 4 * (1 + 1 / 4 + 1 + 1 + (4 + 4) / 2)
+        scores = 64 * (min(256, seen or 256) * 3 * 4 * 4 + min(256, seen) * 6)
+        assert memory.context_workspace(config) == halved + scores
 
 
 def test_what_context_parallel_ranks_keep_of_a_layer():

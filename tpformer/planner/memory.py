@@ -15,6 +15,7 @@ from tpformer.config import RunConfig
 from tpformer.distributed.kernel_workspace import FLAG_BYTES, WRITER_FLAGS_MINIMUM
 from tpformer.distributed.sizes import slot_bytes
 from tpformer.models import GPTConfig
+from tpformer.ops.context import parts
 from tpformer.parallel import Layout
 from tpformer.parallel.zero import uses_fsdp
 
@@ -56,18 +57,49 @@ def context_bytes(config: RunConfig) -> int:
 def context_workspace(config: RunConfig) -> float:
     """The most bytes that a backward of ops.context_attention needs while it runs; 0 on one rank.
 
-    Besides the gradients of all keys and values, and of own queries, in float32: the gathered keys and values with the
-    gradients of one sample that a kernel returns, which it makes for each head of queries first; later the sums on
-    their way to other ranks, in the compute dtype, and as they arrive.
+    Besides the gradients of own queries in float32, and of own keys and values, they are those of the largest part of
+    keys and values, with the next part under way if there are several: the gathered ones, and themselves in order; or,
+    beside their gradients in float32, the ones in order and what a kernel makes; or these sums on their way to other
+    ranks, in the compute dtype, and as they arrive.
     """
     model, layout, precision = config.model, config.parallel, Precision.of(config)
-    if layout.context_parallel == 1:
+    if (cp := layout.context_parallel) == 1:
         return 0.0
     t, item, gathered = layout.tensor_parallel, precision.compute.itemsize, context_bytes(config)
-    wide, heads = max(4, item), model.n_heads // t / kv_heads(model, t)[1]
-    kernel = gathered / config.microbatch_size * (1 + (heads if heads > 1 else 0))
-    own = wide * microbatch_tokens(config) * model.query_size / t
-    return gathered * wide / item + max(2 * gathered, gathered + kernel) + own
+    wide, shared = max(4, item), kv_heads(model, t)[1]
+    cut = parts(model.n_heads // t, shared, config.train.device or "cuda")
+    heads, positions = largest = max((each.heads.stop - each.heads.start, len(each.places)) for each in cut)
+    part = gathered * heads / shared * positions / 2
+    ahead = part * (1 + 1 / cp) if len(cut) > 1 else 0.0
+    sums, kernel = part * wide / item, _attention_workspace(config, part, *largest)
+    own = wide * microbatch_tokens(config) * model.query_size / t + gathered / cp
+    return own + ahead + max(2 * part, sums + part + max(part, kernel))
+
+
+def _attention_workspace(config: RunConfig, part: float, heads: int, halves: int) -> float:
+    """The most bytes that a kernel of that backward makes of one sample. part: bytes of the keys and values of all
+    samples, `heads` of them and one half of each sample or both.
+
+    They are the gradients of keys and values for each head of queries, and on CUDA in 16 bits also their sums.
+    Elsewhere keys and values are repeated for these heads, too. A CPU makes a mask for a window, of the queries of a
+    chunk and the keys that they see; CUDA in 32 and 64 bits has the scores of these for each head, thrice.
+    """
+    model, layout, item = config.model, config.parallel, Precision.of(config).compute.itemsize
+    group, one = (
+        model.n_heads // layout.tensor_parallel / kv_heads(model, layout.tensor_parallel)[1],
+        part / config.microbatch_size,
+    )
+    repeated = group if group > 1 else 0
+    cuda = config.train.device != "cpu"
+    if cuda and item == 2:
+        return one * (1 + repeated)
+    rows, seen = model.seq_length // (2 * layout.context_parallel), model.seq_length * halves // 2
+    window = model.sliding_window
+    if window is not None:
+        seen = min(seen, rows + window - 1)
+    scores = 3 * item * heads * group if cuda else 0.0
+    masks = 2 + item if window is not None and window < model.seq_length else 0
+    return one * (group + repeated) + rows * seen * (scores + masks)
 
 
 def boundary_bytes(config: RunConfig) -> int:
