@@ -149,13 +149,19 @@ def wrapped(patch: Patch, where: Any, name: str, change: Callable[[Any], Any]) -
 
 
 def targets_shifted_after_the_cut(patch: Patch) -> None:
-    before, inputs = GPT._own, []
+    embed, head, inputs = GPT._embed, GPT._head, list[Tensor]()
 
-    def own(self: GPT, tokens: Tensor, positions: Positions) -> Tensor:
-        inputs.append(before(self, tokens, positions))
-        return inputs[-1] if len(inputs) == 1 else inputs[0].roll(-1, 1)
+    def embedded(self: GPT, ids: Tensor, *more: Any) -> Tensor:
+        inputs.append(ids)
+        return embed(self, ids, *more)
 
-    patch.setattr(GPT, "_own", own)
+    def shifted(self: GPT, x: Tensor, targets: Tensor, positions: Positions, *more: Any) -> Tensor:
+        of_own = targets.clone()
+        of_own[:, positions.own_tokens()] = inputs[-1].roll(-1, 1)
+        return head(self, x, of_own, positions, *more)
+
+    patch.setattr(GPT, "_embed", embedded)
+    patch.setattr(GPT, "_head", shifted)
 
 
 def positions_counted_locally(patch: Patch) -> None:

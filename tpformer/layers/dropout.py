@@ -91,10 +91,7 @@ class DropoutKey:
             with torch.inference_mode(False):  # a key may be kept, and then used in training
                 index = self.sample_index.to(x.device, torch.int64)
                 starts = ops.dropout_starts(index, length, hidden, slice(0, batch * length))
-                if positions.context is not None:
-                    own = positions.own_tokens(x.device)
-                    starts = starts.view(batch, length)[:, own].reshape(-1)
-                starts = positions.to_rows(starts)
+                starts = positions.to_rows(positions.own(starts.view(batch, length)).reshape(-1))
                 self._starts[key] = starts[shard * rows : (shard + 1) * rows].clone()
         # starts count elements of samples of one length, so each length draws from a stream of its own
         layer_name = module_name(self.model, layer)

@@ -116,6 +116,10 @@ class Positions:
             return torch.arange(self.sample_length, device=device)
         return own_tokens(self.sample_length, self.context.size, self.context.rank, device)
 
+    def own(self, tokens: Tensor) -> Tensor:
+        """This rank's of what whole samples have for each token, (batch, sample_length) -> (batch, seq_length)."""
+        return tokens if self.context is None else tokens[:, self.own_tokens(tokens.device)]
+
     def document_starts(self) -> list[list[int]] | None:
         """Where each whole sample's documents begin; None without ids. The host waits for a GPU's ids, once."""
         if self.ids is not None and self._starts is None:
@@ -155,8 +159,7 @@ class Positions:
                 else:
                     first = torch.tensor(self.offset, device=device)
                     flat = (first[:, None] + torch.arange(self.seq_length, device=device)).reshape(-1)
-                if self.context is not None:
-                    flat = flat.view(self.batch, self.sample_length)[:, self.own_tokens(device)].reshape(-1)
+                flat = self.own(flat.view(self.batch, self.sample_length)).reshape(-1)
             self._flat_ids[key] = flat
         return self._flat_ids[key]
 

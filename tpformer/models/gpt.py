@@ -218,7 +218,7 @@ class GPT(ParallelModule):
             inputs, targets, position_ids = self._pad(inputs, targets, position_ids)
             batch, length = inputs.shape
             positions = Positions(batch, length, position_ids, unread=length - wanted).shared(self.tp.shares_tokens)
-            x = self._embed(self._own(inputs, positions), positions, key)
+            x = self._embed(positions.own(inputs), positions, key)
         else:
             if sample_index is None:
                 raise ValueError("a part after the first needs sample_index, which has one entry for each sample")
@@ -233,10 +233,6 @@ class GPT(ParallelModule):
             return self.balance.attached(x, balance)
         result = self._head(x, targets, positions, wanted, reduction)
         return result if targets is None else self.balance.added(result, balance, targets, reduction)
-
-    def _own(self, tokens: Tensor, positions: Positions) -> Tensor:
-        """This context-parallel rank's tokens of (batch, seq)."""
-        return tokens if positions.context is None else tokens[:, positions.own_tokens(tokens.device)]
 
     def _extend(self, ids: Tensor, cache: KVCache | None, lengths: Sequence[int] | None, *others: Any) -> Tensor:
         """Logits of further tokens of the cache's samples: of all, or with lengths of each row's last one."""
@@ -315,7 +311,7 @@ class GPT(ParallelModule):
         terms: dict[str, Any] = {"reduction": "sum" if shared else reduction}
         if self.training:
             terms |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
-        wanted = None if targets is None else self._own(targets, positions).reshape(-1)
+        wanted = None if targets is None else positions.own(targets).reshape(-1)
         with self._tied() as tied:
             if wanted is not None and makes_loss(head):
                 loss = head(x, targets=wanted, **own, **tied, **terms)
