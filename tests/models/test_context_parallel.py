@@ -14,9 +14,10 @@ from context import BATCH, GPT2, HIDDEN, MIXTURE, NEWER, SEQ, context, documents
 from testing import assert_identical, assert_same, on_every_rank
 from torch import Tensor, nn
 
-from tpformer.distributed import build_mesh
+from tpformer.distributed import all_reduce, build_mesh
 from tpformer.layers import (
     DropoutKey,
+    MoE,
     PositionEmbedding,
     Positions,
     SelfAttention,
@@ -73,7 +74,8 @@ def layer_results(make: Callable[..., nn.Module], positions: Positions, tp: Tens
         more = {"dropout_key": DropoutKey(1, 2, more["sample_index"], layer)}
     y = layer(x, positions=positions, **more)
     y.backward(dy)
-    return {"own": own, "y": y.detach(), "dx": x.grad, "parameters": gradients(layer, summed=tp is not None)}
+    load = {"load": layer.gate.load} if isinstance(layer, MoE) else {}
+    return {"own": own, "y": y.detach(), "dx": x.grad, "parameters": gradients(layer, summed=tp is not None), **load}
 
 
 def attention(**options) -> SelfAttention:
@@ -82,6 +84,10 @@ def attention(**options) -> SelfAttention:
 
 def block(**options) -> nn.Module:
     return transformer_block(HIDDEN, n_heads=4, dropout=0.2, **options)
+
+
+def mixture(**options) -> MoE:
+    return MoE(HIDDEN, 4, ffn_hidden_size=8, **options)
 
 
 class Theirs(nn.Module):
@@ -108,6 +114,24 @@ def test_a_layer_by_itself_is_that_of_one_process() -> None:
             del whole["own"]
             expected = {"y": whole["y"][:, own], "dx": whole["dx"][:, own], "parameters": whole["parameters"]}
             assert_same(found, expected, make.__name__)
+
+
+@on_every_rank(2)
+def test_padding_is_that_of_one_process() -> None:
+    """Runs of padding are documents, which may cross from one rank's tokens to another's. Experts do not count it."""
+    padding = torch.zeros(BATCH, SEQ, dtype=torch.bool)
+    padding[0, :7], padding[1, 10:] = True, True
+    positions = Positions(BATCH, SEQ, key_padding_mask=padding)
+    for make in (attention, mixture):
+        found, whole = (layer_results(make, positions, tp) for tp in (context(), None))
+        own = found.pop("own")
+        del whole["own"]
+        expected = {"y": whole["y"][:, own], "dx": whole["dx"][:, own], "parameters": whole["parameters"]}
+        if make is mixture:
+            found["load"] = all_reduce(found["load"], dist.group.WORLD)
+            expected["load"] = whole["load"]
+            assert expected["load"].sum() == 2 * padding.logical_not().sum()
+        assert_same(found, expected, make.__name__)
 
 
 @on_every_rank(4)
@@ -138,15 +162,11 @@ def test_what_context_parallel_layers_refuse() -> None:
     tp, size = context(), dist.get_world_size()
     layer, x = attention(tp=tp), torch.zeros(BATCH, SEQ, HIDDEN)
     own = x[:, : SEQ // size]
-    padding = torch.zeros(BATCH, SEQ, dtype=torch.bool)
-    padding[:, -1] = True
     one = attention()
     for words, call in (
         (r"\(3, 12, 24\) on 2 context-parallel ranks does not tell whether it is a rank's tokens", lambda: layer(own)),
         (r"Positions\(batch=3, seq_length=12\), the own part of 24 tokens: give \(3, 12, hidden\)",
          lambda: layer(x, positions=Positions(BATCH, SEQ))),
-        ("a key_padding_mask on 2 context-parallel ranks",
-         lambda: layer(own, positions=Positions(BATCH, SEQ, key_padding_mask=padding))),
         ("offset=3 on 2 context-parallel ranks", lambda: layer(own, positions=Positions(BATCH, SEQ, offset=3))),
         ("seq_length=14 tokens cannot be shared by ranks=2", lambda: layer(own, positions=Positions(BATCH, 14))),
         ("is_causal=False on 1 tensor-parallel rank and 2", lambda: SelfAttention(HIDDEN, 6, is_causal=False, tp=tp)),

@@ -32,7 +32,7 @@ class Positions:
     sequence_shards: 1 if the rows of layers are the flattened tokens; t if each rank holds (batch, seq_length / t), so
     that rows gathered from all ranks are in the order (shard, batch, seq_length / t). Layers set it by the shape of x.
     context: the ranks that share every sample's tokens, which `shared` sets. seq_length then counts the own tokens of a
-    sample, sample_length all of them; ids stay those of whole samples.
+    sample, sample_length all of them; ids stay those of whole samples, and key_padding_mask is that of own tokens.
     Errors: ValueError for ids that do not count like that, have another shape or come with an offset; for padding
     between real tokens; for a negative batch, seq_length or offset. On a GPU the check waits for the device, once.
     """
@@ -87,8 +87,7 @@ class Positions:
     def shared(self, context: Context | None) -> "Positions":
         """The positions of this rank's tokens, of samples that context-parallel ranks share; made once for all layers.
 
-        Errors: ValueError for padding, for samples that continue longer texts, and for a length that 2 * ranks does not
-        divide.
+        Errors: ValueError for samples that continue longer texts, and for a length that 2 * ranks does not divide.
         """
         if context is None or context == self.context:
             return self
@@ -98,15 +97,16 @@ class Positions:
                 f"{context.size} of them: make them of one mesh, or give whole samples' positions"
             )
         if self._shared is None or self._shared.context != context:
-            if self.key_padding_mask is not None or self.offset:
-                what = "a key_padding_mask" if self.key_padding_mask is not None else f"offset={self.offset}"
+            if self.offset:
                 raise ValueError(
-                    f"{what} on {context.size} context-parallel ranks: give whole samples without padding, whose "
-                    f"documents position ids divide"
+                    f"offset={self.offset} on {context.size} context-parallel ranks: give whole samples, which begin "
+                    f"at position 0"
                 )
             check_context_length(self.seq_length, context.size)
             own = copy.copy(self)
             own.context, own.seq_length = context, self.seq_length // context.size
+            if self.key_padding_mask is not None:
+                own.key_padding_mask = own.own(self.key_padding_mask)
             self._shared = own
         return self._shared
 
