@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from harness.ranks import Calls, Ranks
 from harness.step_counts import Gemms
 from tpformer import ops
-from tpformer.config import MLP_ACTIVATIONS
+from tpformer.config import MLP_ACTIVATIONS, check_context_length
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.kernels.pack.format import packed_bytes
 from tpformer.kernels.route import reference as route
@@ -64,7 +64,7 @@ TORCH_NAMES = {
 
 class Layer(NamedTuple):
     """The last layer of a model, which is counted: its architecture, tokens, ranks, whether it is tpformer's or
-    torch's, and whether activations are packed."""
+    torch's, and whether activations are packed. cp: ranks that share each sample's tokens."""
 
     model: str
     config: GPTConfig
@@ -72,6 +72,7 @@ class Layer(NamedTuple):
     recompute: str = "none"
     torch: bool = False
     pack: bool = False
+    cp: int = 1
 
     @property
     def seq_length(self) -> int:
@@ -84,17 +85,19 @@ class Layer(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        return self.batch * self.seq_length
+        """Those of a tensor-parallel group."""
+        return self.batch * self.seq_length // self.cp
 
     @property
     def unit(self) -> float:
-        """s * b * h / t."""
+        """s * b * h / (t cp)."""
         return self.tokens * self.config.hidden_size / self.tp
 
     def check(self) -> None:
         """ValueError, with the numbers, for what ranks cannot share evenly, or what this machine cannot hold."""
         config, tp = self.config, self.tp
         config.check_ranks(tp)
+        check_context_length(self.seq_length, self.cp)
         width = "ffn_size" if config.n_experts is None else "shared_expert_size"
         for name, size in (("kv_heads", config.kv_heads), (width, getattr(config, width))):
             if size % tp:
@@ -203,11 +206,12 @@ def balanced_route(logits: Tensor, policy: Any, bias: Tensor | None = None) -> t
 
 @contextmanager
 def named_operations(saved: Saved, layer: Layer) -> Iterator[None]:
-    """Names what this library's linears are given, and what is packed of it.
+    """Names what this library's linears and shared attention are given, and what is packed of it.
 
     A hook would have their layers called as modules, not fused.
     """
     column_linear, row_linear, experts = ops.column_linear, ops.row_linear, ops.experts
+    context_attention = ops.context_attention
 
     def mixture(x: Tensor, *args: Any, **options: Any) -> Any:
         saved.name(x, RESIDUALS[1])
@@ -224,6 +228,12 @@ def named_operations(saved: Saved, layer: Layer) -> Iterator[None]:
             saved.name(gate, "gate pre-activation")
         return row_linear(x, *args, activation=activation, gate=gate, **options)
 
+    def attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+        y = context_attention(q, k, v, *args, **options)
+        for x, name in zip((q, k, v, y), ("q", "k", "v", "attention output"), strict=True):
+            saved.name(x, name)
+        return y
+
     pack_storage, buffers = packing.pack_storage, list[tuple[Tensor, Tensor]]()
 
     def pack(x: Tensor) -> Tensor | None:
@@ -231,7 +241,7 @@ def named_operations(saved: Saved, layer: Layer) -> Iterator[None]:
             buffers.append((buffer, x.detach()))
         return buffer
 
-    patched = {"column_linear": column, "row_linear": row, "experts": mixture}
+    patched = {"column_linear": column, "row_linear": row, "experts": mixture, "context_attention": attention}
     named = mock.patch.object(packing, "pack_storage", pack)
     with mock.patch.multiple(ops, **patched), named, record_kept() as decisions:
         yield
@@ -243,16 +253,18 @@ def named_operations(saved: Saved, layer: Layer) -> Iterator[None]:
 
 
 class Step:
-    """Forward and backward of a layer on this rank. Its parameters have no values: counts do not depend on them."""
+    """Forward and backward of a layer on this rank, of a mesh with the axes cp and tp. Its parameters have no values:
+    counts do not depend on them."""
 
     def __init__(self, layer: Layer, mesh: DeviceMesh | None) -> None:
         config = layer.config
         self.layer = layer
         if layer.torch:
-            self.block = parallelized(config, mesh, DTYPE)
+            self.block = parallelized(config, None if mesh is None else mesh["tp"], DTYPE)
             shape: tuple = (layer.batch, layer.seq_length // layer.tp, config.hidden_size)
         else:
-            tp = TensorParallel(mesh, sequence_parallel=True)
+            axes = (None, None) if mesh is None else (mesh["tp"], mesh["cp"])
+            tp = TensorParallel(axes[0], sequence_parallel=True, context=axes[1])
             # values matter to packing alone, and take long to make
             device = "cpu" if layer.pack else "meta"
             block = gpt_block(config, config.n_layers - 1, device=device, tp=tp, dtype=DTYPE)
@@ -310,7 +322,7 @@ class Counted(NamedTuple):
 
 def rank_calls(layers: Sequence[Layer]) -> Calls:
     """A rank's counts of the layer of that index."""
-    mesh = build_mesh("cpu", tensor_parallel=layers[0].tp)["tp"]
+    mesh = build_mesh("cpu", tensor_parallel=layers[0].tp, context_parallel=layers[0].cp)
 
     def step(layer: Layer) -> Step:
         return Step(layer, None if layer.torch and layer.tp == 1 else mesh)
@@ -323,7 +335,7 @@ def rank_calls(layers: Sequence[Layer]) -> Calls:
 
 
 def count(layers: Sequence[Layer], *, collectives: bool = False) -> list[Counted]:
-    """Count each layer on as many processes as it has ranks.
+    """Count each layer on as many processes as it has ranks; ranks of a layer keep equally many bytes.
 
     collectives: also run each tpformer layer's backward, and count them. Raises ValueError for a layer that cannot be
     shared evenly, RuntimeError for ranks that keep different bytes.
@@ -331,9 +343,9 @@ def count(layers: Sequence[Layer], *, collectives: bool = False) -> list[Counted
     for layer in layers:
         layer.check()
     counted: dict[Layer, Counted] = {}
-    for tp in sorted({layer.tp for layer in layers}):
-        chosen = [layer for layer in layers if layer.tp == tp]
-        with Ranks(tp, max(1, torch.get_num_threads() // tp), rank_calls, chosen) as ranks:
+    for tp, cp in sorted({(layer.tp, layer.cp) for layer in layers}):
+        chosen, n = [layer for layer in layers if (layer.tp, layer.cp) == (tp, cp)], tp * cp
+        with Ranks(n, max(1, torch.get_num_threads() // n), rank_calls, chosen) as ranks:
             for index, layer in enumerate(chosen):
                 items, *others = ranks.call(f"items {index}")
                 if any(other != items for other in others):

@@ -51,6 +51,7 @@ LLAMA = GPTConfig(
 MOE = replace(LLAMA, n_experts=8, experts_per_token=2, expert_ffn_size=512, shared_expert_size=256)
 MODELS = {"GPT layer": GPT, "Llama layer": LLAMA, "MoE layer": MOE}
 RANKS = (1, 2, 4)
+SHARED = ((1, 2), (2, 2))  # tensor-parallel ranks and ranks that share each sample's tokens, of some rows more
 LONGEST = 512  # tokens of a preset's sample: bytes per s b h / t do not depend on it
 DURING = ("forward", "backward", "optimizer step")
 GEMMS = ("forward", "backward", "recomputed")
@@ -72,9 +73,18 @@ Row = dict[str, Any]
 
 
 def memory_row(layer: Layer, items: dict[str, int]) -> Row:
-    """What a rank keeps of one layer. items: bytes by name, of a formula TOTAL alone; unit: bytes of s b h / t."""
+    """What a rank keeps of one layer. items: bytes by name, of a formula TOTAL alone; unit: bytes of s b h / (t cp)."""
     model = f"{layer.model}, {TORCH}" if layer.torch else layer.model
-    return {"model": model, "tp": layer.tp, "recompute": layer.recompute, "unit": layer.unit, "items": items}
+    return {"model": model, **ranks_of(layer), "recompute": layer.recompute, "unit": layer.unit, "items": items}
+
+
+def ranks_of(layer: Layer) -> Row:
+    return {"tp": layer.tp} | ({"cp": layer.cp} if layer.cp > 1 else {})
+
+
+def ranks_text(row: Row, equals: str) -> str:
+    """The ranks of a row: t and, if several share each sample's tokens, cp."""
+    return ", ".join(f"{name}{equals}{row[key]}" for name, key in (("t", "tp"), ("cp", "cp")) if key in row)
 
 
 def formula_rows(layer: Layer) -> list[Row]:
@@ -101,7 +111,7 @@ def collective_row(counted: Counted) -> Row:
     for phase, calls in counted.collectives.items():
         sizes = {name: [size for other, size in calls if other == name] for name, _ in calls}
         during[phase] = [(name, len(of_name), max(of_name)) for name, of_name in sizes.items()]
-    return {"model": layer.model, "tp": layer.tp, "recompute": layer.recompute, **during}
+    return {"model": layer.model, **ranks_of(layer), "recompute": layer.recompute, **during}
 
 
 def gemm_row(layer: Layer) -> Row:
@@ -113,7 +123,7 @@ def gemm_row(layer: Layer) -> Row:
 
 def item_problems(layer: Layer, items: Mapping[str, int]) -> list[str]:
     """A sentence for each item of a tpformer layer that has other bytes than expected_items."""
-    where = f"{layer.model}, t = {layer.tp}, recompute {layer.recompute}"
+    where = f"{layer.model}, {ranks_text(ranks_of(layer), ' = ')}, recompute {layer.recompute}"
     expected = expected_items(layer)
     found = [
         f"{where}: {name} takes {items.get(name, 0)} bytes, not {expected.get(name, 0)}"
@@ -150,16 +160,23 @@ def collective_problems(counted: Counted) -> list[str]:
     # what the recomputed forward gathers and scatters again
     gathers, scatters = {"none": (0, 0), "mlp": (1, 0), "full": (2, 1)}[layer.recompute]
     expected = {
-        "forward": {"all_gather": 2 + routes, "reduce_scatter": 2},
-        "backward": {"all_gather": 4 + gathers, "reduce_scatter": 2 + routes + scatters},
-        "optimizer step": {"all_reduce": 1},
+        "forward": Counter(all_gather=2 + routes, reduce_scatter=2),
+        "backward": Counter(all_gather=4 + gathers, reduce_scatter=2 + routes + scatters),
+        "optimizer step": Counter(all_reduce=1),
     }
+    if layer.tp == 1:
+        expected = {during: Counter() for during in expected}
     limit = layer.tokens * layer.config.hidden_size * DTYPE.itemsize
+    if layer.cp > 1:  # keys and values, which "full" gathers once more
+        expected["forward"] += Counter(all_gather=1)
+        expected["backward"] += Counter(all_gather=1 + (layer.recompute == "full"), all_to_all=1)
+        keys = 2 * layer.tokens * layer.cp * layer.config.kv_size // layer.tp * DTYPE.itemsize
+        limit = max(limit, keys)
     for during, calls in counted.collectives.items():
-        where = f"{layer.model}, t = {layer.tp}, recompute {layer.recompute}, {during}"
-        counts = dict(Counter(name for name, _ in calls))
-        if layer.tp > 1 and counts != expected[during]:
-            found.append(f"{where}: {counts}, not {expected[during]}")
+        where = f"{layer.model}, {ranks_text(ranks_of(layer), ' = ')}, recompute {layer.recompute}, {during}"
+        counts = Counter(name for name, _ in calls)
+        if counts != expected[during]:
+            found.append(f"{where}: {dict(counts)}, not {dict(expected[during])}")
         found += [f"{where}: {name} of {size} bytes, above {limit}" for name, size in calls if size > limit]
     return found
 
@@ -169,7 +186,7 @@ def item_table(rows: Sequence[Row], *, sizes: bool) -> Table:
     heads: dict[str, Row] = {}
     for row in rows:
         _, _, whose = row["model"].partition(", ")
-        t = "any t" if whose == MEGATRON else f"t={row['tp']}"
+        t = "any t" if whose == MEGATRON else ranks_text(row, "=")
         lines = [*whose.split(" ", 1), *row["recompute"].split(" "), t]
         heads["\n".join(line for line in lines if line)] = row
     table = columns(["saved for the backward"], heads)
@@ -193,10 +210,10 @@ def gemm_table(rows: Sequence[Row]) -> Table:
 
 def collective_table(rows: Sequence[Row]) -> Table:
     """One line for each layout: what its forward, its backward and, once for all, an optimizer step communicate."""
-    table = Table("model", "recompute", "t", *DURING, box=None, pad_edge=False)
+    table = Table("model", "recompute", "ranks", *DURING, box=None, pad_edge=False)
     for row in rows:
         cells = (", ".join(f"{n} {name} of {size:,}" for name, n, size in row[phase]) for phase in DURING)
-        table.add_row(row["model"], row["recompute"], str(row["tp"]), *cells)
+        table.add_row(row["model"], row["recompute"], ranks_text(row, " = "), *cells)
     return table
 
 
@@ -205,12 +222,12 @@ def draw(path: Path) -> Path:
     bars = []
     for row in json.loads(path.read_text())["rows"]:
         sizes = {name: size / row["unit"] for name, size in row["items"].items()}
-        t = "any t" if MEGATRON in row["model"] else f"t = {row['tp']}"
+        t = "any t" if MEGATRON in row["model"] else ranks_text(row, " = ")
         bars.append(Bar(row["model"], f"{t}, recompute {row['recompute']}", sizes, f"{sum(sizes.values()):.2f}"))
     note = (
         "Bytes of activations that one rank keeps of one layer for the backward, as multiples of s b h / t: sequence "
-        "length, batch, hidden size, and t tensor-parallel ranks. recompute: what the backward computes again. Grey: "
-        "a published formula, not measured."
+        "length, batch, hidden size, and t tensor-parallel ranks, or of s b h / (t cp) where cp ranks share each "
+        "sample's tokens. recompute: what the backward computes again. Grey: a published formula, not measured."
     )
     return write_bars(path, note, "bytes / (s b h / t)", bars, alone=[TOTAL])
 
@@ -302,6 +319,8 @@ def chosen_layers(preset: str | None, tp: int | None) -> list[Layer]:
     if preset is None:
         ranks = RANKS if tp is None else [tp]
         layers = [layer for model, config in MODELS.items() for layer in layers_of(model, config, ranks)]
+        if tp is None:
+            layers += [Layer(model, config, t, cp=cp) for model, config in MODELS.items() for t, cp in SHARED]
     else:
         config = preset_config(preset, n_layers=1, seq_length=min(preset_config(preset).seq_length, LONGEST))
         config = replace(config, dropout=DROPOUT if config.norm == "layernorm" else 0.0)

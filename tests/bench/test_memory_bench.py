@@ -28,23 +28,27 @@ MODES = ("none", "mlp", "full")
 
 def counted(layers: Sequence[Layer], collectives: bool = True) -> list[Counted]:
     """bench.layer_memory.count in this process, which is a rank."""
-    t = dist.get_world_size() if dist.is_initialized() else 1
-    mesh = build_mesh("cpu", tensor_parallel=t)["tp"] if t > 1 else None
+    mesh = None
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        mesh = build_mesh("cpu", tensor_parallel=layers[0].tp, context_parallel=layers[0].cp)
     steps = [Step(layer, mesh) for layer in layers]
     return [Counted(step.layer, step.saved_items(), {} if step.layer.torch else step.collectives()) for step in steps]
 
 
-@pytest.mark.parametrize("t", [1, 2])
-def test_layers_keep_what_they_should(ranks, t):
+@pytest.mark.parametrize("t, cp", [(1, 1), (2, 1), (1, 2)])
+def test_layers_keep_what_they_should(ranks, t, cp):
     models = {"GPT": GPT, "Llama": LLAMA, "MoE": MOE}.items()
-    layers = [Layer(name, config, t, mode) for name, config in models for mode in MODES]
-    layers.append(Layer("GPT", GPT, t, torch=True))
-    first, *others = ranks(t).run(counted, layers) if t > 1 else [counted(layers)]
+    layers = [Layer(name, config, t, mode, cp=cp) for name, config in models for mode in MODES]
+    layers += [Layer("GPT", GPT, t, torch=True)] * (cp == 1)
+    first, *others = ranks(t * cp).run(counted, layers) if t * cp > 1 else [counted(layers)]
     assert all(other == first for other in others)
-    *ours, torchs = first
-    for each in ours:
-        assert memory.item_problems(each.layer, each.items) == []
+    for each in first:
         assert memory.collective_problems(each) == []
+        assert each.layer.torch or memory.item_problems(each.layer, each.items) == []
+    *_, torchs = first
+    if cp > 1:
+        assert torchs.layer.unit == 32 * 64 / cp
+        return
     unit, torch_items = torchs.layer.unit, torchs.items
     assert unit == 32 * 64 / t
     # 34 without parallelism; gathered norm outputs are whole on every rank; its norms' statistics have 2 bytes here
@@ -82,6 +86,7 @@ def test_published_formulas():
 
 @pytest.mark.parametrize("call, words", [
     (lambda: Layer("layer", GPT, 3).check(), "n_heads=4 cannot be split"),
+    (lambda: Layer("layer", GPT, 1, cp=3).check(), "seq_length=32 tokens cannot be shared by ranks=3"),
     (lambda: Layer("layer", replace(GPT, n_kv_heads=1), 2).check(), "layer: kv_heads=1 cannot be split evenly over 2"),
     (lambda: Layer("layer", replace(GPT, ffn_hidden_size=97), 2).check(), "ffn_size=97 cannot be split"),
     (lambda: Layer("layer", replace(GPT, hidden_size=2**20, n_heads=2**10), 1).check(), "weights are 24576 GiB"),
@@ -104,6 +109,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """The tool on small layers, one rank, in this process."""
     monkeypatch.setattr(memory, "MODELS", {"GPT layer": GPT, "Llama layer": LLAMA, "MoE layer": MOE})
     monkeypatch.setattr(memory, "RANKS", (1,))
+    monkeypatch.setattr(memory, "SHARED", ())
     monkeypatch.setattr(memory, "count", counted)
     return monkeypatch
 
