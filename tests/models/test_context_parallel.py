@@ -189,6 +189,19 @@ def test_what_context_parallel_layers_refuse() -> None:
 
 
 @on_every_rank(2)
+def test_a_compiled_block_is_the_block() -> None:
+    """Attention is called as it is between what is compiled."""
+    tp, positions = context(), Positions(BATCH, SEQ, documents())
+    layer, own = block(tp=tp).eval(), positions.shared(tp.shares_tokens)
+    x = drawn(BATCH, SEQ, HIDDEN).float()[:, own.own_tokens()].requires_grad_()
+    found = []
+    for each in (layer, torch.compile(layer, backend="eager")):
+        y = each(x, positions=own)
+        found.append((y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])))
+    assert_identical(*found)
+
+
+@on_every_rank(2)
 def test_one_rank_of_context_is_none() -> None:
     """A mesh's axis of one rank changes nothing, and costs nothing."""
     mesh = build_mesh("cpu", tensor_parallel=2)
