@@ -38,6 +38,7 @@ from tpformer.config import RunConfig
 from tpformer.distributed import record_collectives
 from tpformer.layers import PositionEmbedding, Positions, dropout
 from tpformer.models import GPT, gpt
+from tpformer.ops import context as of_ranks
 from tpformer.ops import flash
 from tpformer.ops.context import Part
 from tpformer.training import experts
@@ -217,21 +218,21 @@ def log_sum_exp_by_rows(patch: Patch) -> None:
 
 
 def documents_cut_at_chunks(patch: Patch) -> None:
-    wrapped(patch, context_attention, "segments", lambda found: [s._replace(first=s.position) for s in found])
+    wrapped(patch, of_ranks, "segments", lambda found: [s._replace(first=s.position) for s in found])
 
 
 def window_of_own_chunk(patch: Patch) -> None:
-    before = context_attention.segments
+    before = of_ranks.segments
 
     def own(starts: list, seq: int, size: int, rank: int) -> list:
         chunk = seq // (2 * size)
         return [s._replace(first=max(s.first, s.position // chunk * chunk)) for s in before(starts, seq, size, rank)]
 
-    patch.setattr(context_attention, "segments", own)
+    patch.setattr(of_ranks, "segments", own)
 
 
 def second_half_alone(patch: Patch) -> None:
-    wrapped(patch, context_attention, "within", lambda found: [s._replace(earlier=0) for s in found])
+    wrapped(patch, of_ranks, "within", lambda found: [s._replace(earlier=0) for s in found])
 
 
 def second_half_in_the_order_of_ranks(patch: Patch) -> None:

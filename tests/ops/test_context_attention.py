@@ -17,7 +17,7 @@ from torch import Tensor
 from tpformer import ops
 from tpformer.distributed import record_collectives, use_backend
 from tpformer.ops import flash
-from tpformer.ops.context import PARTS, Part, Segment, parts, segments, within
+from tpformer.ops.context import PARTS, Part, RankSegments, Segment, parts, segments, within
 
 HEADS = [(4, 4), (4, 2), (4, 1)]
 
@@ -222,14 +222,14 @@ def by_virtual_ranks(size: int, window: int | None, inputs: list[Tensor], halves
     y, wide = torch.empty_like(q), torch.promote_types(q.dtype, torch.float32)
     totals = [torch.zeros_like(x, dtype=wide) for x in (q, k, v)]
     for rank in range(size):
-        own, found = ops.own_tokens(SEQ, size, rank, q.device), segments(DOCUMENTS[0], SEQ, size, rank)
+        own, found = ops.own_tokens(SEQ, size, rank, q.device), RankSegments(DOCUMENTS[:1], SEQ, size, rank)
         out, lse, dq = torch.empty_like(q[own]), q.new_empty(4, len(own), dtype=wide), totals[0][own]
         places = [slice(0, SEQ // 2), slice(SEQ // 2, SEQ)] if halves else [slice(0, SEQ)]
         for keys in places:
-            flash.attend(q[own], k[keys], v[keys], within(found, keys, window), window, out, lse)
+            flash.attend(q[own], k[keys], v[keys], flash.prepared(found, keys, window, q)[0], window, out, lse)
         for keys in places:
-            seen, sums = within(found, keys, window), [total[keys] for total in totals[1:]]
-            flash.attend_backward(dy[own], q[own], k[keys], v[keys], seen, window, out, lse, dq, *sums)
+            work, sums = flash.prepared(found, keys, window, q)[0], [total[keys] for total in totals[1:]]
+            flash.attend_backward(dy[own], q[own], k[keys], v[keys], work, window, out, lse, dq, *sums)
         y[own], totals[0][own] = out, dq
     return [y, *(total.to(q.dtype) for total in totals)]
 
@@ -288,16 +288,19 @@ def test_sequences_of_many_lengths_are_what_segments_are(monkeypatch: pytest.Mon
             assert_same(by_virtual_ranks(size, window, [x[0] for x in inputs], halves), expected)
 
 
-def test_calls_for_sequences_of_many_lengths_join_neighbours() -> None:
-    """Queries and keys of a chunk's documents are adjacent; those of the next chunk begin elsewhere."""
-    found = segments([0, 5, 6, 7, 20], SEQ, 2, 0)
-    batches = [(each.rows, each.keys, each.lengths(torch.zeros(0))) for each in flash.batches(found)]
-    assert [(rows, keys) for rows, keys, _ in batches] == [
+def test_calls_for_sequences_of_many_lengths_join_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries and keys of a chunk's documents are adjacent; those of the next chunk begin elsewhere. They are made once
+    for all layers."""
+    monkeypatch.setattr(flash, "_varlen", lambda q: True)
+    found = RankSegments([[0, 5, 6, 7, 20]], SEQ, 2, 0)
+    batches = flash.prepared(found, slice(0, SEQ), None, torch.zeros(0))[0]
+    assert [(each.rows, each.keys) for each in batches] == [
         (slice(0, 6), slice(0, 6)),
         (slice(6, 12), slice(7, 24)),
     ]
-    (queries, keys, most, most_keys) = batches[1][2]
+    (queries, keys, most, most_keys) = batches[1].lengths
     assert (queries.tolist(), keys.tolist(), most, most_keys) == ([0, 2, 6], [0, 13, 17], 4, 13)
+    assert flash.prepared(found, slice(0, SEQ), None, torch.zeros(0))[0] is batches
 
 
 @on_every_rank(2)
@@ -315,6 +318,10 @@ def test_what_does_not_fit_is_refused() -> None:
         ("ascending positions from 0", lambda: (q, k, v, [[0], [0, 3, 3], [0]])),
         ("ascending positions from 0", lambda: (q, k, v, [[0], [1], [0]])),
         ("ascending positions from 0 to below 24", lambda: (q, k, v, [[0], [0, 24], [0]])),
+        (
+            "documents of 3 samples of 48 tokens on 2 ranks, for 3 of 24 on 2",
+            lambda: (q, k, v, RankSegments([[0]] * 3, 48, 2, dist.get_rank())),
+        ),
         ("a sliding window of 0", lambda: (q, k, v, None, 0)),
     ):
         with pytest.raises(ValueError, match=words):

@@ -203,8 +203,8 @@ class SelfAttention(ParallelModule):
                 first, mask = positions.visible(self.sliding_window, q.device)
                 return ops.cached_attention(q, *cache.seen(first), mask)
         if (context := positions.context) is not None:
-            starts = positions.document_starts()
-            return ops.context_attention(q, k, v, starts, self.sliding_window, group=context.group)
+            documents = positions.segments()
+            return ops.context_attention(q, k, v, documents, self.sliding_window, group=context.group)
         return ops.attention(q, k, v, positions.documents(q.device), self.is_causal, self.sliding_window)
 
     def _own_features(self) -> tuple[Features, Features]:

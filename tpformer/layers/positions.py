@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tpformer.config import check_context_length
 from tpformer.kernels.rope.reference import RopeScaling, rope_table
-from tpformer.ops.context import Context, own_tokens
+from tpformer.ops.context import Context, RankSegments, own_tokens
 
 from .tensor_parallel import TensorParallel
 
@@ -82,7 +82,7 @@ class Positions:
         self.context: Context | None = None
         self.sample_length = seq_length
         self._shared: Positions | None = None
-        self._starts: list[list[int]] | None = None
+        self._segments: RankSegments | None = None
 
     def shared(self, context: Context | None) -> "Positions":
         """The positions of this rank's tokens, of samples that context-parallel ranks share; made once for all layers.
@@ -120,11 +120,13 @@ class Positions:
         """This rank's of what whole samples have for each token, (batch, sample_length) -> (batch, seq_length)."""
         return tokens if self.context is None else tokens[:, self.own_tokens(tokens.device)]
 
-    def document_starts(self) -> list[list[int]] | None:
-        """Where each whole sample's documents begin; None without ids. The host waits for a GPU's ids, once."""
-        if self.ids is not None and self._starts is None:
-            self._starts = [row.nonzero()[:, 0].tolist() for row in (self.ids == 0).cpu()]
-        return self._starts
+    def segments(self) -> RankSegments | None:
+        """This rank's segments of the documents of whole samples, made once for all layers; None without ids. The host
+        waits for a GPU's ids, once."""
+        if self.context is not None and self.ids is not None and self._segments is None:
+            starts = [row.nonzero()[:, 0].tolist() for row in (self.ids == 0).cpu()]
+            self._segments = RankSegments(starts, self.sample_length, self.context.size, self.context.rank)
+        return self._segments
 
     def sequence_sharded(self, shards: int) -> "Positions":
         """The same positions for rows that come in `shards` shards of each sample; made once for all layers."""

@@ -5,7 +5,7 @@ from .attention import attention, cached_attention
 from .autocast import autocast_dtype
 from .choice import Decision, Grouped, choose_transport, use_measured_table
 from .column_linear import column_linear
-from .context import Context, context_balance, own_tokens
+from .context import Context, RankSegments, context_balance, own_tokens
 from .context_attention import context_attention
 from .cross_entropy import VocabSlice, default_chunk_tokens, linear_cross_entropy, vocab_parallel_cross_entropy
 from .dropout import Dropout, dropout, dropout_starts
@@ -35,6 +35,7 @@ __all__ = [
     "Normed",
     "Offload",
     "Policy",
+    "RankSegments",
     "Router",
     "Routing",
     "Transport",

@@ -7,15 +7,20 @@ The order is that of zigzag ring attention (github.com/zhuzilin/ring-flash-atten
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.config import check_context_length
+from tpformer.words import shown
+
+Made = TypeVar("Made")
+TOLD = 31  # numbers by which ranks compare documents, few, as each makes a text of its own (distributed/calls.py)
 
 # An example: one sample of 16 tokens on 2 ranks, in 4 chunks of 4. Rank 0 has the chunks 0 and 3, the tokens 0 1 2 3
 # 12 13 14 15; rank 1 has the chunks 1 and 2, the tokens 4 to 11. With one document every rank's queries see as many
@@ -165,6 +170,46 @@ def within(found: Sequence[Segment], keys: slice, window: int | None) -> list[Se
             first = max(segment.first, low) - low
             seen.append(Segment(segment.row, length, segment.position - low, first, until, seeing(segment, low)))
     return seen
+
+
+class RankSegments:
+    """A context-parallel rank's segments of every sample of a batch, and what is computed from them, each once: a
+    forward makes one for all of its layers, and their backwards.
+
+    starts: where each sample's documents begin, ascending from 0, below seq_length. told: the words by which ranks
+    compare them. ValueError for others.
+    """
+
+    def __init__(self, starts: Sequence[Sequence[int]], seq_length: int, size: int, rank: int) -> None:
+        check_context_length(seq_length, size)
+        if any(list(s[:1]) != [0] or list(s) != sorted(set(s)) or s[-1] >= seq_length for s in starts):
+            raise ValueError(
+                f"documents of {len(starts)} samples begin at {shown(starts)}: give for each sample ascending "
+                f"positions from 0 to below {seq_length}"
+            )
+        self.samples, self.place = len(starts), (seq_length, size, rank)
+        self.told = f"documents {hash(tuple(map(tuple, starts))) % TOLD}"
+        self._segments = [segments(each, seq_length, size, rank) for each in starts]
+        self._made: dict[Hashable, Any] = {}
+
+    def seen(self, keys: slice, window: int | None) -> list[list[Segment]]:
+        """What each sample's segments see of the keys at these positions: `within`."""
+        return self.made(
+            ("segments", keys.start, keys.stop, window),
+            lambda: [within(found, keys, window) for found in self._segments],
+        )
+
+    def made(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What was made under this key, or is made now and kept."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+@lru_cache(maxsize=64)
+def undivided(samples: int, seq_length: int, size: int, rank: int) -> RankSegments:
+    """Those of samples that are one document each."""
+    return RankSegments([[0]] * samples, seq_length, size, rank)
 
 
 def context_balance(documents: Sequence[Sequence[int]], seq_length: int, size: int, window: int | None = None) -> float:

@@ -19,18 +19,16 @@ from torch.distributed import ProcessGroup
 
 from tpformer.config import check_context_length
 from tpformer.distributed.collectives import scatter_sum, start_all_gather
-from tpformer.words import shown
 
 from .attention import check_heads, check_window
 from .autocast import autocast_dtype, cast, without_autocast
 from .calls import called
-from .context import Part, Segment, chunk_owners, own_chunks, parts, segments, within
+from .context import Part, RankSegments, Segment, chunk_owners, own_chunks, parts, undivided
 from .first_derivative import first_derivative
-from .flash import attend, attend_backward, check_head_dim
+from .flash import Batch, attend, attend_backward, check_head_dim, prepared
 from .uncompiled import uncompiled
 
 Documents = Sequence[Sequence[int]]
-TOLD = 31  # numbers by which ranks compare documents, few, as each makes a text of its own (distributed/calls.py)
 
 
 def _gathered(k: Tensor, v: Tensor, cut: Sequence[Part], group: ProcessGroup) -> Iterator[Tensor]:
@@ -71,18 +69,16 @@ def _scattered(gradients: Tensor, places: tuple[int, ...], dtype: torch.dtype, g
 
 
 class Kept(NamedTuple):
-    """What the operation's two halves have in common. starts: where each sample's documents begin."""
+    """What the operation's two halves have in common."""
 
-    starts: Documents
+    segments: RankSegments
     window: int | None
     group: ProcessGroup
 
-    def segments(self, own: int, part: Part) -> Iterator[tuple[int, list[Segment]]]:
-        """(sample, its segments on this rank that see keys of the part), for `own` tokens of each sample."""
-        size, rank = self.group.size(), self.group.rank()
-        for sample, starts in enumerate(self.starts):
-            found = segments(starts, own * size, size, rank)
-            yield sample, within(found, part.positions(own * size), self.window)
+    def work(self, q: Tensor, part: Part) -> Sequence[Sequence[Segment | Batch]]:
+        """What to attend to of a part's keys, for each sample: made once for all layers."""
+        seq_length, _, _ = self.segments.place
+        return prepared(self.segments, part.positions(seq_length), self.window, q)
 
 
 class ContextAttention(torch.autograd.Function):
@@ -101,7 +97,7 @@ class ContextAttention(torch.autograd.Function):
         for part in cut:
             keys, values = next(gathers)
             heads = part.queries
-            for i, found in kept.segments(q.shape[1], part):
+            for i, found in enumerate(kept.work(q, part)):
                 attend(q[i, :, heads], keys[i], values[i], found, kept.window, out[i, :, heads], lse[i, heads])
             del keys, values
         ctx.save_for_backward(q, k, v, out, lse)  # nothing that was gathered
@@ -120,7 +116,7 @@ class ContextAttention(torch.autograd.Function):
             for part in cut:
                 keys, values = next(gathers)
                 sums, heads = torch.zeros(2, *keys.shape, dtype=dq.dtype, device=q.device), part.queries
-                for i, found in kept.segments(q.shape[1], part):
+                for i, found in enumerate(kept.work(q, part)):
                     dy, own, y, total = (x[i, :, heads] for x in (dout, q, out, dq))
                     sums_of = sums[0, i], sums[1, i]
                     attend_backward(dy, own, keys[i], values[i], found, kept.window, y, lse[i, heads], total, *sums_of)
@@ -135,7 +131,7 @@ def context_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    documents: Documents | None = None,
+    documents: Documents | RankSegments | None = None,
     window: int | None = None,
     *,
     group: ProcessGroup,
@@ -146,6 +142,7 @@ def context_attention(
              dividing heads; the rows are `own_tokens` of each sample. The result is like q.
              documents: the positions at which each sample's documents begin, ascending from 0, equal on all ranks.
              None: every sample is one document. Documents and windows may cross from one rank's tokens to another's.
+             A RankSegments of them serves several calls, and is made once.
     window:  a token attends to itself and to the window - 1 tokens before it.
     Saves:   q, k, v, the result and a log-sum-exp: (2 heads + 2 kv_heads) head_dim + heads numbers for each own token,
              the last ones in at least float32. Nothing gathered is kept.
@@ -162,19 +159,24 @@ def context_attention(
     check_window(window, is_causal=True)
     check_heads("context_attention", q, k, v, q.shape[1] if q.dim() == 4 else 0)
     check_head_dim(q)
-    size = group.size()
+    size, rank = group.size(), group.rank()
     seq = q.shape[1] * size
-    check_context_length(seq, size)
-    starts = [[0]] * len(q) if documents is None else documents
-    if len(starts) != len(q) or any(list(s[:1]) != [0] or list(s) != sorted(set(s)) or s[-1] >= seq for s in starts):
+    told = "whole samples"
+    if documents is None:
+        check_context_length(seq, size)
+        documents = undivided(len(q), seq, size, rank)
+    else:
+        if not isinstance(documents, RankSegments):
+            documents = RankSegments(documents, seq, size, rank)
+        told = documents.told
+    if (documents.samples, documents.place) != (len(q), (seq, size, rank)):
         raise ValueError(
-            f"documents of {len(starts)} samples begin at {shown(starts)}: give for each of {len(q)} samples ascending "
-            f"positions from 0 to below {seq}"
+            f"documents of {documents.samples} samples of {documents.place[0]} tokens on {documents.place[1]} ranks, "
+            f"for {len(q)} of {seq} on {size}: give those of the samples that q is of"
         )
     window = None if window is None or window >= seq else window
-    told = "whole samples" if documents is None else f"documents {hash(tuple(map(tuple, starts))) % TOLD}"
     called(group, "context_attention", q.shape, q.dtype, True, (q, k, v), (), k.shape[2], window, told)
     dtype = autocast_dtype(q) or q.dtype
     q, k, v = (cast(x, dtype) for x in (q, k, v))
     with without_autocast(q):
-        return ContextAttention.apply(q, k, v, Kept(starts, window, group))
+        return ContextAttention.apply(q, k, v, Kept(documents, window, group))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from tpformer.torch_private import flash_on_cpu, flash_on_cpu_backward, flash_varlen, flash_varlen_backward, is_fake
 
-from .context import Segment
+from .context import RankSegments, Segment
 
 
 class Call(NamedTuple):
@@ -35,22 +34,96 @@ class Call(NamedTuple):
     mask: Tensor | None = None
 
 
+class Batch(NamedTuple):
+    """Segments of one variable-length call: their rows are adjacent, and so are their keys.
+
+    lengths: boundaries of the queries and of the keys, (segments + 1,) int32 each; the longest of each. window: what
+    the kernel is told, whose last query is beside the last key.
+    """
+
+    segments: tuple[Segment, ...]
+    lengths: tuple[Tensor, Tensor, int, int]
+    window: int | None
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.segments[0].row, self.segments[-1].rows.stop)
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.segments[0].keys.start, self.segments[-1].keys.stop)
+
+    @property
+    def is_causal(self) -> bool:
+        return self.segments[0].until is None
+
+
+def prepared(segments: RankSegments, keys: slice, window: int | None, q: Tensor) -> Sequence[Sequence[Segment | Batch]]:
+    """What each sample's queries, of q's device and dtype, attend to of the keys at these positions, by calls of
+    kernels. It is made once, and what a GPU needs of it goes there in one copy, for which nothing waits."""
+    found = segments.seen(keys, window)
+    if not _varlen(q):
+        return found
+    if is_fake(q):
+        return _batched(found, window, q.device, pinned=False)
+    key = "batches", keys.start, keys.stop, window, q.device
+    return segments.made(key, lambda: _batched(found, window, q.device, pinned=q.is_cuda))
+
+
+def _batched(
+    samples: Sequence[Sequence[Segment]], window: int | None, device: torch.device, *, pinned: bool
+) -> list[list[Batch]]:
+    runs = [list(adjacent(found)) for found in samples]
+    lengths = [
+        list(each)
+        for of in runs
+        for run in of
+        for each in zip(*((s.length, s.keys.stop - s.first) for s in run), strict=True)
+    ]
+    with torch.inference_mode(False):
+        counts = [n for each in lengths for n in accumulate(each, initial=0)]
+        boundaries = torch.tensor(counts, dtype=torch.int32, pin_memory=pinned).to(device, non_blocking=pinned)
+    of_calls = zip(boundaries.split([len(each) + 1 for each in lengths]), map(max, lengths), strict=True)
+
+    def batch(run: list[Segment]) -> Batch:
+        (queries, most), (keys, most_keys) = next(of_calls), next(of_calls)
+        end, until = run[-1].end, run[-1].until
+        told = window if window is None or until is None else window - (end - until)
+        return Batch(tuple(run), (queries, keys, most, most_keys), told)
+
+    return [[batch(run) for run in of] for of in runs]
+
+
+def adjacent(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+    """Runs of segments in which each begins where the one before it ends, in rows and in keys. What has attended to
+    earlier keys, or waits for later ones, is alone or begins a run."""
+    run: list[Segment] = []
+    for segment in segments:
+        joins = run and (segment.first, segment.row) == (run[-1].keys.stop, run[-1].rows.stop)
+        if run and not (joins and segment.until is run[-1].until is None and not segment.earlier):
+            yield run
+            run = []
+        run.append(segment)
+    if run:
+        yield run
+
+
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, segments: Sequence[Segment], window: int | None, out: Tensor, lse: Tensor
+    q: Tensor, k: Tensor, v: Tensor, work: Sequence[Segment | Batch], window: int | None, out: Tensor, lse: Tensor
 ) -> None:
     """Fill out (rows, heads, head_dim) and lse (heads, rows), float32 or float64, of one sample's own queries.
 
     q (rows, heads, head_dim); k, v (positions, kv_heads, head_dim) of the whole sample or of a part of it, kv_heads
-    dividing heads. Rows that have attended to an earlier part have its results in out and lse.
+    dividing heads. work: a sample's of `prepared`. Rows that have attended to an earlier part have its results in out
+    and lse.
     """
-    if _varlen(q):
-        for batch in batches(segments):
-            lengths, seen = batch.lengths(q), batch.window(window)
-            y, sums = flash_varlen(q[batch.rows], k[batch.keys], v[batch.keys], *lengths, seen, batch.is_causal)
-            _put(y.transpose(0, 1), sums, batch.segments[0], out, lse)
-        return
     forward, _ = KERNELS.get(q.device.type, PLAIN)
-    for segment in segments:
+    for segment in work:
+        if isinstance(segment, Batch):
+            keys, values = k[segment.keys], v[segment.keys]
+            y, sums = flash_varlen(q[segment.rows], keys, values, *segment.lengths, segment.window, segment.is_causal)
+            _put(y.transpose(0, 1), sums, segment.segments[0], out, lse)
+            continue
         found = []
         for call in _calls(segment, window, q.device):
             keys, values = (_heads(x[call.keys], q.shape[1]) for x in (k, v))
@@ -78,7 +151,7 @@ def attend_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    segments: Sequence[Segment],
+    work: Sequence[Segment | Batch],
     window: int | None,
     out: Tensor,
     lse: Tensor,
@@ -90,18 +163,17 @@ def attend_backward(
 
     out, lse: all of `attend`. With the log-sum-exp of all keys, each call's gradients are those of the whole.
     """
-    if _varlen(q):
-        for batch in batches(segments):
-            rows, keys = batch.rows, batch.keys
-            forward = q[rows], k[keys], v[keys], out[rows], lse[:, rows].contiguous()
-            lengths, seen = batch.lengths(q), batch.window(window)
-            gradients = flash_varlen_backward(dout[rows], *forward, *lengths, seen, batch.is_causal)
-            for total, part, of in zip((dq, dk, dv), gradients, (rows, keys, keys), strict=True):
-                total[of] += part
-        return
     _, backward = KERNELS.get(q.device.type, PLAIN)
     heads, shared = q.shape[1], k.shape[1]
-    for segment in segments:
+    for segment in work:
+        if isinstance(segment, Batch):
+            rows, seen = segment.rows, segment.keys
+            forward = q[rows], k[seen], v[seen], out[rows], lse[:, rows].contiguous()
+            options = segment.window, segment.is_causal
+            gradients = flash_varlen_backward(dout[rows], *forward, *segment.lengths, *options)
+            for total, part, of in zip((dq, dk, dv), gradients, (rows, seen, seen), strict=True):
+                total[of] += part
+            continue
         own = [_heads(x[segment.rows], heads) for x in (dout, q, out)]
         for call in _calls(segment, window, q.device):
             keys, values = (_heads(x[call.keys], heads) for x in (k, v))
@@ -168,54 +240,6 @@ def check_head_dim(q: Tensor) -> None:
 
 def _varlen(q: Tensor) -> bool:
     return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
-
-
-class Batch(NamedTuple):
-    """Segments of one variable-length call: their rows are adjacent, and so are their keys."""
-
-    segments: tuple[Segment, ...]
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.segments[0].row, self.segments[-1].rows.stop)
-
-    @property
-    def keys(self) -> slice:
-        return slice(self.segments[0].keys.start, self.segments[-1].keys.stop)
-
-    @property
-    def is_causal(self) -> bool:
-        return self.segments[0].until is None
-
-    def window(self, window: int | None) -> int | None:
-        """The window that the kernel is told, whose last query is beside the last key."""
-        return window if window is None or self.is_causal else window - (self.segments[0].end - self.keys.stop)
-
-    def lengths(self, like: Tensor) -> tuple[Tensor, Tensor, int, int]:
-        """(boundaries of the queries, of the keys: (segments + 1,) int32; the longest of each)."""
-        queries, keys = [s.length for s in self.segments], [s.keys.stop - s.first for s in self.segments]
-        make = _boundaries.__wrapped__ if is_fake(like) else _boundaries
-        return *(make(tuple(x), like.device) for x in (queries, keys)), max(queries), max(keys)
-
-
-def batches(segments: Sequence[Segment]) -> Iterator[Batch]:
-    """Runs of segments in which each begins where the one before it ends, in rows and in keys. What has attended to
-    earlier keys, or waits for later ones, is alone or begins a run."""
-    run: list[Segment] = []
-    for segment in segments:
-        joins = run and (segment.first, segment.row) == (run[-1].keys.stop, run[-1].rows.stop)
-        if run and not (joins and segment.until is run[-1].until is None and not segment.earlier):
-            yield Batch(tuple(run))
-            run = []
-        run.append(segment)
-    if run:
-        yield Batch(tuple(run))
-
-
-@lru_cache(maxsize=256)
-def _boundaries(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device=device)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
