@@ -188,7 +188,7 @@ def loss_times_ranks(patch: Patch) -> None:
 
 
 def key_gradients_summed_twice(patch: Patch) -> None:
-    wrapped(patch, context_attention, "_scattered", lambda gradients: 2 * gradients)
+    wrapped(patch, context_attention, "start_scatter_sum", lambda wait: lambda: 2 * wait())
 
 
 def last_piece_without_a_merge(patch: Patch) -> None:

@@ -118,13 +118,24 @@ def scatter_sum(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
     Communicates: one all-to-all; each rank receives (ranks - 1) / ranks * x.nbytes, as in a reduce-scatter.
     Errors: those of reduce_scatter.
     """
-    if group is None or (state := collective_state(group)).size == 1:
+    if group is None or collective_state(group).size == 1:
         return x
+    return start_scatter_sum(x, group)()
+
+
+def start_scatter_sum(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Begin a scatter_sum of several ranks. What it returns waits and gives the result; until then x stays unwritten.
+
+    On a GPU what is queued in between runs beside it. Through shared memory it is done at once.
+    """
+    state = collective_state(group)
     check_divisible(x.shape[0] if x.dim() else None, state.size)
     if state.shared and x.is_cpu:
         record("all_to_all", x.numel() * x.dtype.itemsize)
-        return _scatter_shared(x, group, state, "scatter_sum")
-    return combine(list(all_to_all(x, group).chunk(state.size)), torch.add)
+        result = _scatter_shared(x, group, state, "scatter_sum")
+        return lambda: result
+    wait = start_all_to_all(x, group)
+    return lambda: combine(list(wait().chunk(state.size)), torch.add)
 
 
 def all_to_all(

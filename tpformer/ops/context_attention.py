@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.config import check_context_length
-from tpformer.distributed.collectives import scatter_sum, start_all_gather
+from tpformer.distributed.collectives import start_all_gather, start_scatter_sum
 
 from .attention import check_heads, check_window
 from .autocast import autocast_dtype, cast, without_autocast
@@ -54,18 +54,25 @@ def _in_order(gathered: Tensor, places: tuple[int, ...], size: int) -> Tensor:
     return torch.cat([chunks[rank, :, :, index] for rank, index in owners], 2)
 
 
-def _scattered(gradients: Tensor, places: tuple[int, ...], dtype: torch.dtype, group: ProcessGroup) -> Tensor:
-    """Of gradients like _gathered's result those of the own tokens, summed over ranks: (2, batch, own, heads, width).
+def _scattered(gradients: Tensor, places: tuple[int, ...], own: Tensor, group: ProcessGroup) -> Callable[[], None]:
+    """Begin to put into `own`, (2, batch, own, heads, width), those gradients of the own tokens, summed over ranks, of
+    gradients like _gathered's result. What it returns waits, and puts them there.
 
-    Ranks exchange them in `dtype` and add them up in at least float32, in rank order: NCCL's reduce-scatter would add
-    in an order of its own, and round at every hop.
+    Ranks exchange them in own's dtype and add them up in at least float32, in rank order: NCCL's reduce-scatter would
+    add in an order of its own, and round at every hop.
     """
     size = group.size()
     chunks, first = gradients.chunk(len(places) * size, 2), places[0] * size
-    sent = torch.empty(len(chunks), *chunks[0].shape, dtype=dtype, device=gradients.device)
+    sent = torch.empty(len(chunks), *chunks[0].shape, dtype=own.dtype, device=own.device)
     for index, (rank, place) in enumerate(product(range(size), places)):
         sent[index] = chunks[own_chunks(size, rank)[place] - first]
-    return torch.cat(list(scatter_sum(sent, group)), 2)
+    wait = start_scatter_sum(sent, group)
+
+    def put() -> None:
+        for chunk, summed in zip(own.chunk(len(places), 2), wait(), strict=True):
+            chunk.copy_(summed)
+
+    return put
 
 
 class Kept(NamedTuple):
@@ -112,18 +119,27 @@ class ContextAttention(torch.autograd.Function):
         dkv = torch.empty(2, *k.shape, dtype=k.dtype, device=k.device)
         with without_autocast(q):
             dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
-            gathers = _gathered(k, v, cut, kept.group)
+            gathers, under_way = _gathered(k, v, cut, kept.group), list[Callable[[], None]]()
             for part in cut:
-                keys, values = next(gathers)
-                sums, heads = torch.zeros(2, *keys.shape, dtype=dq.dtype, device=q.device), part.queries
-                for i, found in enumerate(kept.work(q, part)):
-                    dy, own, y, total = (x[i, :, heads] for x in (dout, q, out, dq))
-                    sums_of = sums[0, i], sums[1, i]
-                    attend_backward(dy, own, keys[i], values[i], found, kept.window, y, lse[i, heads], total, *sums_of)
-                del keys, values  # before as much is made to send
+                sums = _key_gradients(next(gathers), part, kept, dout, q, out, lse, dq)
+                while under_way:  # the exchange of the part before, which ran beside this one's work
+                    under_way.pop()()
                 own_rows = dkv[:, :, part.rows(k.shape[1]), part.heads]
-                own_rows.copy_(_scattered(sums, part.places, k.dtype, kept.group))
+                under_way.append(_scattered(sums, part.places, own_rows, kept.group))
+                del sums
+            under_way.pop()()
         return dq.to(q.dtype), *dkv, None
+
+
+def _key_gradients(gathered: Tensor, part: Part, kept: Kept, dout, q, out, lse, dq: Tensor) -> Tensor:
+    """Gradients like `gathered`, a part's keys and values, in dq's dtype, from the own queries. Theirs are added to
+    dq."""
+    sums, heads = torch.zeros(gathered.shape, dtype=dq.dtype, device=q.device), part.queries
+    for i, found in enumerate(kept.work(q, part)):
+        dy, own, y, total = (x[i, :, heads] for x in (dout, q, out, dq))
+        (keys, values), sums_of = gathered[:, i], (sums[0, i], sums[1, i])
+        attend_backward(dy, own, keys, values, found, kept.window, y, lse[i, heads], total, *sums_of)
+    return sums
 
 
 @uncompiled
@@ -148,7 +164,7 @@ def context_attention(
              the last ones in at least float32. Nothing gathered is kept.
     Communication, per rank, B = 2 batch seq kv_heads head_dim itemsize: an all-gather of B in the forward, another and
              an all-to-all of B in the backward; on CUDA in up to 4 parts, by heads or also by halves of the samples, of
-             which the next is gathered while one attends.
+             which the next is gathered, and the one before exchanged, while one attends.
     Gradients of keys and values are summed over ranks in their order, so this sum is the same in every run. CUDA's
     flash attention repeats its bits only under torch.use_deterministic_algorithms(True).
     On CUDA in 32 and 64 bits scores are made whole, (heads, own tokens, keys) of a part at a time: to verify with.

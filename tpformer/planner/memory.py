@@ -60,7 +60,7 @@ def context_workspace(config: RunConfig) -> float:
     Besides the gradients of own queries in float32, and of own keys and values, they are those of the largest part of
     keys and values, with the next part under way if there are several: the gathered ones, and themselves in order; or,
     beside their gradients in float32, the ones in order and what a kernel makes; or these sums on their way to other
-    ranks, in the compute dtype, and as they arrive.
+    ranks, in the compute dtype, and as they arrive. While a part computes, the sums of the one before are on their way.
     """
     model, layout, precision = config.model, config.parallel, Precision.of(config)
     if (cp := layout.context_parallel) == 1:
@@ -70,10 +70,10 @@ def context_workspace(config: RunConfig) -> float:
     cut = parts(model.n_heads // t, shared, config.train.device or "cuda")
     heads, positions = largest = max((each.heads.stop - each.heads.start, len(each.places)) for each in cut)
     part = gathered * heads / shared * positions / 2
-    ahead = part * (1 + 1 / cp) if len(cut) > 1 else 0.0
+    ahead, behind = (part * (1 + 1 / cp), 2 * part) if len(cut) > 1 else (0.0, 0.0)
     sums, kernel = part * wide / item, _attention_workspace(config, part, *largest)
     own = wide * microbatch_tokens(config) * model.query_size / t + gathered / cp
-    return own + ahead + max(2 * part, sums + part + max(part, kernel))
+    return own + ahead + max(behind + max(2 * part, sums + part + kernel), sums + 2 * part)
 
 
 def _attention_workspace(config: RunConfig, part: float, heads: int, halves: int) -> float:
