@@ -85,10 +85,8 @@ def _attention_workspace(config: RunConfig, part: float, heads: int, halves: int
     chunk and the keys that they see; CUDA in 32 and 64 bits has the scores of these for each head, thrice.
     """
     model, layout, item = config.model, config.parallel, Precision.of(config).compute.itemsize
-    group, one = (
-        model.n_heads // layout.tensor_parallel / kv_heads(model, layout.tensor_parallel)[1],
-        part / config.microbatch_size,
-    )
+    t, one = layout.tensor_parallel, part / config.microbatch_size
+    group = model.n_heads // t / kv_heads(model, t)[1]
     repeated = group if group > 1 else 0
     cuda = config.train.device != "cpu"
     if cuda and item == 2:
