@@ -34,9 +34,10 @@ def test_plans_use_the_factors_that_are_fitted():
         assert found == {tuple(sorted(round(evaluate(table).rate, 2) for table in tables))}
 
 
-ONCE = {term: name for name, terms in TEETH.items() for term in terms}  # by term; the last table is the fastest
+# the table of the suite, which takes a tenth of a second for a term; the others take two
+FASTEST = "torchtitan"
 EVERY = [
-    pytest.param(name, term, marks=[pytest.mark.proof] * (ONCE[term] != name))
+    pytest.param(name, term, marks=[pytest.mark.proof] * (name != FASTEST))
     for name, terms in TEETH.items()
     for term in terms
 ]

@@ -205,7 +205,7 @@ def test_published_layouts_are_near_the_best_of_their_time():
 
 def test_files(tmp_path, capsys, monkeypatch):
     paths = {kind: tmp_path / f"plan.{kind}" for kind in ("toml", "json", "csv", "html")}
-    options = ["--preset", "gpt2-355m", "--gpus", "8", "--batch", "64", "--top", "3", "--price", "2"]
+    options = ["--preset", "gpt2-355m", "--gpus", "4", "--batch", "64", "--top", "3", "--price", "2"]
     files = ["--out", paths["toml"], "--json", paths["json"], "--csv", paths["csv"], "--html", paths["html"]]
     show = plan._print
 
@@ -223,19 +223,19 @@ def test_files(tmp_path, capsys, monkeypatch):
     assert len(rows) == 3 and paths["csv"].read_text().count("\n") == 4
     items = ("compute", "tp", "pp", "dp", "bubble", "optimizer", "host")
     assert sum(rows[0][f"{name}_seconds"] for name in items) == pytest.approx(rows[0]["step_seconds"])
-    assert rows[0]["price"] == pytest.approx(rows[0]["days"] * 24 * 8 * 2)
+    assert rows[0]["price"] == pytest.approx(rows[0]["days"] * 24 * 4 * 2)
     text = paths["html"].read_text()
     assert not re.search(r"<script|src=|url\((?!#)|http(?!://www.w3.org/2000/svg)", text), "it loads nothing"
     for line in ("in one node, ", f"${rows[0]['price']:,.0f} at $2.00 an hour", "warm-up, GPT-3: "):
         assert printed.count(line) == text.count(line) > 0, line
     asked = ["--preset", "gpt2-355m", "--batch", "64"]
-    plan_command([*asked, "--gpus", "8", "--explain", "dp=4"])
+    plan_command([*asked, "--gpus", "4", "--explain", "dp=2"])
     assert "cannot work" in capsys.readouterr().out
-    plan_command([*asked, "--sweep", "gpus=8,37"])
+    plan_command([*asked, "--sweep", "gpus=4,37"])
     first, second, _ = (row["layout"] for row in rows)
     swept_lines = capsys.readouterr().out.splitlines()
     assert any(first in line for line in swept_lines) and not any(second in line for line in swept_lines)
-    assert swept_lines[0] == "gpus = 8" and "gpus = 37: no layout works" in swept_lines
+    assert swept_lines[0] == "gpus = 4" and "gpus = 37: no layout works" in swept_lines
     with pytest.raises(ValueError, match="give one of FILE.toml, --preset NAME and --parameters SIZE"):
         plan_command([])
 
@@ -330,7 +330,7 @@ GPT2 = ["--preset", "gpt2-124m", "--batch", "64"]
     (["--out", "{here}/no/x"], "--out {here}/no/x: give a new file in a folder that exists"),
     (["--json", "{here}/no/x"], "--json {here}/no/x: give a new file in a folder that exists"),
     (["--csv", "{here}/x", "--html", "{here}/x"], "--csv, --html name the same file"),
-    (["--explain", "dp=4", "--csv", "{here}/x"], "nothing was written, because the layout cannot work"),
+    (["--gpus", "2", "--explain", "dp=4", "--csv", "{here}/x"], "nothing was written, because the layout cannot work"),
     (["--sweep", "gpus=8", "--csv", "{here}/x"], "--sweep only prints: leave out"),
     (["--sweep", "gpus=8", "--explain", "dp=8"], "--sweep only prints: leave out"),
     (["--sweep", "gpus=7.5"], "--sweep gpus 7.5: write a whole number"),
@@ -381,7 +381,7 @@ def test_gradients_are_reduced_while_activations_move_to_the_host():
 
 
 def test_kinds_are_compared():
-    asked = question(batch=64, space=Space(microbatch=(1, 4), zero=(0, 1), offload=("none",)))
+    asked = question(gpus=4, batch=64, space=Space(microbatch=(1, 4), zero=(0, 1), offload=("none",)))
     rows = [compare(asked, "", ["pp=1", "pp=2|4,schedule=1F1B|ZBVZeroBubble", "tp=16"])]
     first, second, none = rows[0].best.values()
     every = planner.brute_force(asked, 10**6)
