@@ -150,8 +150,8 @@ SEEN = [
 ]
 DROPPED = [Case(each, 1, "causal", *case, 0.5) for each, *case in product(TWO, list(SAMPLES)[:3], RECOMPUTE)]
 SLICES_OF_TOKENS = [Case(TWO[1], 0, samples=samples) for samples in ("whole", "documents")]
-# on two ranks each attention and each kind of samples once, on one with each other
-CASES = {1: [*EVERY, *SEEN], 2: [*EVERY, *SEEN[::5], *DROPPED, *SLICES_OF_TOKENS], 3: [*EVERY, *DROPPED[::5]]}
+# On two ranks each attention and each kind of samples once, on one with each other. On three heads are shared unevenly.
+CASES = {1: [*EVERY, *SEEN], 2: [*EVERY, *SEEN[::5], *DROPPED, *SLICES_OF_TOKENS], 3: [*EVERY[::2], *DROPPED[::5]]}
 
 
 @pytest.mark.parametrize("t", CASES)

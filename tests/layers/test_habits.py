@@ -16,6 +16,7 @@ from habits import AUTOCAST, EDITS, HABITS, LAYERS, SHARDINGS, WAYS, fsdp, linea
 from steps import Results
 from testing import assert_identical, assert_kernel_close, assert_same
 from torch import nn
+from turns import in_turns
 
 from tpformer.distributed import build_mesh
 from tpformer.layers import TensorParallel
@@ -37,7 +38,7 @@ once.
 - An empty place means that the layer has no linear to do this to.
 
 `.venv/bin/python -m pytest tests/layers/test_habits.py` compares it on one process and on two tensor-parallel ranks,
-and with `--proof` the parts of a GPT each by itself. tests/layers/habits.py has the layers and the habits.
+and with `--proof` parts of a GPT each by itself, too. tests/layers/habits.py has the layers and the habits.
 tests/layers/test_habits_of_children.py does the same for recomputation, sequence parallelism and habits of single
 children.
 """
@@ -131,19 +132,18 @@ def assert_as_expected(name: str, habit: str, tp: int, found: list[Results | str
     assert_same(actual, oracle, what)
 
 
-# parts of a GPT, which has a habit in all modules at once
-OF_GPT = ("SelfAttention", "MLP", "TransformerBlock")
+# (layer, tensor-parallel ranks, data-parallel ranks). A GPT has each habit in all of its modules at once: the suite has
+# it where most of them communicate, and the proof has the rest, and its parts.
+OF_GPT = ("SelfAttention", "MLP", "TransformerBlock", "GPT")
+CASES = [*product(LAYERS, (1, 2), (1, 2))]
+SUITE = [case for case in CASES if case[0] not in OF_GPT or case == ("GPT", 2, 1)]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.proof, pytest.mark.rotates(2)] * (name in OF_GPT)) for name in LAYERS],
-)
-def test_every_habit_equals_torch_or_is_refused(ranks, name):
-    for tp, (habits, dp) in product((1, 2), (([*EDITS, *WAYS], 1), ([*SHARDINGS], 2))):
-        by_rank = ranks(tp * dp).run(on_rank, name, tp, habits)
-        for habit, *found in zip(habits, *by_rank, strict=True):
-            assert_as_expected(name, habit, tp, found)
+@pytest.mark.parametrize("name, tp, dp", [*SUITE, *in_turns(case for case in CASES if case not in SUITE)])
+def test_every_habit_equals_torch_or_is_refused(ranks, name, tp, dp):
+    habits = [*EDITS, *WAYS] if dp == 1 else [*SHARDINGS]
+    for habit, *found in zip(habits, *ranks(tp * dp).run(on_rank, name, tp, habits), strict=True):
+        assert_as_expected(name, habit, tp, found)
 
 
 def test_every_layer_works_without_a_process_group():
