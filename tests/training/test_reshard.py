@@ -97,11 +97,12 @@ ALONE: dict = {}
 MOE: dict = {"experts": True}
 MATRIX = [
     (SMALL, {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 1}), (SMALL, ALONE),
-    ({"context_parallel": 2, **MOE}, {"tensor_parallel": 2, **MOE}), (CONTEXT, {"context_parallel": 4}),
+    ({"context_parallel": 2, **MOE}, {"tensor_parallel": 2, **MOE}),
     ({"data_parallel_shard": 4, "expert_parallel": 2, **MOE}, {"tensor_parallel": 2, "zero_stage": 0, **MOE}),
-    ({"tensor_parallel": 2, **MOE}, MOE), ({"tensor_parallel": 2, **MOE}, {"pipeline_parallel": 2, **MOE}),
 ]  # fmt: skip
 PROOFS = [
+    (CONTEXT, {"context_parallel": 4}), ({"tensor_parallel": 2, **MOE}, MOE),
+    ({"tensor_parallel": 2, **MOE}, {"pipeline_parallel": 2, **MOE}),
     (FULL, {"tensor_parallel": 4, "data_parallel_shard": 2, "zero_stage": 1}), (FULL, {"pipeline_parallel": 4}),
     (FULL, FULL), (FULL, {"pipeline_parallel": 2, "pipeline_schedule": "DualPipeV"}), (FULL, HYBRID),
     (HYBRID, {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B", "data_parallel_replicate": 2}),
