@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
+from turns import in_turns
 
 from tpformer.distributed import build_mesh
 from tpformer.distributed.collectives import record_collectives
@@ -69,7 +70,7 @@ def on_rank(t, linear, wide, sequence_parallel):
 
 @pytest.mark.parametrize(
     ("t", "linear", "wide", "sequence_parallel"),
-    [(2, conv, 16, False), (2, nn.Linear, 16, True), (4, nn.Linear, 14, False), (4, conv, 14, True)],
+    [(2, conv, 16, False), *in_turns([(2, nn.Linear, 16, True)]), (4, nn.Linear, 14, False), (4, conv, 14, True)],
 )
 def test_same_as_plain_modules(ranks, t, linear, wide, sequence_parallel):
     """In one case also of copies and compiled: enter and leave of the others are not to be pickled."""
