@@ -107,6 +107,7 @@ AT_HAND = {"torch", "triton", "numpy", "pytest"}  # on a GPU machine
 TESTED = ("bench", "kernels", "ops", "training")  # folders of tests
 
 
+@pytest.mark.proof  # it finds the tests of four folders, without what is imported here
 def test_missing_packages_cost_few_tests() -> None:
     """Without other packages, pytest's plugins among them, all tests of kernels are found, and no file is an error."""
     options = ["-p", "gpu_report", "-m", "gpu", "--collect-only", "-qq", "-rs", "-p", "no:cacheprovider"]

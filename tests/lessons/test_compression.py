@@ -10,6 +10,7 @@ import torch.distributed as dist
 from small_runs import build
 from test_all_reduces import config_of, save, take_step, train
 from testing import assert_identical, on_every_rank
+from turns import in_turns
 
 from tpformer.distributed import record_collectives
 from tpformer.lessons.compression import BLOCK, Compression
@@ -116,7 +117,9 @@ def test_without_loss_it_is_the_sum_bit_for_bit() -> None:
         assert torch.equal(x, expected), kind
 
 
-@pytest.mark.parametrize(("kind", "parallel"), [("int8", SHARDED), ("topk", SHARDED), ("powersgd rank=1", PIPELINED)])
+@pytest.mark.parametrize(
+    ("kind", "parallel"), [("int8", SHARDED), *in_turns([("topk", SHARDED)]), ("powersgd rank=1", PIPELINED)]
+)
 @on_every_rank(4)
 def test_a_run_learns_and_goes_on_bit_for_bit(tmp_path, kind, parallel):
     config = config_of(**parallel, exchange=kind)
