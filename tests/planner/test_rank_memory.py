@@ -39,6 +39,7 @@ LAYOUTS = [
     (ROUTED, TP2),
     (SHARED, {**REGIONS, **FEW, "recompute_layers": "0:2", "balance_loss": 0.01}),
     ({**SHARED, **FOUR}, {**ZBV, **TP2, **PACKED, "sequence_parallel": False}),
+    (GPT, {**TP2, **ZERO1, "data_parallel_replicate": 2}),
     (LLAMA, {**CP2, **ZERO3, **FEW, "recompute": "full"}),
 ]
 # the same parts in other combinations
@@ -48,7 +49,6 @@ OTHERS = [
     ({**SHARED, "n_layers": 2, "seq_length": 1024}, {**TP2, **PACKED, **OFFLOADED, **FEW, "recompute": "full"}),
     ({**GPT, **FOUR}, {**TP2, "pipeline_parallel": 4, "data_parallel_replicate": 2, "recompute": "mlp"}),
     ({**GPT, "n_layers": 3}, {**ZERO3, **PACKED, "recompute": "mlp", "pack_layers": "1:2"}),
-    (GPT, {**TP2, **ZERO1, "data_parallel_replicate": 2}),
     ({**LLAMA, "sliding_window": 48}, {**CP2, **FEW, "dtype": "float32"}),
     (GPT, {**CP2, **TP2}),
     ({**SHARED, **FOUR}, {**CP2, **ZBV, **TP2, "balance_loss": 0.01}),
