@@ -12,6 +12,7 @@ from tpformer.config import DataSection, ModelSection, OptimizerSection, RunConf
 from tpformer.parallel import SCHEDULES, Layout
 
 BATCH, LAYERS = 8, 4
+SHORT, END = "_short", 256  # the ending of the prefix of a dataset of short documents; the id that ends a document
 NEWER: dict[str, Any] = {  # what Llama 3.1, Qwen and Mistral add, in one model
     **{"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "qkv_bias": True, "qk_norm": True},
     **{"n_kv_heads": 2, "head_dim": 12, "sliding_window": 7, "rope_scaling_factor": 8.0, "rope_original_length": 16},
@@ -39,6 +40,7 @@ class LayoutCase(NamedTuple):
     """A layout, and the settings that it is trained with. microbatch_size None: the configuration derives it.
 
     model: the name of its options in MODELS; without a name it is a GPT-2. sgd: it trains by SGD in the place of AdamW.
+    documents: its samples have several, and attention stays within one.
     """
 
     layout: Layout
@@ -47,6 +49,7 @@ class LayoutCase(NamedTuple):
     layers: int = LAYERS
     model: str = ""
     sgd: bool = False
+    documents: bool = False
 
     def config(self, dtype: str, train: str, steps: int, lr: float) -> RunConfig:
         model = ModelSection(
@@ -61,6 +64,8 @@ class LayoutCase(NamedTuple):
         if self.sgd:
             optimizer = replace(optimizer, name="sgd", lr=100 * lr, momentum=0.9, nesterov=True)
         data = DataSection(train=(train,))
+        if self.documents:
+            data = DataSection(train=(train + SHORT,), separate_documents=True, end_of_document=END)
         return RunConfig(model=model, data=data, parallel=self.layout, optimizer=optimizer, train=section)
 
     @property
@@ -95,11 +100,17 @@ class LayoutCase(NamedTuple):
         words += [] if self.tied else ["untied"]
         words += [self.model] if self.model else []
         words += ["SGD"] if self.sgd else []
+        words += ["documents"] if self.documents else []
         return ", ".join(words) or ALONE
 
 
 def case(
-    microbatch_size: int | None = None, tied: bool = True, model: str = "", sgd: bool = False, **layout: object
+    microbatch_size: int | None = None,
+    tied: bool = True,
+    model: str = "",
+    sgd: bool = False,
+    documents: bool = False,
+    **layout: object,
 ) -> LayoutCase:
     """A case from Layout's keywords, some by short names. It has 4 layers, or one a stage if stages are more."""
     short = {
@@ -113,7 +124,7 @@ def case(
         "zero": "zero_stage",
     }
     made = Layout(**{short.get(key, key): value for key, value in layout.items()})  # type: ignore[arg-type]
-    return LayoutCase(made, microbatch_size, tied, max(LAYERS, made.n_stages), model, sgd)
+    return LayoutCase(made, microbatch_size, tied, max(LAYERS, made.n_stages), model, sgd, documents)
 
 
 ONE = case()
@@ -167,6 +178,8 @@ CASES = (
     *(case(2, shard=2, zero=1, sgd=True), case(2, shard=4, zero=3, sgd=True)),
     *(case(1, replicate=2, shard=2, zero=2, sgd=True), case(4, shard=2, zero=3, cpu_offload=True, sgd=True)),
     case(2, tp=2, pp=2, shard=2, zero=3, recompute="full", sgd=True),
+    # documents that attention separates
+    case(2, tp=2, pp=2, schedule="ZBVZeroBubble", documents=True),
 )
 # the least, on at most four processes
 QUICK_CASES = (case(4, tp=2), case(2, shard=2, zero=3), case(2, tp=2, pp=2, schedule="ZBVZeroBubble"))
@@ -217,6 +230,8 @@ CONTEXT_CASES = (
     *(case(1, cp=2, tp=2, pp=2, schedule="DualPipeV"), case(2, cp=4, tp=2, model=NEWER_MODEL)),
     case(2, cp=2, tp=2, shard=2, zero=3, recompute="full", model=SIXTEEN),
     case(1, cp=2, replicate=2, shard=2, zero=2),
+    # documents that attention separates
+    case(2, cp=2, shard=2, zero=3, model=NEWER_MODEL, documents=True),
     # ten of thirty that chance chose
     case(4, cp=2, tp=2, shard=2, sequence_parallel=False, cpu_offload=True, model=NEWER_MODEL),
     case(1, cp=2, tp=2, zero=0, recompute="mlp", model=EIGHT, sgd=True),

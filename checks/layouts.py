@@ -25,7 +25,7 @@ from harness.ranks import Calls, Ranks
 from harness.runner import Bench, Report
 from tpformer.config import RunConfig, check_config
 from tpformer.distributed.dtensor import full_tensor
-from tpformer.training.data import build_stdlib
+from tpformer.training.data import IndexedDataset, IndexedWriter, build_stdlib
 from tpformer.training.optimizer import build_optimizers
 from tpformer.training.schedules import learning_rate
 from tpformer.training.setup import build_model, open_data, run_mesh
@@ -39,6 +39,7 @@ from .layout_cases import (
     CASES,
     CONTEXT_CASES,
     CURVES,
+    END,
     EXCHANGE_CASES,
     LAYERS,
     MOE_CASES,
@@ -46,6 +47,7 @@ from .layout_cases import (
     QUICK_CONTEXT_CASES,
     QUICK_EXCHANGE_CASES,
     QUICK_MOE_CASES,
+    SHORT,
     LayoutCase,
 )
 from .layout_report import bfloat16_table, draw, result_table, routing_table
@@ -265,6 +267,14 @@ def train_all(worlds: Mapping[int, Mapping[tuple[str, LayoutCase], RunConfig]]) 
     return results
 
 
+def write_short_documents(text: Path, tokens: int = 1 << 15) -> None:
+    """Write the dataset TEXT_short: the words of the first tokens of a dataset of bytes, each a document."""
+    ids = IndexedDataset(text).tokens(0, tokens)
+    with IndexedWriter(f"{text}{SHORT}", np.dtype(np.uint16)) as writer:
+        for word in np.split(ids, np.flatnonzero(ids == ord(" ")) + 1):
+            writer.add_document([*word, END])
+
+
 def run(options: argparse.Namespace) -> Report:
     """Train in every layout and in one process, and compare."""
     every = {"": CASES, "moe": MOE_CASES, "context": CONTEXT_CASES, "exchange": EXCHANGE_CASES}
@@ -277,6 +287,7 @@ def run(options: argparse.Namespace) -> Report:
     cases = [one for name in asked or every for one in every[name]]
     with tempfile.TemporaryDirectory(prefix="tpformer-bench-") as directory:
         text, _ = build_stdlib(Path(directory), quiet=True)
+        write_short_documents(text)
         trained = train_all(plan(cases, not (quick or part), str(text)))
     rows = []
     for one in cases:

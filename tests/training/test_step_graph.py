@@ -185,6 +185,7 @@ REASONS = {
     "FSDP2 gathers": {"parallel": {"data_parallel_shard": 2}},
     "the host asks": {"parallel": {"pack_activations": True}},
     "the host owns memory": {"parallel": {"offload_activations": True}},
+    "the host asks where documents begin": {"data": {"separate_documents": True}},
     "counts its epochs": {"parallel": {"tensor_parallel": 2}},
     "copy engines cannot gather": {"parallel": {"tensor_parallel": 2, "transport": "fused"}},
     "need as much memory": {"log": {"norm_interval": 5}},

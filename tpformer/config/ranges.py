@@ -41,6 +41,7 @@ RANGES = {
     "model.dropout": SHARE,
     "model.init_std": AMOUNT,
     "data.weights": POSITIVE,
+    "data.end_of_document": AMOUNT,
     "parallel.tensor_parallel": COUNT,
     "parallel.pipeline_parallel": COUNT,
     "parallel.pipeline_stages_per_rank": COUNT,

@@ -73,6 +73,10 @@ class DataSection:
     """Validation datasets; unset: no validation."""
     mask: bool = False
     """Train and validate on the tokens that the datasets' masks mark, such as answers. Without a mask: on all."""
+    separate_documents: bool = False
+    """Attend to each of a sample's documents by itself, with positions that restart. Off: a sample is one document."""
+    end_of_document: int | None = None
+    """With separate_documents: the id that ends a document. Unset: the tokenizer's."""
     tokenizer: str | None = None
     """"bytes" or the path of a tokenizer.json; unset: the one the first dataset was built with."""
     train_contents: tuple[str, ...] = ()

@@ -48,6 +48,11 @@ def check_config(config: RunConfig, *, trains: bool = True) -> None:
         raise ValueError(
             f"data.weights has {len(config.data.weights)} numbers for {len(config.data.train)} datasets in data.train"
         )
+    if config.data.end_of_document is not None and not config.data.separate_documents:
+        raise ValueError(
+            f"data.end_of_document={config.data.end_of_document} would do nothing: set data.separate_documents = true, "
+            f"or leave it out"
+        )
 
 
 def _check_optimizer(optimizer: OptimizerSection) -> None:

@@ -13,13 +13,14 @@ import numpy as np
 
 from tpformer.config import RunConfig, check_config
 from tpformer.training.data import ByteTokenizer, Tokenizer, TokenSamples, load_tokenizer, read_sidecar
-from tpformer.training.resolve import mask_notes, open_dataset, same_tokenizer
+from tpformer.training.resolve import mask_notes, open_dataset, same_tokenizer, with_end_of_document
 from tpformer.training.source import source_config
 
 from .tasks import Question, ask, read_tasks
 
 FORWARD_TOKENS = 8192  # tokens of a forward, unless train.microbatch_size says otherwise
-SECTIONS = {"parallel": None, "train": None, "run": ("timeout",), "data": ("tokenizer", "mask")}
+DATA = ("tokenizer", "mask", "separate_documents", "end_of_document")
+SECTIONS = {"parallel": None, "train": None, "run": ("timeout",), "data": DATA}
 
 
 class EvaluationData(NamedTuple):
@@ -93,7 +94,10 @@ def prepare(
     """
     check_overrides(overrides)
     config = evaluation_config(source_config(path, overrides), overrides, seq_length)
+    if not (config.data.separate_documents or "end_of_document" in overrides.get("data", {})):
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, end_of_document=None))  # a run's own
     check_config(config, trains=False)
+    config = with_end_of_document(config)
     layout, size, length = config.parallel, config.model.vocab_size, config.model.seq_length
     asks = asks or tasks is not None
     if asks and layout.context_parallel > 1:
@@ -118,7 +122,8 @@ def prepare(
             f"{layout.pipeline_parallel} stages' groups share the requests"
         )
     masked = config.data.mask
-    opened = open_evaluation_data(prefixes, name, size, length, samples, masked=masked)  # type: ignore[arg-type]
+    counts: Any = {"masked": masked, "end_of_document": config.data.end_of_document}
+    opened = open_evaluation_data(prefixes, name, size, length, samples, **counts)  # type: ignore[arg-type]
     notes += mask_notes(prefixes, masked=masked)
     tokenizer = evaluation_tokenizer(name, prefixes)
     if tokenizer is None:
@@ -145,7 +150,8 @@ def check_overrides(overrides: Mapping[str, Mapping[str, Any]]) -> None:
                 instead = "give --seq-length" if (section, key) == ("model", "seq_length") else "leave it out"
                 raise ValueError(
                     f"--{section}.{key.replace('_', '-')} is no setting of an evaluation: {instead} (it takes "
-                    f"--parallel.*, --train.*, --run.timeout, --data.tokenizer and --data.mask)"
+                    f"--parallel.*, --train.*, --run.timeout, and --data.tokenizer, mask, separate_documents and "
+                    f"end_of_document)"
                 )
 
 
@@ -189,11 +195,12 @@ def open_evaluation_data(
     samples: int | None,
     *,
     masked: bool = False,
+    end_of_document: int | None = None,
 ) -> list[EvaluationData]:
     """Open the datasets and check that they are of the model.
 
     tokenizer: the model's, None where it is not known. samples: how many of each dataset count; None for all. masked:
-    whether only the tokens that a dataset's mask marks are targets.
+    whether only the tokens that a dataset's mask marks are targets. end_of_document: as for open_dataset.
     Errors: FileNotFoundError or ValueError, with the file and the remedy, for a dataset that is missing, damaged or
     shorter than one sample, that was built with another tokenizer, that has ids outside the vocabulary or no target.
     """
@@ -216,7 +223,8 @@ def open_evaluation_data(
                     f"{prefix} was built with the tokenizer {theirs}, but the model's is {tokenizer}: build the "
                     f"dataset again with `tpformer data build --tokenizer {tokenizer}`"
                 )
-        windows = TokenSamples(open_dataset(prefix, vocab_size, masked=masked), seq_length, shuffle=False)
+        dataset = open_dataset(prefix, vocab_size, masked=masked, end_of_document=end_of_document)
+        windows = TokenSamples(dataset, seq_length, shuffle=False)
         opened.append(EvaluationData(prefix, windows, min(samples or windows.n_samples, windows.n_samples)))
         windows.n_targets(opened[-1].n_samples)
     return opened

@@ -39,6 +39,14 @@ class Batches:
         half = self._part(step, size // 2) if interval and step % interval == 0 else None
         return self._part(step, size)._replace(half=half)
 
+    def pairs(self, step: int, taken: Batch) -> Tensor | None:
+        """ModelParts.context_pairs of a step whose row is written by its number; None for any other.
+
+        Communication: that of ModelParts.context_pairs.
+        """
+        logged = step % self.config.log.interval == 0 or step == self.config.train.steps
+        return self.model.context_pairs(taken.rows) if logged else None
+
     def _part(self, step: int, size: int) -> Batch:
         """The first `size` samples of a step, shared by all data-parallel ranks."""
         first, share = self.model.own_samples(samples_before(step, self.config.train), size)

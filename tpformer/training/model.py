@@ -31,6 +31,8 @@ from tpformer.parallel import (
     reshard,
 )
 
+from .separation import busiest_pairs, document_positions
+
 NO_TARGET = -1  # token 0 that is no target: what fills up a batch, and gives no loss
 STEP = 0  # of every DropoutKey: a run has no sample index twice, so the samples alone decide what is dropped
 
@@ -41,11 +43,16 @@ def inputs_of(batch: Tensor, first_sample: int | Tensor) -> tuple[Tensor, Tensor
     return ids, targets, torch.arange(len(ids), device=ids.device) + first_sample
 
 
-def summed_loss(part: GPT, batch: Tensor, first_sample: int | Tensor) -> Tensor:
+def summed_loss(part: GPT, batch: Tensor, first_sample: int | Tensor, end_of_document: int | None = None) -> Tensor:
     """The loss of a whole model in training, summed over the targets of a batch (samples, seq_length + 1) int64: 0-dim,
-    float32 or wider. No communication."""
+    float32 or wider. end_of_document: as of ModelParts. No communication."""
     ids, targets, index = inputs_of(batch, first_sample)
-    return part(ids, targets=targets, sample_index=index, step=STEP)
+    return part(ids, targets=targets, sample_index=index, step=STEP, **_separated(ids, end_of_document))
+
+
+def _separated(ids: Tensor, end_of_document: int | None) -> dict[str, Tensor]:
+    """The argument by which GPT.forward separates documents; {} where a sample is one."""
+    return {} if end_of_document is None else {"position_ids": document_positions(ids, end_of_document)}
 
 
 def token_ids(batch: Tensor) -> Tensor:
@@ -65,6 +72,7 @@ class ModelParts:
     single process without process groups. microbatch_size: samples in a forward of one data-parallel rank.
     n_microbatches: forwards in a step, until set_samples changes it. dtype: that of the activations. router_bias_rate:
     how far a step moves a router's bias. timeout: that of the process groups made here. exchange: that of the parts.
+    end_of_document: the id that ends a document, if attention stays within one; None: a sample is one document.
     With a pipeline, constructing it is collective over the world.
     """
 
@@ -80,6 +88,7 @@ class ModelParts:
         router_bias_rate: float = 0.0,
         timeout: timedelta = DEFAULT_TIMEOUT,
         exchange: Exchange | None = None,
+        end_of_document: int | None = None,
     ) -> None:
         if exchange is None and layout.exchange != Layout.exchange:
             raise ValueError(f"parallel.exchange={layout.exchange!r}: give the Exchange that the parts were built with")
@@ -89,7 +98,7 @@ class ModelParts:
         self.groups = {axis: mesh.get_group(axis) for axis in AXES if mesh is not None and mesh[axis].size() > 1}
         self.tied: TiedParameter | None = None
         self.pipeline: Pipeline | None = None
-        self.router_bias_rate = router_bias_rate
+        self.router_bias_rate, self.end_of_document = router_bias_rate, end_of_document
         self.packing: Tensor | None = None
         """Counts of the last gradients: values packed, escapes, tensors left as they are, and whether all was computed
         twice; int64 (4,), sums over all ranks. None without packed activations."""
@@ -225,6 +234,22 @@ class ModelParts:
         loss = self._run(batch, 0, train=False)
         return torch.stack([self._total(loss, "pp"), self._total((batch[:, 1:] >= 0).sum())])
 
+    def context_pairs(self, batch: Tensor) -> Tensor | None:
+        """busiest_pairs of a step's microbatches, over all data-parallel ranks: int64 (2,), equal on all ranks.
+
+        None without context-parallel ranks, and where a sample is one document, whose pairs they share evenly. batch:
+        as for `gradients`. Communication: an all-reduce of 16 bytes per data-parallel axis. The host waits for nothing.
+        """
+        ranks = self.layout.context_parallel
+        if self.end_of_document is None or ranks == 1:
+            return None
+        ids = token_ids(batch[:, :-1])
+        positions = document_positions(ids, self.end_of_document)
+        pairs = busiest_pairs(positions, ranks, self.microbatch_size, self.config.sliding_window)
+        for axis in ("dp_replicate", "dp_shard"):
+            pairs = all_reduce(pairs, self.groups.get(axis))
+        return pairs
+
     def _scaled(self, summed: Tensor) -> Tensor:
         """A microbatch's share of the loss, from the sum over its targets; 0-dim, in the sum's dtype."""
         return summed * self._scale.to(summed.dtype)
@@ -235,15 +260,17 @@ class ModelParts:
         In a pipeline only the rank of the last stage has losses; others return 0.
         """
         ids, targets, index = inputs_of(batch, first_sample)
+        given = {"targets": targets, "sample_index": index, **_separated(ids, self.end_of_document)}
         if self.pipeline is not None:
             run = self.pipeline.step if train else self.pipeline.evaluate
-            return run(ids, targets, targets=targets, sample_index=index, step=STEP)
+            return run(ids, targets, step=STEP, **given)
         (model,), size = self.parts, self.microbatch_size
         total = torch.zeros((), device=ids.device)
         with self.computing(adds_up=len(ids) > size):
             for first in range(0, len(ids), size):
                 rows = slice(first, first + size)
-                loss = self._scaled(model(ids[rows], targets=targets[rows], sample_index=index[rows], step=STEP))
+                own = {name: each[rows] for name, each in given.items()}
+                loss = self._scaled(model(ids[rows], step=STEP, **own))
                 if train:
                     prepare_backward(model, self.layout.zero, last=first + size >= len(ids))
                     loss.backward()

@@ -11,7 +11,7 @@ from tpformer.config import RunConfig, build_config, preset, read_toml
 from tpformer.weights.family import read_json
 
 from .companions import FOLDER, TOKENIZER, byte_tokenizer, kept_tokenizer
-from .data import IndexedDataset, check_vocab, dataset_paths, load_tokenizer, read_sidecar
+from .data import IndexedDataset, check_ends, check_vocab, dataset_paths, load_tokenizer, read_sidecar
 
 # what of a tokenizer.json turns text into ids and back; the rest is templates, padding and truncation
 _CONTENT = ("added_tokens", "decoder", "model", "normalizer", "pre_tokenizer")
@@ -73,13 +73,13 @@ def check_tokenizers(tokenizer: str, datasets: Sequence[str], owner: str) -> Non
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """The configuration with vocab_size and tokenizer filled in from the data.
+    """The configuration with vocab_size, tokenizer and, if documents are separated, end_of_document filled in.
 
     An unset vocab_size is that of data.tokenizer, or else that of the first training dataset's sidecar, or else the
     preset's. The tokenizer stays unset where nothing says which it is. A resumed run does not need the tokenizer's
     file, because it keeps a copy.
     ValueError if the vocabulary is unknown, and for datasets of different tokenizers unless data.tokenizer is set; and
-    the errors of load_tokenizer and read_sidecar.
+    the errors of load_tokenizer, read_sidecar and with_end_of_document.
     """
     data, name, size = config.data, config.data.tokenizer, config.model.vocab_size
     if name is not None and Path(name).is_dir():
@@ -89,12 +89,42 @@ def resolve(config: RunConfig) -> RunConfig:
         name, size = sidecar["tokenizer"], size or sidecar["vocab_size"]
         check_tokenizers(sidecar["tokenizer"], (*data.train[1:], *data.valid), data.train[0])
     if size is None and name is not None:
-        kept = kept_tokenizer(Path(config.run.dir)) if config.run.resume else None
-        size = load_tokenizer(kept if kept is not None and not Path(name).is_file() else name).vocab_size
+        size = load_tokenizer(_here(name, config)).vocab_size
     if size is None and (size := config.model.known_vocab_size) is None:
         tokenizer_name(config)  # says what is missing
     data = dataclasses.replace(data, tokenizer=name)
-    return dataclasses.replace(with_vocab_size(config, size), data=data)
+    return with_end_of_document(dataclasses.replace(with_vocab_size(config, size), data=data))
+
+
+def _here(name: str, config: RunConfig) -> str | Path:
+    """A tokenizer's name, or the copy of it that a resumed run keeps, if its own file does not exist."""
+    kept = kept_tokenizer(Path(config.run.dir)) if config.run.resume else None
+    return name if kept is None or Path(name).is_file() else kept
+
+
+def with_end_of_document(config: RunConfig) -> RunConfig:
+    """The configuration with the tokenizer's data.end_of_document, if documents are separated and it is unset.
+
+    Tokenizer and vocab_size are filled in already. ValueError if nothing says which id it is, and for one that is
+    outside of the vocabulary; and the errors of load_tokenizer.
+    """
+    data, size = config.data, config.model.vocab_size
+    if not data.separate_documents:
+        return config
+    end = data.end_of_document
+    if end is None:
+        if data.tokenizer is None:
+            raise ValueError(
+                "data.separate_documents = true, but nothing says which id ends a document: set data.end_of_document, "
+                "or data.tokenizer"
+            )
+        end = load_tokenizer(_here(data.tokenizer, config)).end_of_document
+    if size is not None and end >= size:
+        raise ValueError(
+            f"data.end_of_document={end} is outside of the model's ids 0 to {size - 1}, so that no document would end: "
+            f"set it to the id that ends one"
+        )
+    return dataclasses.replace(config, data=dataclasses.replace(data, end_of_document=end))
 
 
 def with_vocab_size(config: RunConfig, size: int | None) -> RunConfig:
@@ -117,12 +147,15 @@ def check_datasets(config: RunConfig) -> None:
         IndexedDataset(prefix)
 
 
-def open_dataset(prefix: str, vocab_size: int, *, masked: bool = False) -> IndexedDataset:
+def open_dataset(
+    prefix: str, vocab_size: int, *, masked: bool = False, end_of_document: int | None = None
+) -> IndexedDataset:
     """The dataset of a model with that vocabulary. Its tokens are checked as they are read (see IndexedDataset).
 
     A sidecar says how large the dataset's vocabulary is. Without one, or if it is larger, rank 0 reads the whole
-    dataset once. It also reads the mask, if that counts. FileNotFoundError or ValueError, with the file, for a dataset
-    that is missing or damaged, or has ids outside the vocabulary.
+    dataset once. It also reads the mask, if that counts, and the ends of documents, if they are to be separated.
+    FileNotFoundError or ValueError, with the file, for a dataset that is missing or damaged, has ids outside the
+    vocabulary, or documents that the id end_of_document does not end.
     """
     dataset, built = IndexedDataset(prefix, vocab_size, masked=masked), read_sidecar(prefix) or {}
     if os.environ.get("RANK", "0") == "0":
@@ -130,6 +163,8 @@ def open_dataset(prefix: str, vocab_size: int, *, masked: bool = False) -> Index
             check_vocab(dataset, vocab_size)
         if masked:
             dataset.check_mask(built.get("n_targets"))
+        if end_of_document is not None:
+            check_ends(dataset, end_of_document)
     return dataset
 
 

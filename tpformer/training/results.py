@@ -11,6 +11,7 @@ from .experts import load_numbers, named_loads
 from .metrics import LossMean
 from .norms import NoiseScale
 from .schedules import batch_size
+from .separation import context_balance
 from .step import StepResult
 from .transfers import Fetched
 
@@ -47,6 +48,8 @@ class Tally:
         row = {"step": step, "loss": self.losses.add(step, loss), "step_loss": loss, "grad_norm": numbers["norm"]}
         if "loads" in numbers:
             row |= load_numbers(self._config, numbers["loads"], batch_size(step, self._config.train))
+        if "pairs" in numbers:
+            row["context_balance"] = context_balance(numbers["pairs"], self._config.parallel.context_parallel)
         if "packing" in numbers:
             row |= self._packing(numbers["packing"])
         return row | ({"skipped": self.skipped} if self.skipped else {})

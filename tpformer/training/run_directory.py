@@ -37,7 +37,7 @@ _TABLE = {
     "rope_low_frequency rope_high_frequency rope_original_length bias qkv_bias tie_embeddings dropout "
     "init_std init_from",
     ("data", CONTINUED): "train valid tokenizer",  # names: what they stand for is compared
-    ("data", REFUSED): "weights mask train_contents valid_contents",
+    ("data", REFUSED): "weights mask separate_documents end_of_document train_contents valid_contents",
     ("parallel", CONTINUED): "tensor_parallel sequence_parallel transport transport_table pipeline_parallel "
     "pipeline_schedule pipeline_stages_per_rank pipeline_split data_parallel_replicate data_parallel_shard "
     "context_parallel expert_parallel zero_stage "

@@ -5,6 +5,7 @@ Training, generation, verification and the dry run share it.
 
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -68,7 +69,8 @@ def open_data(config: RunConfig) -> RunData:
     """Open the datasets of a resolved configuration.
 
     FileNotFoundError or ValueError, with the file and the remedy, for a dataset that is missing, damaged, shorter than
-    one sample, or has ids outside the vocabulary; ValueError if data.mask is set and no training dataset has a mask.
+    one sample, or has ids outside the vocabulary; ValueError if data.mask is set and no training dataset has a mask,
+    and with data.separate_documents for documents that data.end_of_document does not end.
     """
     length, seed = config.model.seq_length, config.train.seed
     size: int = config.model.vocab_size  # type: ignore[assignment]
@@ -78,7 +80,8 @@ def open_data(config: RunConfig) -> RunData:
             f"data.mask = true, but {', '.join(data.train)} has no .mask file: make one with `tpformer data build "
             f"--prompt-field ... --completion-field ...`, or leave data.mask out to train on every token"
         )
-    datasets = [open_dataset(prefix, size, masked=masked) for prefix in (*data.train, *data.valid)]
+    open_one = partial(open_dataset, vocab_size=size, masked=masked, end_of_document=data.end_of_document)
+    datasets = [open_one(prefix) for prefix in (*data.train, *data.valid)]
     n = len(data.train)
     parts = [TokenSamples(dataset, length, seed + index) for index, dataset in enumerate(datasets[:n])]
     weights = data.weights or [part.n_samples for part in parts]
@@ -162,7 +165,16 @@ def build_model(
         router_bias_rate=config.train.router_bias_rate,
         timeout=group_timeout(config),
         exchange=exchange,
+        end_of_document=separator(config),
     )
+
+
+def separator(config: RunConfig) -> int | None:
+    """The id that ends a document, if the documents of a sample are separated; else None. ValueError while nothing has
+    filled it in."""
+    if config.data.separate_documents and config.data.end_of_document is None:
+        raise ValueError("data.separate_documents = true without data.end_of_document: resolve the configuration first")
+    return config.data.end_of_document
 
 
 def run_mesh(config: RunConfig, device: str) -> DeviceMesh:

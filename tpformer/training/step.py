@@ -96,7 +96,8 @@ def train_step(
 
 def take_steps(model: ModelParts, optimizers: Sequence[LocalUpdate]) -> Callable[..., StepResult]:
     """What takes a model's steps: train_step without its first two arguments, or what its exchange has in its place."""
-    return model.exchange.steps(partial(train_step, model, optimizers), model, optimizers, summed_loss)
+    loss = partial(summed_loss, end_of_document=model.end_of_document)
+    return model.exchange.steps(partial(train_step, model, optimizers), model, optimizers, loss)
 
 
 def why_skipped(model: ModelParts, batch: Tensor, result: StepResult) -> str | None:

@@ -9,6 +9,7 @@ from .experts import router_notice
 from .graph import in_words
 from .metrics import rounded
 from .schedules import warmup_notice
+from .separation import separation_notice
 from .setup import device_type
 
 
@@ -53,9 +54,13 @@ def summary(config: RunConfig, device: torch.device, step: int) -> str:
 
 
 def notices(config: RunConfig) -> list[str]:
-    """How a GPU takes the steps, and a sentence for each setting that is allowed, but keeps the run from learning what
-    it should."""
-    found = [warmup_notice(config.train.steps, config.optimizer), router_notice(config.model)]
+    """How a GPU takes the steps, how far attention sees, and a sentence for each setting that is allowed, but keeps the
+    run from learning what it should."""
+    found = [
+        separation_notice(config),
+        warmup_notice(config.train.steps, config.optimizer),
+        router_notice(config.model),
+    ]
     if device_type(config) == "cuda":
         found.insert(0, in_words(config, "cuda"))
     return [sentence for sentence in found if sentence is not None]

@@ -194,6 +194,7 @@ class Trainer:
                 watch=self.watch if watched else None,
             )
         numbers = {"half_norm": half_norm, "flags": self._flags(requests, result.norm.device), **result._asdict()}
+        numbers["pairs"] = self.batches.pairs(step, samples)
         del numbers["local"]  # stays on the device until somebody asks why the step was skipped
         self.step = step
         return Launched(step, lr, samples, result, Fetched(numbers))

@@ -31,9 +31,9 @@ from tpformer.parallel import Layout, exchange_named, judge
 from .deciding import decides
 from .model import ModelParts
 from .optimizer import build_optimizers
-from .resolve import resolve
+from .resolve import resolve, with_end_of_document
 from .schedules import learning_rate
-from .setup import build_model, device_type, group_timeout, join_ranks, open_data, run_mesh
+from .setup import build_model, device_type, group_timeout, join_ranks, open_data, run_mesh, separator
 from .source import open_source
 from .step import StepResult, batch, train_step
 
@@ -80,8 +80,9 @@ def verify_config(config: RunConfig) -> RunConfig:
     """The configuration to verify: in float64, on the CPU unless it names a device, with the vocabulary filled in.
 
     If a training dataset does not exist, data.train becomes RANDOM. ValueError if the vocabulary is unknown then.
-    With data.mask a random half of such tokens are targets. Activations are not packed, which only bfloat16 ones can
-    be, and which changes no bits. ValueError for an exchange whose run is another.
+    With data.mask a random half of such tokens are targets, and with data.separate_documents one in eight ends a
+    document. Activations are not packed, which only bfloat16 ones can be, and which changes no bits. ValueError for an
+    exchange whose run is another.
     """
     exchange = exchange_named(config.parallel.exchange)
     if exchange.changes_losses or exchange.takes_steps:
@@ -101,7 +102,12 @@ def verify_config(config: RunConfig) -> RunConfig:
         what = f"{missing[0]}.bin and .idx do not exist" if missing else "data.train names no dataset"
         raise ValueError(f"{what}, so tokens are random and the vocabulary is unknown: set model.vocab_size")
     model = dataclasses.replace(config.model, vocab_size=size)
-    return dataclasses.replace(config, model=model, data=DataSection(train=(RANDOM,), mask=data.mask))
+    end = data.end_of_document
+    end = size - 1 if data.separate_documents and end is None else end  # of random tokens any id may end a document
+    random = DataSection(
+        train=(RANDOM,), mask=data.mask, separate_documents=data.separate_documents, end_of_document=end
+    )
+    return with_end_of_document(dataclasses.replace(config, model=model, data=random))
 
 
 # memory
@@ -200,8 +206,14 @@ def one_process(config: RunConfig, device: str) -> ModelParts:
         device=device,
         dtype=torch.float64,
     )
-    size, rate = config.microbatch_size, config.train.router_bias_rate
-    return ModelParts([model], Layout(), microbatch_size=size, dtype=torch.float64, router_bias_rate=rate)
+    return ModelParts(
+        [model],
+        Layout(),
+        microbatch_size=config.microbatch_size,
+        dtype=torch.float64,
+        router_bias_rate=config.train.router_bias_rate,
+        end_of_document=separator(config),
+    )
 
 
 def token_samples(config: RunConfig) -> Callable[[int, int], Tensor]:
@@ -213,10 +225,14 @@ def token_samples(config: RunConfig) -> Callable[[int, int], Tensor]:
         return partial(batch, open_data(config).train)
     vocabulary: int = config.model.vocab_size  # type: ignore[assignment]
     low, length = -vocabulary if config.data.mask else 0, config.model.seq_length + 1  # -1 - id is no target
+    end = separator(config)
+
+    def one(generator: torch.Generator) -> Tensor:
+        tokens = torch.randint(low, vocabulary, (length,), generator=generator)
+        return tokens if end is None else tokens.where(torch.rand(length, generator=generator) > 1 / 8, end)
 
     def draw(first: int, count: int) -> Tensor:
-        generators = [torch.Generator().manual_seed(config.train.seed + first + index) for index in range(count)]
-        return torch.stack([torch.randint(low, vocabulary, (length,), generator=generator) for generator in generators])
+        return torch.stack([one(torch.Generator().manual_seed(config.train.seed + first + i)) for i in range(count)])
 
     return draw
 

@@ -1,6 +1,7 @@
 """Training data: token files, tokenizers, the default corpus and the order of samples, all without torch. Only
 re-exports belong here."""
 
+from .boundaries import check_ends
 from .build import Summary, build_dataset, build_split, build_stdlib
 from .chat_template import PLAIN_STOP, Message, chat_ids, render_chat
 from .contents import FileContent, read_contents
@@ -27,6 +28,7 @@ __all__ = [
     "build_split",
     "build_stdlib",
     "chat_ids",
+    "check_ends",
     "check_vocab",
     "dataset_paths",
     "load_tokenizer",

@@ -172,7 +172,7 @@ class IndexedDataset:
             )
         if n_tokens == 0:
             raise ValueError(f"{self.bin_path} holds no tokens; rebuild it from an input that has some")
-        self._n_documents = len(index.documents) - 1
+        self.index = index
         with in_words(self.bin_path):
             self._tokens = np.memmap(self.bin_path, dtype=index.dtype, mode="r")
         self._mask = self._open_mask() if masked and self.mask_path.exists() else None
@@ -195,7 +195,7 @@ class IndexedDataset:
     @property
     def n_documents(self) -> int:
         """The number of documents that the stream was made of."""
-        return self._n_documents
+        return len(self.index.documents) - 1
 
     @property
     def dtype(self) -> np.dtype:
