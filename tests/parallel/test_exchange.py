@@ -109,7 +109,7 @@ def test_who_builds_a_model_asks_the_exchange_that_was_handed_in() -> None:
     parts, layout = [GPT(config.model.architecture, device="meta")], Layout(data_parallel_replicate=2, exchange="ring")
     with pytest.raises(ValueError, match="exchange='ring': give the Exchange that the parts were built with"):
         ModelParts(parts, layout, microbatch_size=1)
-    model: Any = SimpleNamespace(exchange=Refusing())
+    model: Any = SimpleNamespace(exchange=Refusing(), end_of_document=None)
     with mock.patch.multiple(graph, why_no_graph=lambda *_: None, StepGraph=mock.Mock(side_effect=AssertionError)):
         assert graph.build_steps(config, "cuda", model, []).func is train_step
 

@@ -3,6 +3,7 @@ documents by themselves, in every layout, through a run and its resumption, whic
 
 import dataclasses
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tpformer.training.optimizer import build_optimizers
 from tpformer.training.resolve import open_dataset, resolve
 from tpformer.training.separation import busiest_pairs, context_balance, document_positions
 from tpformer.training.setup import open_data
-from tpformer.training.step import batch
+from tpformer.training.step import batch, take_steps
 from tpformer.training.summary import notices
 from tpformer.training.verify import RANDOM, one_process, token_samples, verify_config
 
@@ -69,6 +70,9 @@ def test_a_sample_is_its_documents_by_themselves(model):
     loss = sum(by_themselves(part, row) for row in rows)
     (loss / targets).backward()
     assert_same(found, [loss / targets, taken_gradients(separate), torch.stack([loss, targets])])
+    with mock.patch.object(separate.exchange, "steps", lambda *arguments: arguments[-1]):
+        of_servers = take_steps(separate, [])(part, rows, 0)  # the loss that an exchange with steps of its own is given
+    assert_same(of_servers, loss)
     whole = ModelParts([part], microbatch_size=2, dtype=torch.float64)
     assert abs(float(whole.summed_loss(rows)[0]) - loss.item()) > 1e-3
 
