@@ -12,6 +12,7 @@ from commands import ROOT
 from tpformer.config import RunConfig, build_config, read_toml, to_toml
 from tpformer.planner.bubbles import schedule_order
 from tpformer.planner.dry_run import _Rank, count_rank, default_ranks, plan_config
+from tpformer.planner.layouts import parse_layout, with_layout
 from tpformer.planner.rank_memory import predicted_memory, predicted_stage
 from tpformer.planner.report import rank_lines, rank_plan, report, size
 
@@ -116,6 +117,60 @@ def test_what_cannot_run_is_refused_in_one_line(commands):
     code, out, err = commands.run("dry-run", str(ROOT / "examples/gpt_1t.toml"), "--ranks", "0,3072")
     assert code == 2 and out == ""
     assert err == "tpformer: --ranks: 3072 is none of the layout's 3072 ranks, 0 to 3071\n"
+
+
+def test_a_tiny_mixture_of_experts_exchanges_tokens_as_its_formulas_say():
+    """A token has 2 of 8 experts, and a rank 2: 13/28 of all sets of 2 have one of these. dp_shard and ep share the
+    world's group."""
+    values = {"tensor_parallel": 1, "data_parallel_shard": 4, "expert_parallel": 4}
+    given = {"model": {"vocab_size": 256}, "parallel": values, "train": {"device": "cpu", "dtype": "bfloat16"}}
+    config = plan_config(build_config(read_toml(ROOT / "examples/moe_tiny.toml"), given))
+    count = count_rank(config, 1)
+    plan = rank_plan(config, count, None)
+    held = (count.parameters, count.gradients, count.optimizer, count.copies, count.accumulated)
+    assert [state.nbytes for state in plan.states] == list(filter(None, held))
+    assert predicted_stage(config, 0) == count.stages[0] and predicted_memory(config, 0).total == plan.total
+    m, tokens = config.n_microbatches, config.microbatch_size * 256
+    rows, chosen, layers = 4 * round(tokens * 13 / 28), 2 * tokens, 4
+    exchanges = {(c.operation, c.nbytes): times for c, times in count.collectives.items() if c.axis == "ep"}
+    calls = {rows * 128 * 2: 5, 8 * chosen: 1, 4 * chosen: 1, 16 * 4: 1}
+    assert exchanges == {("all_to_all", nbytes): m * layers * times for nbytes, times in calls.items()}
+    lines = "\n".join(rank_lines(config, count, None, 1e9))
+    assert "X = 196,608 of them of experts" in lines and "4 (M - X) / 4 + 4 X" in lines
+    sent, most = size(rows * 128 * 2), size(4 * tokens * 128 * 2)
+    assert f"an exchange sends {sent} for its own tokens, and as much comes, at worst {most}" in lines
+    assert "on 4 ranks choose experts of this rank" in lines
+
+
+# GB by formula, and rows' bytes; the first is what a prototype of the exchange held, whatever else it sent
+LARGE = {
+    "dp=8,ep=8,zero=1": ([15.27, 15.27, 30.53, 10.33, 20.66], 12.72, False),
+    "dp=16,ep=8,zero=1": ([7.63, 7.63, 15.27, 10.33, 20.66], 12.72, True),
+}
+
+
+@pytest.mark.parametrize("layout", LARGE)
+def test_memory_of_a_large_mixture_of_experts_that_exchanges_tokens(layout):
+    """Qwen3-30B-A3B: too much for 8 GPUs of 80 GB, and on 16 two ranks share what each of 8 had."""
+    given = {"model": {"preset": "qwen3-30b-a3b", "seq_length": 4096}, "train": {"global_batch_size": 128}}
+    given["train"] |= {"device": "cuda", "dtype": "bfloat16", "microbatch_size": 1}
+    memory = predicted_memory(with_layout(build_config(given), parse_layout(layout)), 0)
+    states, saved, fits = LARGE[layout]
+    assert [round(state.nbytes / 1e9, 2) for state in memory.states] == states
+    assert round(memory.peak.saved / 1e9, 2) == saved and (memory.total < 80e9) == fits
+
+
+@pytest.mark.proof
+def test_a_large_mixture_of_experts_is_counted_as_its_formulas_say():
+    """The first stage of a model like DeepSeek-V3 on 1,024 ranks, of which 64 exchange tokens."""
+    config = plan_config(build_config(read_toml(ROOT / "examples/deepseek_v3_like.toml")))
+    count = count_rank(config, 0)
+    plan = rank_plan(config, count, order_of(config))
+    held = (count.parameters, count.gradients, count.optimizer, count.copies, count.accumulated)
+    assert [state.nbytes for state in plan.states] == list(held)
+    assert predicted_stage(config, 0) == count.stages[0]
+    assert predicted_memory(config, 0).total == pytest.approx(plan.total, rel=1e-3)
+    assert {call.axis for call in count.collectives} == {"pp", "dp_shard", "tp", "eshard", "ep"}
 
 
 @pytest.mark.proof

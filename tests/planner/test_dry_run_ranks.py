@@ -76,7 +76,7 @@ def real(config: RunConfig, saved: bool) -> dict:
     batch = torch.randint(config.model.vocab_size, (rows, config.model.seq_length + 1))
     found = {"parameters": nbytes(model.parameters())}
     alive = Alive(storages([*model.parameters(), batch]), batch[:, :-1])
-    with record_collectives() as calls, CollectiveCounter(mesh) as fsdp:
+    with record_collectives() as calls, CollectiveCounter(mesh, config.parallel) as fsdp:
         once = alive.keeping(_RegionRun.once) if saved else _RegionRun.once
         hooks = (alive.pack, lambda x: x.x if isinstance(x, Handle) else x)
         # the counts are of experts with equal numbers of tokens
@@ -102,8 +102,12 @@ def check_rank(config: RunConfig, rank: int, found: dict, *, fsdp: bool) -> None
     plan = rank_plan(config, count, order_of(config))
     place = rank * config.parallel.pipeline_parallel // config.parallel.world_size
     assert predicted_memory(config, place).total == pytest.approx(plan.total, rel=0.02)
-    if config.parallel.context_parallel > 1:  # FSDP2's collectives, and those of tpformer, some over the same ranks
-        both = found["collectives"] + Counter({(c.operation, c.nbytes): n for c, n in found["fsdp"].items()})
+    layout = config.parallel
+    if layout.context_parallel > 1 or layout.expert_parallel:  # FSDP2's, and tpformer's, some over the same ranks
+        fsdp_alone = {c: n for c, n in found["fsdp"].items() if c.axis != "ep"}  # torch carries exchanges of both
+        both = found["collectives"] + Counter[tuple[str, int]]()
+        for call, times in fsdp_alone.items():
+            both[call.operation, call.nbytes] += times
         counted = Counter[tuple[str, int]]()
         for call, times in count.collectives.items():
             counted[call.operation, call.nbytes] += times
@@ -124,6 +128,8 @@ def check_rank(config: RunConfig, rank: int, found: dict, *, fsdp: bool) -> None
 TP4_NO_SP = {"tensor_parallel": 4, "sequence_parallel": False}
 MLP, FULL = {"recompute": "mlp"}, {"recompute": "full"}
 ONE, TWO = {"microbatch_size": 1}, {"microbatch_size": 2}
+# so many of 8 experts that every token has some on each of two ranks: with few, evenly chosen ones leave fewer rows
+EXCHANGED = {**MOE, "experts_per_token": 5}
 CASES = {
     "tp2": (TP2, TWO, MODEL),
     "tp2-llama-mlp-recomputed": ({**TP2, **MLP}, {"microbatch_size": 4}, LLAMA),
@@ -149,8 +155,12 @@ CASES = {
     "cp2": ({"context_parallel": 2}, TWO, LLAMA),
     "cp2-tp2-recomputed": ({"context_parallel": 2, **TP2, **FULL}, TWO, MODEL),
     "cp2-zero3": ({"context_parallel": 2, **ZERO3}, ONE, LLAMA),
+    "ep2-zero1": ({**ZERO1, "expert_parallel": 2}, ONE, EXCHANGED),
+    "ep2-tp2-zero3-recomputed": ({**ZERO3, **TP2, "expert_parallel": 2, **FULL}, TWO, EXCHANGED),
+    "ep4-tp2-cp2": ({"context_parallel": 2, **TP2, "expert_parallel": 4}, TWO, {**EXCHANGED, "experts_per_token": 7}),
 }
-IN_SUITE = {"pp2": 0, "zero2": 1, "pp2-tp2-experts-recomputed": 3, "cp2": 1}  # the proof compares all other ranks
+# the proof compares all other ranks
+IN_SUITE = {"pp2": 0, "zero2": 1, "pp2-tp2-experts-recomputed": 3, "cp2": 1, "ep2-zero1": 1}
 
 
 def compare(ranks, name: str, wanted: Callable[[int], bool]) -> None:

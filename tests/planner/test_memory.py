@@ -20,7 +20,15 @@ from tpformer.planner import Step, memory
 from tpformer.planner.counting import StageCount
 from tpformer.planner.kept import kept_by_kind
 from tpformer.planner.memory import Peak, fused_workspaces, loss_workspace, occupancies, schedule_peak
-from tpformer.planner.states import ACCUMULATED, Elements, Precision, in_backward, step_moments
+from tpformer.planner.states import (
+    ACCUMULATED,
+    Elements,
+    Precision,
+    elements,
+    in_backward,
+    model_states,
+    step_moments,
+)
 
 STAGE = StageCount(0, range(1), saved=100, offloaded=30, output=10, queued=50)
 # the steps of one stage, one after the other
@@ -70,6 +78,9 @@ UNIT = 2 * 512 * 256 * 4  # bytes of the residual stream
     (EXPERTS, {}, {"experts": True}, 3 + (2 / 4 + 2 / 16) + (2 / 4 + 1 + 2 / 16)),
     (EXPERTS, {}, {"experts": True, "worst": True}, 3 + (2 * 2 / 4 + 2 / 16) + (2 * (2 / 4 + 1) + 2 / 16)),
     (EXPERTS, {"recompute": "full"}, {"experts": True}, 3 + 5 / 8 + 13 / 8 + 6 / 2 + 5 / 8),
+    # of 512 tokens of a rank, 402 have experts on each of two ranks: their rows leave, and as many come, twice
+    (EXPERTS, {"expert_parallel": 2}, {"experts": True}, 3 + 5 / 8 + 13 / 8 + 3 * 2 * 402 / 1024),
+    (EXPERTS, {"expert_parallel": 2}, {"experts": True, "worst": True}, 3 + 34 / 8 + (2 * 402 + 4 * 512) / 1024),
 ])  # fmt: skip
 def test_what_the_backward_of_a_layer_needs(model, parallel, kind, units):
     config = configuration(model, tensor_parallel=2, **parallel)
@@ -118,6 +129,26 @@ def test_what_context_parallel_ranks_keep_of_a_layer():
         kept = kept_by_kind(config)[False]
         for recompute, units in (("none", 20), ("mlp", 12), ("full", 2)):
             assert sum(kept.activations(recompute)) == units / 2 * UNIT / (t * cp)
+
+
+def test_what_ranks_that_exchange_tokens_share():
+    """8 experts on 4 of 16 ranks, each with 4 others that have the same, in 2 groups of replicas."""
+    layout = {"tensor_parallel": 2, "data_parallel_replicate": 2, "data_parallel_shard": 4, "expert_parallel": 4}
+    config = configuration(EXPERTS, **layout)
+    size = elements(config.model, [range(4)], 2, 4)
+    gathered = elements(config.model, [range(4)], 2)
+    assert size.experts == (3 * 256 * 8 * 64 / 4,) * 4 and gathered.experts == ()
+    assert size.total == gathered.total - 4 * 3 * 256 * 8 * 64 * (1 / 2 - 1 / 4)
+    assert size.shard(config.parallel) == (size.total - size.exchanged) / 4 + size.exchanged / 2
+    assert gathered.shard(config.parallel) == gathered.total / 4
+    first = model_states(size, config.parallel, Precision.of(config), accumulates=True)[0]
+    assert first.formula == "4 (M - X) / 4 + 4 X / 2" and first.nbytes == 4 * size.shard(config.parallel)
+    # 512 own tokens: each has 2 of 8 experts, and a rank 2 of them, which 1 - 6/8 * 5/7 of all tokens choose
+    assert memory.exchanged_rows(config) == 4 * round(512 * (1 - 30 / 56)) < 2 * 512
+    assert memory.exchanged_rows(config, worst=True) == 4 * 512
+    assert [memory.expert_rows(config, worst=each) for each in (False, True)] == [2 * 512, 4 * 2 * 512]
+    assert memory.exchanged_rows(config, ep=8) == 8 * 2 * 512 // 8, "a rank has one expert"
+    assert memory.exchanged_rows(config, ep=1) == 512
 
 
 def test_what_a_pipeline_receives_and_has_sent():

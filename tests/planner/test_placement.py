@@ -12,9 +12,10 @@ from commands import ROOT
 
 from tpformer.cli.plan import plan_command
 from tpformer.config import RunConfig, build_config, read_toml
-from tpformer.distributed.mesh import AXES, data_mesh
+from tpformer.distributed.mesh import AXES, data_mesh, expert_mesh
 from tpformer.planner import placement
 from tpformer.planner.costs import pipeline_speedup
+from tpformer.planner.counting import EXPERT_AXES
 from tpformer.planner.devices import load_device
 from tpformer.planner.dry_run import fake_world, plan_config
 from tpformer.planner.placement_pictures import placement_svg
@@ -56,6 +57,27 @@ def test_ranks_are_the_meshs(sizes):
             for dim, axis in enumerate(placement.data_axes(layout)):
                 ranks = data[data.mesh_dim_names[dim]].mesh.tolist()
                 assert ranks in groups[axis] or len(ranks) == 1
+
+
+EXPERTS = {
+    **MODEL, "norm": "rmsnorm", "activation": "swiglu", "bias": False, "n_experts": 8, "expert_ffn_size": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [
+    {**EXAMPLE, "data_parallel_shard": 2, "zero_stage": 1, "expert_parallel": 2},
+    {**CP2, "data_parallel_replicate": 4, "zero_stage": 0, "expert_parallel": 4},
+])  # fmt: skip
+def test_ranks_that_exchange_tokens_are_the_meshs(sizes):
+    layout = configuration(sizes, EXPERTS).parallel
+    groups = placement.axis_groups(layout)
+    for rank in range(0, layout.world_size, 3):
+        with fake_world(rank, layout.world_size):
+            mesh = run_mesh(configuration(sizes, EXPERTS), "cpu")
+            view = expert_mesh(mesh, layout.expert_replicas, layout.expert_parallel)
+            for name, axis in zip(EXPERT_AXES, view.mesh_dim_names, strict=True):
+                ranks = view[axis].mesh.tolist()
+                assert rank in ranks and ranks in groups[name]
 
 
 def test_the_example_of_two_nodes():

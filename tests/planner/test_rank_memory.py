@@ -24,7 +24,7 @@ MOE = {**LLAMA, "n_experts": 8, "experts_per_token": 2, "expert_ffn_size": 128, 
 SHARED = {**MOE, "n_layers": 3, "first_dense_layers": 1, "shared_expert_size": 96, "router_score": "sigmoid"}
 ROUTED = {**SHARED, "n_layers": 2, "hidden_size": 32, "experts_per_token": 8}  # sends many indices
 FOUR = {"n_layers": 4}
-CP2 = {"context_parallel": 2}
+CP2, EP2 = {"context_parallel": 2}, {"expert_parallel": 2}
 PACKED, OFFLOADED = {"pack_activations": True}, {"offload_activations": True}
 REGIONS = {"recompute": "full", "recompute_interval": 2}
 FEW = {"microbatches": 2}  # a dry run counts as many; of more, three
@@ -41,6 +41,7 @@ LAYOUTS = [
     ({**SHARED, **FOUR}, {**ZBV, **TP2, **PACKED, "sequence_parallel": False}),
     (GPT, {**TP2, **ZERO1, "data_parallel_replicate": 2}),
     (LLAMA, {**CP2, **ZERO3, **FEW, "recompute": "full"}),
+    (SHARED, {**EP2, **ZERO1, **TP2, **FEW, "recompute": "mlp", "balance_loss": 0.01}),
 ]
 # the same parts in other combinations
 OTHERS = [
@@ -52,6 +53,8 @@ OTHERS = [
     ({**LLAMA, "sliding_window": 48}, {**CP2, **FEW, "dtype": "float32"}),
     (GPT, {**CP2, **TP2}),
     ({**SHARED, **FOUR}, {**CP2, **ZBV, **TP2, "balance_loss": 0.01}),
+    ({**MOE, **FOUR}, {**EP2, **ZBV, "data_parallel_replicate": 2, "data_parallel_shard": 2}),
+    (MOE, {**CP2, **EP2, **FEW}),  # both exchange over the world's group
     ({**GPT, **FOUR}, {**REGIONS, "recompute_layers": "::3,2", **OFFLOADED}),
     ({**GPT, "seq_length": 2048}, {**PACKED, **OFFLOADED}),
     (GPT, {"data_parallel_shard": 4, "optimizer": {"name": "sgd"}}),
@@ -67,6 +70,12 @@ OTHERS = [
     ({**LLAMA, "seq_length": 1024}, {**ZERO2, **PACKED, **OFFLOADED, "context_parallel": 4}),
     ({**GPT, **FOUR}, {**CP2, **ZB, "recompute": "full", "zero_stage": 0}),
     (LLAMA, {**CP2, **TP2, "zero_stage": 3, "data_parallel_replicate": 2, "cpu_offload": True}),
+    (SHARED, {**EP2, **ZERO3, **TP2, "data_parallel_replicate": 2, "recompute": "full"}),
+    (MOE, {**CP2, **TP2, "expert_parallel": 4}),
+    ({**MOE, "seq_length": 1024}, {**ZERO2, **PACKED, **OFFLOADED, "expert_parallel": 1, **TP2}),
+    (MOE, {"expert_parallel": 2, "data_parallel_replicate": 4, "zero_stage": 0, "dtype": "float32"}),
+    ({**SHARED, **FOUR}, {**EP2, **ZB, **TP2}),
+    (MOE, {"expert_parallel": 2, **TP2, "data_parallel_shard": 4, "cpu_offload": True}),
 ]
 
 

@@ -25,6 +25,10 @@ ALL = {
     "gpt_530b": ("529.6", 280, 2520, 1, 2520), "gpt_1t": ("1008.0", 512, 3072, 1, 3072),
     "gpt3_175b": ("174.6", 64, 1024, 1, 1536), "llama3_8b": ("8.0", 1, 8, 1, 64), "llama3_70b": ("70.6", 8, 64, 2, 512),
 }  # fmt: skip
+# layouts of Megatron-Bridge's recipes: parameters, GPUs, tensor-parallel, pipeline and expert ranks, microbatch, batch
+EXCHANGING = {
+    "qwen3_235b": ("235.1", 256, (2, 8, 32), 1, 1024), "deepseek_v3_like": ("674.8", 1024, (2, 8, 64), 1, 15360),
+}  # fmt: skip
 SMALL = ("gpt_tiny", "moe_tiny", "context_tiny")  # of no paper, for a laptop
 
 
@@ -49,18 +53,34 @@ def test_an_example_can_start_and_fits_and_is_the_published_row(name):
     assert [config.microbatch_size, config.train.global_batch_size] == batch
     assert layout.tensor_parallel == min(8, model_parallel)
     assert layout.pipeline_parallel == model_parallel // layout.tensor_parallel
+    assert is_listed(name, config, parameters)
+
+
+def is_listed(name: str, config: RunConfig, parameters: str, exchanges: str = "") -> bool:
+    layout, train = config.parallel, config.train
     assert f"{config.model.n_parameters / 1e9:.1f}" == parameters
     comment = (EXAMPLES / f"{name}.toml").read_text().split("\n")[0]
-    assert f"{parameters}B parameters" in comment and f"on {gpus} GPUs" in comment
-    axes = f"{layout.tensor_parallel} x {layout.pipeline_parallel} x {layout.data_parallel}"
-    numbers = parameters + "B", gpus, axes, layout.zero, ", ".join(map(str, batch)), said(name)
-    assert f"| [{name}.toml]({name}.toml) | {' | '.join(map(str, numbers))} |" in README
+    assert f"{parameters}B parameters" in comment and f"on {layout.world_size} GPUs" in comment
+    axes = f"{layout.tensor_parallel} x {layout.pipeline_parallel} x {layout.data_parallel}{exchanges}"
+    batch = f"{config.microbatch_size}, {train.global_batch_size}"
+    numbers = parameters + "B", layout.world_size, axes, layout.zero, batch, said(name)
     assert said(name) < 72, "a margin for what is not counted: libraries, and what the allocator cannot use"
+    return f"| [{name}.toml]({name}.toml) | {' | '.join(map(str, numbers))} |" in README
+
+
+@pytest.mark.parametrize("name", EXCHANGING)
+def test_an_example_whose_experts_exchange_tokens_can_start_and_fits(name):
+    config, (parameters, gpus, ranks, *batch) = example(name), EXCHANGING[name]
+    check_config(config)
+    layout = config.parallel
+    assert (layout.tensor_parallel, layout.pipeline_parallel, layout.expert_parallel) == ranks
+    assert [layout.world_size, config.microbatch_size, config.train.global_batch_size] == [gpus, *batch]
+    assert is_listed(name, config, parameters, f", ep {layout.expert_parallel}")
 
 
 def test_the_readme_lists_all_large_examples():
-    assert {path.stem for path in EXAMPLES.glob("*.toml")} == {*ALL, *SMALL}
-    assert re.findall(r"^\| \[(.+)\.toml\]", README, re.MULTILINE) == [*ALL]
+    assert {path.stem for path in EXAMPLES.glob("*.toml")} == {*ALL, *EXCHANGING, *SMALL}
+    assert re.findall(r"^\| \[(.+)\.toml\]", README, re.MULTILINE) == [*ALL, *EXCHANGING]
 
 
 STUBS = {

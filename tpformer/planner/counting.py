@@ -20,11 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tpformer.distributed.mesh import expert_mesh
 from tpformer.models import GPT
 from tpformer.ops.offload import SMALLEST
 from tpformer.ops.recompute import record_kept
+from tpformer.parallel import Layout
 
+from .states import exchanging_ranks
 from .storages import Saved, live_storages, local, storages
+
+EXPERT_AXES = ("ereplica", "eshard", "ep")  # of distributed.expert_mesh, whose names there have sizes in them
 
 
 class Collective(NamedTuple):
@@ -75,25 +80,34 @@ OPERATIONS = {
 class CollectiveCounter(TorchDispatchMode):
     """Counts this process's collectives and sent messages while it is the active mode.
 
-    It sees those of FSDP2, of DTensor and of torch's pipeline engine, too.
+    It sees those of FSDP2, of DTensor and of torch's pipeline engine, too. layout: of a model on the mesh whose experts
+    may exchange tokens; their axes then have the names EXPERT_AXES. Axes that have all ranks share the world's group:
+    exchanges of tokens over it are told apart, all else counts as the mesh's own axis.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, layout: Layout | None = None) -> None:
         super().__init__()
         self.names, self.sizes = mesh.mesh_dim_names or (), tuple(mesh.shape)
+        self.exchanging = ""  # the name of the group over which experts exchange tokens
         self.axes = {mesh.get_group(axis).group_name: axis for axis in self.names if mesh[axis].size() > 1}
+        if layout is not None and (ep := exchanging_ranks(layout)) is not None:
+            view = expert_mesh(mesh, layout.expert_replicas, ep)
+            for name, axis in zip(EXPERT_AXES, view.mesh_dim_names or (), strict=True):
+                if view[axis].size() > 1:
+                    self.axes.setdefault(view.get_group(axis).group_name, name)
+            self.exchanging = view.get_group(2).group_name
         self.calls: Counter[Collective] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function.namespace in ("c10d", "_c10d_functional"):
             name, position = OPERATIONS.get(function.overloadpacket.__name__, (None, 0))
-            if name is not None and (axis := self._axis(args)):  # one rank alone sends nothing
+            if name is not None and (axis := self._axis(args, name)):  # one rank alone sends nothing
                 full = args[position]
                 full = full[0] if isinstance(full, list | tuple) else full
                 self.calls[Collective(axis, name, full.numel() * full.dtype.itemsize)] += 1
         return function(*args, **(kwargs or {}))
 
-    def _axis(self, arguments: Sequence[Any]) -> str:
+    def _axis(self, arguments: Sequence[Any], operation: str) -> str:
         """The axes on which the ranks of a call's group differ. RuntimeError for a call that does not say its group."""
         for argument in arguments:
             if isinstance(argument, str) and argument in self.axes:  # a functional collective names its group
@@ -102,8 +116,15 @@ class CollectiveCounter(TorchDispatchMode):
                 group = dist.ProcessGroup.unbox(argument)
                 if group.group_name not in self.axes:
                     self.axes[group.group_name] = self._axes_of(dist.get_process_group_ranks(group))
-                return self.axes[group.group_name]
+                axis = self.axes[group.group_name]
+                return "ep" if operation == "all_to_all" and self._exchanges(group, axis, arguments) else axis
         raise RuntimeError(f"a collective over none of the groups {', '.join(self.axes.values())}: {arguments[1:]}")
+
+    def _exchanges(self, group: dist.ProcessGroup, axis: str, arguments: Sequence[Any]) -> bool:
+        """Whether an all-to-all is of tokens for experts. Context-parallel ranks may share the group; they exchange
+        equal parts of gradients, and experts parts of given sizes, and counts."""
+        _, sent, _, sizes, *_ = arguments
+        return group.group_name == self.exchanging and (axis != "cp" or bool(sizes) or not sent.is_floating_point())
 
     def _axes_of(self, ranks: Sequence[int]) -> str:
         """Of a group that is no axis of the mesh: FSDP2's over several axes, a tied table's on two pipeline ranks."""

@@ -259,7 +259,7 @@ class _Rank:
 
     def count(self, rank: int) -> RankCount:
         """Run one optimizer step and count it."""
-        with self.mode, CollectiveCounter(self.mesh) as recorder:
+        with self.mode, CollectiveCounter(self.mesh, self.layout) as recorder:
             stages, accumulated, calls = self._step(recorder)
             gradients = nbytes(parameter.grad for parameter in self.model.parameters())
             moments = 0

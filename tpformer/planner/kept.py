@@ -11,8 +11,8 @@ from typing import NamedTuple
 from tpformer.config import MLP_ACTIVATIONS, RunConfig
 from tpformer.kernels.pack.format import packed_bytes, pays
 
-from .memory import expert_rows, kv_heads, microbatch_rows, microbatch_tokens
-from .states import Precision
+from .memory import exchanged_rows, expert_rows, kv_heads, microbatch_rows, microbatch_tokens
+from .states import Precision, exchanging_ranks
 
 
 class Kept(NamedTuple):
@@ -117,6 +117,8 @@ def _dense(config: RunConfig) -> Kept:
 
 
 def _experts(config: RunConfig, dense: Kept, worst: bool) -> Kept:
+    if (ep := exchanging_ranks(config.parallel)) is not None:
+        return _exchanged_experts(config, dense, ep, worst)
     model, layout = config.model, config.parallel
     t, item = layout.tensor_parallel, Precision.of(config).compute.itemsize
     wide, k, n_experts = max(4, item), model.experts_per_token, model.n_experts or 0
@@ -135,4 +137,30 @@ def _experts(config: RunConfig, dense: Kept, worst: bool) -> Kept:
     # token, each expert's first row, each token's rows
     waiting = item * 3 * (dispatched * width + tokens * shared) + slots + weights + counts
     waiting += 4 * (dispatched + own + 1 + tokens * k)
+    return dense._replace(hidden=hidden, routing=tuple(routing), decided=sum(routing) + loss, waiting=waiting)
+
+
+def _exchanged_experts(config: RunConfig, dense: Kept, ep: int, worst: bool) -> Kept:
+    """The same where ep ranks exchange tokens: each keeps what it decided about its own and computed for all."""
+    model, item = config.model, Precision.of(config).compute.itemsize
+    wide, k, n_experts = max(4, item), model.experts_per_token, model.n_experts or 0
+    rows, came = microbatch_rows(model, config.parallel, config.microbatch_size), expert_rows(config, worst=worst)
+    tokens, shared = microbatch_tokens(config), -(-model.shared_expert_size // config.parallel.tensor_parallel)
+    hidden = (came * 2 * model.expert_size * item, *(tokens * shared * item,) * 2 * (shared > 0))
+    own, arrived = n_experts // ep, exchanged_rows(config, worst=worst)
+    # the order of own rows, which of them leave, where each computed row has come, its weight, rows of each expert
+    routing = [4 * rows * k, 4 * exchanged_rows(config), 4 * came, wide * came, 4 * own]
+    plan = sum(routing)
+    routing += [4 * rows * k, wide * rows * n_experts]  # own experts and scores
+    loss = 0
+    if config.train.balance_loss:
+        routing += [wide * (config.microbatch_size + 1) * n_experts, 8 * tokens]
+        loss = wide
+    # dy of rows that came; of computed ones the activation's results, and gradients of gate and up; the plan, and what
+    # was made of it as above, for own rows and for those that came. A shared expert has the layer's output gradient of
+    # all tokens, and its own copy of the rows
+    waiting = item * (arrived * model.hidden_size + came * 3 * model.expert_size) + plan
+    width = min(k, own) if ep > 1 else k
+    waiting += 4 * (came + own + 1 + arrived * width) + 4 * (exchanged_rows(config) + rows * k)
+    waiting += item * 3 * tokens * shared + dense.stream if shared else -item * tokens * model.hidden_size
     return dense._replace(hidden=hidden, routing=tuple(routing), decided=sum(routing) + loss, waiting=waiting)

@@ -13,22 +13,24 @@ from tpformer.config import RECOMPUTE, SCHEDULES, Layout, RunConfig, check_choic
 from tpformer.words import shown
 
 OFFLOADS = ("none", "activations", "states", "both")
-NUMBERS = ("tp", "cp", "pp", "dp", "zero", "microbatch", "stages")
+NUMBERS = ("tp", "cp", "pp", "dp", "ep", "zero", "microbatch", "stages")
 DEFAULTS: dict[str, Any] = {
-    "tp": 1, "cp": 1, "pp": 1, "dp": 1, "zero": 0, "microbatch": 1, "stages": 1, "schedule": "1F1B",
+    "tp": 1, "cp": 1, "pp": 1, "dp": 1, "ep": None, "zero": 0, "microbatch": 1, "stages": 1, "schedule": "1F1B",
     "recompute": "none", "offload": "none",
 }  # fmt: skip
+UNSET = "none"  # ep without a number: experts are on the tensor-parallel ranks
 PACKS = ("none", "all")  # layers whose activations are packed
 WORDS = {"schedule": tuple(SCHEDULES), "recompute": RECOMPUTE, "offload": OFFLOADS, "pack": PACKS}
 
 
 def layout_text(config: RunConfig) -> str:
-    """A layout as one line that `--explain` reads, without context parallelism, recomputing, offloading and packing
-    where there is none."""
+    """A layout as one line that `--explain` reads, without context and expert parallelism, recomputing, offloading and
+    packing where there is none."""
     layout = config.parallel
     parts: dict[str, Any] = {"tp": layout.tensor_parallel}
     parts |= {"cp": layout.context_parallel} if layout.context_parallel > 1 else {}
     parts |= {"pp": layout.pipeline_parallel, "dp": layout.data_parallel}
+    parts |= {} if layout.expert_parallel is None else {"ep": layout.expert_parallel}
     parts |= {"zero": layout.zero, "microbatch": config.microbatch_size}
     if layout.pipeline_parallel > 1:
         parts |= {"schedule": layout.pipeline_schedule, "stages": layout.stages_per_rank}
@@ -60,6 +62,7 @@ def with_layout(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
         config.parallel,
         tensor_parallel=values["tp"],
         context_parallel=values["cp"],
+        expert_parallel=values["ep"],
         pipeline_parallel=values["pp"],
         pipeline_schedule=schedule,
         pipeline_stages_per_rank=stages if kind.looped or stages != kind.stages_per_rank else None,
@@ -109,7 +112,9 @@ def _values(text: str, several: bool) -> dict[str, Any]:
     return found
 
 
-def _value(text: str, key: str, value: str) -> int | str:
+def _value(text: str, key: str, value: str) -> int | str | None:
+    if (key, value) == ("ep", UNSET):
+        return None
     if key in WORDS:
         check_choice(f"layout {shown(text)}: {key}", value, WORDS[key])
         return value

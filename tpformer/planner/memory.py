@@ -16,12 +16,13 @@ from tpformer.distributed.kernel_workspace import FLAG_BYTES, WRITER_FLAGS_MINIM
 from tpformer.distributed.sizes import slot_bytes
 from tpformer.models import GPTConfig
 from tpformer.ops.context import parts
+from tpformer.ops.row_exchange import share_of_rank
 from tpformer.parallel import Layout
 from tpformer.parallel.zero import uses_fsdp
 
 from .bubbles import Step
 from .counting import StageCount
-from .states import Elements, Precision, in_backward
+from .states import Elements, Precision, exchanging_ranks, in_backward
 
 TILE_ROWS, TILE_COLUMNS = 128, 256  # the largest tile of the kernels; a reduction's slot holds whole tiles
 
@@ -154,6 +155,9 @@ def expert_rows(config: RunConfig, *, worst: bool = False) -> int:
     worst: the most that they can take: each token has as many of its experts here as this rank holds.
     """
     model, layout = config.model, config.parallel
+    if (ep := exchanging_ranks(layout)) is not None:
+        rows, k = microbatch_rows(model, layout, config.microbatch_size), model.experts_per_token
+        return ep * rows * min(k, (model.n_experts or 0) // ep) if worst else rows * k // ep * ep
     tokens, k, n_experts = microbatch_tokens(config), model.experts_per_token, model.n_experts or 0
     own = n_experts // layout.tensor_parallel
     if worst:
@@ -162,15 +166,29 @@ def expert_rows(config: RunConfig, *, worst: bool = False) -> int:
     return tokens * k * own // max(1, n_experts) // parts * parts
 
 
+def exchanged_rows(config: RunConfig, *, worst: bool = False, ep: int | None = None) -> int:
+    """Rows that a rank sends in an exchange of a microbatch's tokens: one for each rank that has experts of a token. If
+    all experts take equally many tokens, as many come. worst: the most that can come. ep: ranks that share the experts,
+    if not as many as in the layout.
+    """
+    model, layout = config.model, config.parallel
+    ep, rows = ep or exchanging_ranks(layout) or 1, microbatch_rows(config.model, layout, config.microbatch_size)
+    if worst or ep == 1:
+        return ep * rows
+    share = share_of_rank(model.experts_per_token, model.n_experts or 0, ep)
+    return ep * min(rows * model.experts_per_token // ep, round(rows * share))
+
+
 def layer_workspace(config: RunConfig, layer: float, *, experts: bool = False, worst: bool = False) -> float:
     """The most bytes that the backward of one layer needs while it runs. layer: elements of its parameters on a rank.
 
     They are the gathered output gradient and input, the partial input gradient, the MLP's hidden gradients and
     activations, or what context-parallel attention needs if that is more, and the gradients of the layer's parameters.
-    Experts have the gradients of their activations, too, and of each dispatched row before those of a token are added.
-    With recomputation also all that the layers of a region would save without it. With packed activations also what a
-    backward of attention unpacks: queries, keys, values and the result. experts: whether the layer has experts. worst:
-    as in expert_rows.
+    Experts have the gradients of their activations, too, and of each dispatched row before those of a token are added;
+    where ranks exchange tokens, also the rows that leave, and those that have come: of the input, and of the output's
+    gradient. With recomputation also all that the layers of a region would save without it. With packed activations
+    also what a backward of attention unpacks: queries, keys, values and the result. experts: whether the layer has
+    experts. worst: as in expert_rows.
     """
     model, layout, h, t = config.model, config.parallel, config.model.hidden_size, config.parallel.tensor_parallel
     item, tokens = Precision.of(config).compute.itemsize, microbatch_tokens(config)
@@ -178,6 +196,9 @@ def layer_workspace(config: RunConfig, layer: float, *, experts: bool = False, w
     if experts:
         rows, shared = expert_rows(config, worst=worst), tokens * model.shared_expert_size / t
         read, made = 2 * (rows * model.expert_size + shared), rows * (2 * model.expert_size + h) + 2 * shared
+        if exchanging_ranks(layout) is not None:
+            came = exchanged_rows(config, worst=worst)
+            made += h * (exchanged_rows(config) + 2 * came)
     again = 0.0
     if layout.recompute != "none":
         index = model.n_layers - 1 if experts else 0
@@ -198,7 +219,7 @@ def reduction_workspace(
     """
     if not uses_fsdp(layout, precision.compute):
         return 0.0
-    share = size.layer * precision.reduce.itemsize / layout.shards
+    share = size.layer_shard(layout) * precision.reduce.itemsize
     if at_end:
         return size.layer * precision.reduce.itemsize + share
     return in_backward(size, layout, precision, accumulates=accumulates).reduction + share

@@ -17,11 +17,11 @@ from tpformer.layers.embedding import padded_vocab
 from tpformer.parallel import Layout
 from tpformer.parallel.zero import uses_fsdp
 
-from .counting import named_axes
+from .counting import EXPERT_AXES, named_axes
 from .devices import Device, load_device
-from .memory import boundary_bytes, context_bytes, microbatch_tokens
+from .memory import boundary_bytes, context_bytes, exchanged_rows, microbatch_rows, microbatch_tokens
 from .rank_memory import stage_ranges
-from .states import Precision, stage_elements
+from .states import Precision, exchanging_ranks, stage_elements
 
 # rows of a microbatch that tensor-parallel ranks gather or scatter for one layer, in forward and backward together. An
 # all-reduce, without sequence parallelism, sends as much as one of each. docs/layouts.md has the collectives
@@ -29,6 +29,11 @@ TRANSFERS = {
     True: {"none": 10, "mlp": 11, "full": 13},
     False: {"none": 8, "mlp": 8, "full": 10},
 }
+# of these the MLP's, which experts have only if they are on the tensor-parallel ranks, or one is shared by all tokens
+OF_MLP = {"none": 5, "mlp": 6, "full": 6}
+# exchanges of rows for one layer, if ranks exchange tokens: out and back; gradients out and back, and tokens out again
+# for the weights. A region sends them out once more, but nothing back
+EXCHANGED = {"none": 5, "mlp": 6, "full": 6}
 # numbers for each of a token's experts that a router sends: index and weight are gathered, the weight's gradient is
 # scattered; without sequence parallelism that is an all-reduce. No region repeats them
 ROUTED = {True: 3, False: 2}
@@ -56,14 +61,22 @@ def data_axes(layout: Layout) -> tuple[str, str]:
 
 
 def axis_names(layout: Layout) -> tuple[str, ...]:
-    """AXES, and among them data_axes: what a layout's collectives are counted by, outermost first."""
-    return tuple(dict.fromkeys((*AXES[:3], *data_axes(layout), *AXES[3:])))
+    """AXES, among them data_axes, and EXPERT_AXES if there are some: what a layout's collectives are counted by."""
+    found = (*AXES[:3], *data_axes(layout), *AXES[3:])
+    return tuple(dict.fromkeys(found if exchanging_ranks(layout) is None else (*found, *EXPERT_AXES)))
 
 
 def axis_groups(layout: Layout) -> dict[str, list[list[int]]]:
     """The groups of ranks that communicate on each of axis_names, in order of their first rank."""
     grid, found = rank_grid(layout), {}
+    experts = grid
+    if exchanging_ranks(layout) is not None:
+        sizes = layout.expert_replicas, layout.expert_shards, layout.expert_parallel or 1
+        experts = grid.view(layout.pipeline_parallel, *sizes)
     for name in axis_names(layout):
+        if name in EXPERT_AXES:
+            found[name] = experts.movedim(1 + EXPERT_AXES.index(name), -1).flatten(0, -2).tolist()
+            continue
         dims = [AXES.index(axis) for axis in name.split(" x ")]
         last = [*range(-len(dims), 0)]
         found[name] = grid.movedim(dims, last).flatten(-len(dims)).flatten(0, -2).tolist()
@@ -99,6 +112,11 @@ def axis_bytes(config: RunConfig, pipeline_rank: int = 0) -> dict[str, float]:
     transfers = len(of_stages) * TRANSFERS[layout.sequence_parallel][layout.recompute] + ends * OF_END
     routed = sum(of_stages) * ROUTED[layout.sequence_parallel] * model.experts_per_token * tokens
     precision = Precision.of(config)
+    if (ep := exchanging_ranks(layout)) is not None:
+        # a shared expert has its own, and sends its result once more where the layer is recomputed
+        other = (layout.recompute != "none") if model.shared_expert_size else -OF_MLP[layout.recompute]
+        transfers, routed = transfers + sum(of_stages) * other, 0
+        sent["ep"] = m * sum(of_stages) * sent_bytes("all_to_all", exchanged_bytes(config), ep)
     whole = transfers * gathered_bytes(config) + routed * max(4, precision.compute.itemsize)
     sent["tp"] = m * sent_bytes("all_gather", whole, layout.tensor_parallel)
     if layout.sequence_parallel:  # gradients of routers' weights are partial
@@ -106,6 +124,15 @@ def axis_bytes(config: RunConfig, pipeline_rank: int = 0) -> dict[str, float]:
         weights = sum(of_stages) * model.hidden_size * (model.n_experts or 0) * dtype.itemsize
         sent["tp"] += times * sent_bytes("all_reduce", weights, layout.tensor_parallel)
     return sent
+
+
+def exchanged_bytes(config: RunConfig) -> int:
+    """Bytes of all exchanges of a layer for one microbatch: rows; of each of a token's experts its number, its weight
+    and the weight's gradient; 16 bytes for each rank. With parts that stay on their rank. train.dtype must be set."""
+    model, item = config.model, Precision.of(config).compute.itemsize
+    chosen = microbatch_rows(model, config.parallel, config.microbatch_size) * model.experts_per_token
+    rows = EXCHANGED[config.parallel.recompute] * exchanged_rows(config) * model.hidden_size * item
+    return rows + 3 * max(4, item) * chosen + 16 * (exchanging_ranks(config.parallel) or 1)
 
 
 def gathered_bytes(config: RunConfig) -> int:
@@ -119,21 +146,25 @@ def _table_bytes(config: RunConfig) -> float:
 
 
 def _data_parallel_bytes(config: RunConfig, pipeline_rank: int) -> dict[str, float]:
-    """Bytes sent on data_axes: the table of collectives in docs/zero.md."""
+    """Bytes sent on data_axes, and by experts that exchange tokens on theirs: docs/zero.md's table of collectives."""
     layout, m, precision = config.parallel, config.n_microbatches, Precision.of(config)
     sizes = stage_elements(config, pipeline_rank).values()
     layers, rest = sum(size.layers for size in sizes), sum(size.rest for size in sizes)
+    exchanged = sum(size.exchanged for size in sizes)
     if not uses_fsdp(layout, precision.compute):
         return {}
-    shards, reduced = layout.shards, (layers + rest) * precision.reduce.itemsize
-    gathers = (2 * m * layers + m * rest) if layout.zero == 3 else layers + rest
-    reductions = m if layout.zero > 1 else 1
-    replica, shard = data_axes(layout)
-    return {
-        replica: sent_bytes("all_reduce", reduced / shards, layout.replicas),
-        shard: sent_bytes("all_gather", gathers * precision.compute.itemsize, shards)
-        + sent_bytes("reduce_scatter", reductions * reduced, shards),
-    }
+    families = [(*data_axes(layout), layers - exchanged, rest, layout.replicas, layout.shards)]
+    if exchanged:
+        families.append((*EXPERT_AXES[:2], exchanged, 0.0, layout.expert_replicas, layout.expert_shards))
+    found = {}
+    for replica, shard, of_layers, others, replicas, shards in families:
+        reduced = (of_layers + others) * precision.reduce.itemsize
+        gathers = (2 * m * of_layers + m * others) if layout.zero == 3 else of_layers + others
+        reductions = m if layout.zero > 1 else 1
+        found[replica] = sent_bytes("all_reduce", reduced / shards, replicas)
+        found[shard] = sent_bytes("all_gather", gathers * precision.compute.itemsize, shards)
+        found[shard] += sent_bytes("reduce_scatter", reductions * reduced, shards)
+    return found
 
 
 class AxisPlacement(NamedTuple):

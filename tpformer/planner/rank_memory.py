@@ -37,7 +37,7 @@ from .memory import (
     schedule_peak,
 )
 from .software import OURS, Software
-from .states import Elements, Precision, State, accumulates, elements, model_states, most_at_once
+from .states import Elements, Precision, State, accumulates, elements, exchanging_ranks, model_states, most_at_once
 
 ROUNDS = 3  # of as many microbatches as ranks: then a rank has as many in flight as with any number of them
 ALONE = Occupancies(np.array([[1]]), np.array([[0]]))  # without a pipeline
@@ -64,7 +64,8 @@ class RankMemory(NamedTuple):
 
 def stages_size(config: RunConfig, stages: Sequence[StageCount]) -> Elements:
     """The Elements of a rank's stages."""
-    return elements(config.model, [stage.layers for stage in stages], config.parallel.tensor_parallel)
+    layout = config.parallel
+    return elements(config.model, [s.layers for s in stages], layout.tensor_parallel, exchanging_ranks(layout))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -194,9 +195,8 @@ def least_memory(config: RunConfig) -> float:
     layout, precision = config.parallel, Precision.of(config)
     ranges = stage_ranges(config.model, layout.pipeline_split, layout.n_stages)
     own = [ranges[stage] for stage in layout.stages_of(0)]
-    states = model_states(
-        elements(config.model, own, layout.tensor_parallel), layout, precision, accumulates=accumulates(config)
-    )
+    of_rank = elements(config.model, own, layout.tensor_parallel, exchanging_ranks(layout))
+    states = model_states(of_rank, layout, precision, accumulates=accumulates(config))
     kept = 0.0
     if not layout.offload_activations and layout.recompute_interval == 1 and not layout.recompute_layers:
         waiting, of_kind = min(config.n_microbatches, layout.pipeline_parallel), kept_by_kind(config)
@@ -231,7 +231,7 @@ def rank_memory(
         on_device.pop(1 if states[1].nbytes <= states[4].nbytes else 4)
     if layout.offload_activations:
         host += peak.in_flight * max(stage.offloaded for stage in stages)
-    exchange, shard = exchange_named(layout.exchange), of_rank.total / layout.shards
+    exchange, shard = exchange_named(layout.exchange), of_rank.shard(layout)
     if kept := exchange.kept_bytes(shard, precision.reduce.itemsize):
         on_device.append(("what the exchange keeps", kept))
     parts = [*on_device, ("saved activations", float(peak.saved))]

@@ -13,10 +13,10 @@ from tpformer.config import RunConfig
 
 from .bubbles import RATIOS, Order, Step, bubble_ratio, schedule_order
 from .dry_run import RankCount, count_parameters, count_rank
-from .memory import expert_rows, occupancies
+from .memory import exchanged_rows, expert_rows, occupancies
 from .placement import axis_names
 from .rank_memory import ALONE, RankMemory, predicted_memory, rank_memory, stages_size
-from .states import Precision, accumulates, model_states, most_at_once
+from .states import Precision, accumulates, exchanging_ranks, model_states, most_at_once
 
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 SHOWN_FIRST, SHOWN_LAST = 10, 4  # how many of a schedule's first and last actions are shown
@@ -92,6 +92,9 @@ def head(config: RunConfig) -> Iterator[str]:
     axes = f"pp {layout.pipeline_parallel} x dp_replicate {layout.data_parallel_replicate}"
     axes += f" x dp_shard {layout.data_parallel_shard}"
     axes += f" x cp {layout.context_parallel}" * (layout.context_parallel > 1) + f" x tp {layout.tensor_parallel}"
+    if exchanging_ranks(layout) is not None:
+        axes += f"; experts: ereplica {layout.expert_replicas} x eshard {layout.expert_shards}"
+        axes += f" x ep {layout.expert_parallel}"
     n, active = count_parameters(config), config.model.n_active_parameters
     parameters = f"{n / 1e9:.1f}B" if n >= 1e8 else f"{n / 1e6:.2f}M"
     if config.model.n_experts is not None:
@@ -117,7 +120,8 @@ def rank_lines(config: RunConfig, count: RankCount, order: Order | None, device_
     stages = ", ".join(f"stage {s.stage}: layers {s.layers.start} to {s.layers.stop - 1}" for s in count.stages)
     yield ""
     yield f"rank {count.rank} ({where}); {stages}"
-    yield f"  M = {of_rank.total:,.0f} parameters of its stages on one tensor-parallel rank"
+    exchanged = f", X = {of_rank.exchanged:,.0f} of them of experts" if of_rank.exchanged else ""
+    yield f"  M = {of_rank.total:,.0f} parameters of its stages on one tensor-parallel rank{exchanged}"
     counted = (count.parameters, count.gradients, count.optimizer, count.copies, count.accumulated)
     yield f"  {'model states':24} {'formula':24} {'by formula':>18} {'counted':>18}"
     for state, found in zip(plan.states, counted, strict=False):
@@ -153,9 +157,14 @@ def expert_lines(config: RunConfig, pipeline_rank: int, plan: RankMemory, device
     whole = plan.total + worst - usual
     fits = "fits" if whole <= device_memory else "does not fit"
     yield f"  experts get equal numbers of tokens in these counts: {rows} rows of a microbatch in a layer on each rank"
+    ep = exchanging_ranks(config.parallel)
+    if ep is not None:
+        row = config.model.hidden_size * Precision.of(config).compute.itemsize
+        sent, came = (size(row * exchanged_rows(config, worst=each)) for each in (False, True))
+        yield f"  an exchange sends {sent} for its own tokens, and as much comes, at worst {came} (formula)"
     yield (
-        f"  at worst all tokens of every microbatch choose experts of this rank, {most} rows: "
-        f"{size(worst - usual)} more, {size(whole)} in all, which {fits} (formula)"
+        f"  at worst all tokens of every microbatch{'' if ep is None else f' on {ep} ranks'} choose experts of this "
+        f"rank, {most} rows: {size(worst - usual)} more, {size(whole)} in all, which {fits} (formula)"
     )
 
 

@@ -3,8 +3,9 @@
 Belongs here: arithmetic on a configuration, without tensors. `python -m bench zero` counts the same bytes on real ranks
 and requires them to be within 3 %. Activations and workspaces are in memory.py.
 
-M: elements of this rank's stages after tensor parallelism, before ZeRO; N: Layout.shards, which is
-data_parallel_shard times context_parallel.
+M: elements of this rank's stages after tensor and expert parallelism, before ZeRO; N: Layout.shards, which is
+data_parallel_shard times context_parallel. X: those of M that are of experts which exchange tokens. ZeRO divides them
+among other ranks than the rest, Layout.expert_shards.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Elements(NamedTuple):
     Their gradient waits for the end of the backward."""
     tied: float = 0.0
     """Elements of a table that the first and the last of these stages, then one, use both: it has two gradients."""
+    experts: tuple[float, ...] = ()
+    """Of each layer's elements those of experts that exchange tokens. Empty: none do."""
 
     @property
     def n_layers(self) -> int:
@@ -72,30 +75,61 @@ class Elements(NamedTuple):
         """M: elements of everything."""
         return self.layers + self.rest
 
+    @property
+    def exchanged(self) -> float:
+        """X: elements of all experts that exchange tokens."""
+        return sum(self.experts)
 
-def elements(config: GPTConfig, stages: Iterable[range], tp: int) -> Elements:
-    """The Elements of stages on one of tp ranks. stages: the layers of each. docs/layouts.md says what is sharded."""
-    return _elements(config, tuple(stages), tp)
+    def shard(self, layout: Layout) -> float:
+        """How many of all elements ZeRO leaves a rank."""
+        return _shared(self.total, self.exchanged, layout)
+
+    def layer_shard(self, layout: Layout) -> float:
+        """How many of the largest layer's elements ZeRO leaves a rank."""
+        return _shared(*max(zip(self.sizes, self.experts or (0.0,) * self.n_layers, strict=True)), layout)
+
+
+def _shared(elements: float, exchanged: float, layout: Layout) -> float:
+    rest = (elements - exchanged) / layout.shards
+    return rest + exchanged / layout.expert_shards if exchanged else rest
+
+
+def exchanging_ranks(layout: Layout) -> int | None:
+    """How many ranks share the experts of a layer and exchange tokens. None: tensor-parallel ranks, which gather them,
+    or one rank alone."""
+    ep = layout.expert_parallel
+    return ep if ep is not None and ep * layout.tensor_parallel > 1 else None
+
+
+def elements(config: GPTConfig, stages: Iterable[range], tp: int, ep: int | None = None) -> Elements:
+    """The Elements of stages on one of tp ranks. stages: the layers of each. docs/layouts.md says what is sharded.
+
+    ep: ranks that share the experts and exchange tokens. None: the tp ranks.
+    """
+    return _elements(config, tuple(stages), tp, ep)
 
 
 @functools.lru_cache(maxsize=65536)
-def _elements(config: GPTConfig, stages: tuple[range, ...], tp: int) -> Elements:
+def _elements(config: GPTConfig, stages: tuple[range, ...], tp: int, ep: int | None) -> Elements:
     h, q, t = config.hidden_size, config.query_size, tp
     kv = config.kv_size / (t if config.kv_heads % t == 0 else 1)
     norm, head_norms = h * (2 if config.norm == "layernorm" else 1), 2 * config.head_size if config.qk_norm else 0
     attention = 2 * h * (q / t + kv)
-    experts = 3 * h * ((config.n_experts or 0) * config.expert_size + config.shared_expert_size) / t
-    mlp = {False: h * (config.hidden_features + config.ffn_size) / t, True: experts}
+    experts = 3 * h * (config.n_experts or 0) * config.expert_size / (ep or t)
+    shared = 3 * h * config.shared_expert_size / t
+    mlp = {False: h * (config.hidden_features + config.ffn_size) / t, True: experts + shared}
     biases = (q / t + 2 * kv if config.has_qkv_bias else 0) + (config.hidden_features / t + 2 * h if config.bias else 0)
     router = h * (config.n_experts or 0)
     table = padded_vocab(config.vocab_size or 0, config.vocab_multiple) * h / t
     sizes: list[float] = []
+    exchanged: list[float] = []
     matrices = rest = head = tied = 0.0
     for stage in stages:
         for has_experts in map(config.has_experts, stage):
             matrices += attention + mlp[has_experts]
             vectors = biases + 2 * norm + head_norms + router * has_experts
             sizes.append(attention + mlp[has_experts] + vectors)
+            exchanged.append(experts * has_experts)
         first, last = stage.start == 0, stage.stop == config.n_layers
         if first:
             rest += table + (config.seq_length * h if config.position == "learned" else 0)
@@ -103,7 +137,7 @@ def _elements(config: GPTConfig, stages: tuple[range, ...], tp: int) -> Elements
             rest += norm + (0 if first and config.tie_embeddings else table)
             head += 0 if first else norm + table
             tied += table if first and config.tie_embeddings else 0
-    return Elements(tuple(sizes), matrices, rest, head, tied)
+    return Elements(tuple(sizes), matrices, rest, head, tied, () if ep is None else tuple(exchanged))
 
 
 class Precision(NamedTuple):
@@ -158,13 +192,10 @@ def model_states(size: Elements, layout: Layout, precision: Precision, *, accumu
     current and the next one (the two largest, which may not be neighbours). Below stage 2 it also adds up gradients in
     the reduce dtype, unsharded, until the step ends and shards take their place.
     """
-    m, n = size.total, layout.shards
+    m, shard = size.total, size.shard(layout)
     w, c, r = precision.sizes
-    states = [
-        State(PARAMETERS, f"{w} M / {n}", w * m / n),
-        State(GRADIENTS, f"{w} M / {n}", w * m / n),
-        State(OPTIMIZER, f"{precision.moments * w} M / {n}", precision.moments * w * m / n),
-    ]
+    sizes = {PARAMETERS: w, GRADIENTS: w, OPTIMIZER: precision.moments * w}
+    states = [State(name, _formula(nbytes, size, layout), nbytes * shard) for name, nbytes in sizes.items()]
     if narrow_gradients(layout, precision, accumulates=accumulates):
         wide = f" + {w - c} (tied table)" if size.tied else ""
         states[1] = State(GRADIENTS, f"{c} M{wide}", c * m + (w - c) * size.tied)
@@ -178,6 +209,13 @@ def model_states(size: Elements, layout: Layout, precision: Precision, *, accumu
     if layout.zero < 2 and accumulates:
         states.append(State(ACCUMULATED, f"{r} M", r * m))
     return states
+
+
+def _formula(nbytes: int, size: Elements, layout: Layout) -> str:
+    n, of_experts = layout.shards, layout.expert_shards if size.exchanged else layout.shards
+    if n == of_experts:
+        return f"{nbytes} M / {n}"
+    return f"{nbytes} (M - X) / {n} + {nbytes} X{f' / {of_experts}' if of_experts > 1 else ''}"
 
 
 def most_at_once(states: Iterable[State]) -> float:
@@ -217,7 +255,8 @@ def in_backward(
         cast = c if c != r else 0
         made = {"B": layer, "I": 0.0, "W": size.matrices}[kind]
         # without a pipeline the last backward reduces layer by layer, makes a shard and frees the compute copy
-        reduction = 0.0 if layout.pipeline_parallel > 1 else max(0.0, w / layout.shards - c) * layer
+        made_less = w * size.layer_shard(layout) - c * layer
+        reduction = 0.0 if layout.pipeline_parallel > 1 else max(0.0, made_less)
         return InBackward(0.0, cast * made, 0.0 if kind == "W" else cast * size.head, reduction)
     gathered = c * size.two_layers if layout.zero == 3 else 0.0
     reduction = r * layer if n > 1 else 0.0
@@ -308,9 +347,8 @@ def stage_elements(config: RunConfig, pipeline_rank: int) -> dict[int, Elements]
     """The Elements of each stage of a pipeline rank, by the stage's index."""
     model, layout = config.model.architecture, config.parallel
     ranges = split_stages(model.layer_costs(layout.pipeline_split), layout.n_stages)
-    return {
-        stage: elements(model, [ranges[stage]], layout.tensor_parallel) for stage in layout.stages_of(pipeline_rank)
-    }
+    sizes = layout.tensor_parallel, exchanging_ranks(layout)
+    return {stage: elements(model, [ranges[stage]], *sizes) for stage in layout.stages_of(pipeline_rank)}
 
 
 def rank_moments(config: RunConfig, pipeline_rank: int) -> Moments:
