@@ -23,10 +23,11 @@ from harness.runner import QUICK, Bench, Report, columns
 from harness.timing import interleave, timed
 from tpformer.config import RunConfig, build_config
 from tpformer.planner.calibration import calibrated
+from tpformer.planner.candidates import Question
 from tpformer.planner.devices import load_device
 from tpformer.planner.layouts import parse_layout, with_layout
 from tpformer.planner.published import spearman
-from tpformer.planner.search import Question, evaluate
+from tpformer.planner.search import evaluate
 from tpformer.planner.software import ours
 from tpformer.processes.cpu import keep_freed_memory
 from tpformer.training.optimizer import build_optimizers

@@ -11,9 +11,10 @@ import pytest
 from tpformer.config import build_config
 from tpformer.kernels.cost import MACHINES, Machine
 from tpformer.planner.calibration import calibrated
+from tpformer.planner.candidates import Question
 from tpformer.planner.devices import DIRECTORY, load_device, names, parse_device
 from tpformer.planner.layouts import with_layout
-from tpformer.planner.search import Question, evaluate
+from tpformer.planner.search import evaluate
 from tpformer.planner.software import ON_CPU
 
 H100 = DIRECTORY / "h100.toml"

@@ -7,6 +7,7 @@ import pytest
 from tpformer.config import SCHEDULES, build_config
 from tpformer.distributed.links import Link, all_reduce_seconds, all_to_all_seconds
 from tpformer.kernels.pack.format import packed_bytes
+from tpformer.ops.row_exchange import share_of_rank
 from tpformer.planner.devices import load_device
 from tpformer.planner.kept import kept_by_kind
 from tpformer.planner.layer_time import exposed_seconds
@@ -177,6 +178,52 @@ def test_context_parallel_ranks_share_states_and_lie_between_others():
     assert far[1] == links[1].seconds(1, 6 / 8 * nbytes), "six of eight parts leave the node, by one adapter"
 
 
+EXCHANGED = {**EXPERTS, "n_experts": 128, "expert_ffn_size": 1536, "seq_length": 4096}
+SHARDS = {"data_parallel_shard": 32, "zero_stage": 1}
+
+
+def test_tokens_are_exchanged_five_times_with_nothing_beside():
+    """As of Qwen3-235B-A22B, 4096 tokens a rank with 8 of 128 experts each: between nodes exchanges take longest."""
+    near, far = (model({**SHARDS, "expert_parallel": ep}, **EXCHANGED).layer for ep in (8, 32))
+    network, node = Link(H100.network_latency, H100.network), Link(*H100.inside)
+    rows = 8 * round(4096 * share_of_rank(8, 128, 8)), 32 * round(4096 * share_of_rank(8, 128, 32))
+    sent = [each * 4096 * 2 for each in rows]
+    assert [near.exchanged_bytes(), far.exchanged_bytes()] == sent and far.exchanged_bytes(8) == sent[0]
+    assert near.exchange(sent[0]) == far.exchange(sent[0], 8) == node.seconds(1, 7 / 8 * sent[0])
+    assert far.exchange(sent[1]) == network.seconds(1, 24 / 32 * sent[1]), "three of four parts leave the node"
+    assert near.exchanging() < near.experts_gemms() < far.exchanging() and far.exchanging(8) == near.exchanging()
+    work = far.work(experts=True)
+    once = far.exchange(sent[1])
+    for terms, times in zip(work, (2, 2, 1), strict=True):
+        assert terms["ep"] == pytest.approx(times * once, rel=0.02), "beside rows few numbers travel"
+    assert sum(terms["ep"] for terms in far.work()) == 0, "of a layer without experts"
+    for recompute, more in (("mlp", 1), ("full", 1)):
+        again = model({**SHARDS, "expert_parallel": 32, "recompute": recompute}, **EXCHANGED).layer
+        assert again.work(experts=True).inputs["ep"] == pytest.approx(work.inputs["ep"] + more * once)
+        assert again.work(False, experts=True).inputs["ep"] == work.inputs["ep"]
+    step = model({**SHARDS, "expert_parallel": 32}, **EXCHANGED).step()
+    assert step.ep == pytest.approx(2 * 24 * 5 * once, rel=0.02) and step.seconds == sum(step)
+
+
+def test_ranks_that_exchange_tokens_compute_as_much_and_share_other_states():
+    """With equal loads the rows of all ranks' tokens, for fewer experts. Copies of experts add up over fewer ranks."""
+    every, few = (model({**SHARDS, **ep}, **EXCHANGED) for ep in ({}, {"expert_parallel": 8}))
+    grouped = [each.layer.linears[True][2] for each in (every, few)]
+    assert [(linear.rows, linear.experts) for linear in grouped] == [(256, 128), (2048, 16)]
+    assert few.layer.experts_gemms() < every.layer.experts_gemms(), "larger groups, and fewer matrices to read"
+    assert few.layer.work(experts=True).forward["wait"] > 0 == every.layer.work(experts=True).forward["wait"]
+    experts, rest = few.of_rank(0).exchanged, few.of_rank(0).total - few.of_rank(0).exchanged
+    assert experts == every.of_rank(0).total - rest - (every.of_rank(0).total - rest) * 7 / 8
+    assert few.optimizer(0) == pytest.approx(every.optimizer(0)), "32 ranks share everything in both"
+    nbytes = 4 * experts
+    assert few.collective(nbytes, experts=True) == all_reduce_seconds(nbytes, 1, 4, few.fast, few.slow)
+    assert few.collective(nbytes, True, True) == 0 < few.data_parallel(0) < every.data_parallel(0)
+    tp = {"tensor_parallel": 4, "expert_parallel": 2, "data_parallel_shard": 2, "zero_stage": 1}
+    shared = model(tp, **EXCHANGED, shared_expert_size=1024).layer
+    routed, dense = shared.linears[True][2], shared.linears[True][4]
+    assert shared.linear_forward(routed)["tp"] == 0 < shared.linear_forward(dense)["tp"], "it is on tp ranks"
+
+
 def test_stages_of_different_layers_differ():
     found = model({"pipeline_parallel": 4, "pipeline_split": "time"}, **EXPERTS, first_dense_layers=8)
     kinds = [tuple(map(found.model.has_experts, layers)) for layers in found.ranges]
@@ -194,7 +241,7 @@ def test_the_rank_with_most_parameters_counts():
 
 def test_data_parallel_ranks_in_a_node_share_its_adapters():
     found = model({"tensor_parallel": 2, "data_parallel_replicate": 16})
-    nbytes = 4 * found.elements(0)
+    nbytes = 4 * found.of_rank(0).total
     expected = all_reduce_seconds(nbytes, 4, 4, found.fast, found.slow)
     assert found.collective(nbytes, replicas=True) == expected
 

@@ -26,8 +26,9 @@ from tpformer.processes.files import replace_file
 from .options import new_file, parsed
 
 if TYPE_CHECKING:
+    from tpformer.planner.candidates import Question
     from tpformer.planner.devices import Device
-    from tpformer.planner.search import Choice, Question
+    from tpformer.planner.search import Choice
 
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 FILES = ("out", "json", "csv", "html")
@@ -125,9 +126,9 @@ def _question(options: Plan) -> "Question":
     """The model, batch and device of the options."""
     from tpformer.parallel import exchange_named
     from tpformer.planner.calibration import calibrated
+    from tpformer.planner.candidates import Question
     from tpformer.planner.comparison import within
     from tpformer.planner.devices import load_device
-    from tpformer.planner.search import Question
     from tpformer.planner.software import ours
 
     exchange = exchange_named(options.all_reduce)

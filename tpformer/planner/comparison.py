@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 from rich.table import Table
 
+from .candidates import Question
 from .layouts import layout_text, parse_kind
 from .plan_report import largest_loss
 from .report import size
-from .search import Choice, Question, search
+from .search import Choice, search
 
 
 class Compared(NamedTuple):

@@ -3,8 +3,9 @@
 Belongs here: which kernels and collectives a layer runs, on a configuration alone. Single kernels are in roofline.py,
 tensor-parallel communication by transport in ops/choice/prediction.py, stages and steps in step_time.py.
 
-All is a prediction. Terms: gemm, attention, scores (their traffic), elementwise, cast, tp (exposed), cp (all of it is
-exposed: attention waits for the keys and values), recompute, logits, packing, launch (on a CPU), wait (for the host).
+All is a prediction. Terms: gemm, attention, scores (their traffic), elementwise, cast, tp (exposed), cp and ep (all of
+it is exposed: attention waits for the keys and values, experts for their tokens), recompute, logits, packing, launch
+(on a CPU), wait (for the host).
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 
 from .devices import Device, as_if_on
 from .kept import kept_by_kind
-from .memory import context_bytes, kv_heads, microbatch_tokens
+from .memory import context_bytes, exchanged_rows, kv_heads, microbatch_tokens
 from .roofline import GAP, activation_seconds, attention_seconds, gemm_seconds, stream_seconds
 from .software import Software
-from .states import Precision
+from .states import Precision, exchanging_ranks
 
 
 class Terms(dict[str, float]):
@@ -71,7 +72,7 @@ class Linear(NamedTuple):
     """A linear on one rank: n output and k input features; column-parallel, or else row-parallel.
 
     experts: so many linears with rows of their own, a rank's experts; `rows` of each. None: it is one of no experts.
-    shares: its collectives are those of another linear.
+    silent: it has no tensor-parallel collectives. They are another linear's, or its rows come by an exchange.
     """
 
     name: str
@@ -80,7 +81,7 @@ class Linear(NamedTuple):
     column: bool
     rows: int
     experts: int | None = None
-    shares: bool = False
+    silent: bool = False
 
 
 @functools.lru_cache(maxsize=65536)
@@ -128,28 +129,34 @@ class LayerModel:
         self.t, self.h = layout.tensor_parallel, model.hidden_size
         self.tokens = microbatch_tokens(config)
         self.rows = self.tokens / self.t if layout.sequence_parallel else self.tokens
+        self.ep = exchanging_ranks(layout)
         q, kv = model.query_size // self.t, kv_heads(model, self.t)[0] * model.head_size
         self.q, self.kv = q, kv
         attention = (Linear("qkv", q + 2 * kv, self.h, True, self.tokens), Linear("o", self.h, q, False, self.tokens))
         mlp = self._mlp(model.hidden_features, model.ffn_size)
         self.linears = {False: attention + mlp, True: attention + self._experts()}
 
-    def _mlp(self, hidden: int, ffn: int, shares: bool = False) -> tuple[Linear, Linear]:
+    def _mlp(self, hidden: int, ffn: int, silent: bool = False) -> tuple[Linear, Linear]:
         n, k = -(-hidden // self.t), -(-ffn // self.t)
         return (
-            Linear("fc1", n, self.h, True, self.tokens, shares=shares),
-            Linear("fc2", self.h, k, False, self.tokens, shares=shares),
+            Linear("fc1", n, self.h, True, self.tokens, silent=silent),
+            Linear("fc2", self.h, k, False, self.tokens, silent=silent),
         )
 
     def _experts(self) -> tuple[Linear, ...]:
-        """Grouped GEMMs of this rank's experts, each with as many rows, and the shared expert's, on the same rows."""
+        """Grouped GEMMs of this rank's experts, each with as many rows, and the shared expert's, on the same rows.
+
+        Where tokens are exchanged, the rows are those of all ranks that share the experts, and a shared expert has its
+        own collectives.
+        """
         model, n_experts = self.model, self.model.n_experts or 0
         if n_experts == 0:
             return ()
-        rows, own, f = -(-self.tokens * model.experts_per_token // n_experts), n_experts // self.t, model.expert_size
-        grouped = Linear("fc1", 2 * f, self.h, True, rows, own), Linear("fc2", self.h, f, False, rows, own)
-        shared = model.shared_expert_size
-        return grouped if shared == 0 else grouped + self._mlp(2 * shared, shared, shares=True)
+        exchanges, f, shared = self.ep is not None, model.expert_size, model.shared_expert_size
+        tokens = self.tokens if self.ep is None else round(self.rows) * self.ep
+        of_each = -(-tokens * model.experts_per_token // n_experts), n_experts // (self.ep or self.t), exchanges
+        grouped = Linear("fc1", 2 * f, self.h, True, *of_each), Linear("fc2", self.h, f, False, *of_each)
+        return grouped if shared == 0 else grouped + self._mlp(2 * shared, shared, silent=not exchanges)
 
     def _gemm(self, m: int, n: int, k: int, experts: int | None, added: float = 0.0) -> float:
         return gemm_seconds(m, n, k, self.device, batch=experts or 1, added=added, speed=self.software.speed)
@@ -164,7 +171,7 @@ class LayerModel:
 
         Experts are reduced by a plain collective with every transport but `pipelined` (ops/transports/experts.py).
         """
-        if linear.shares:
+        if linear.silent:
             return 0.0
         n, k = (linear.k, linear.n) if backward else (linear.n, linear.k)
         grouped = None
@@ -200,7 +207,7 @@ class LayerModel:
         wgrad = self._gemm(linear.n, linear.k, linear.rows, linear.experts, self.software.accumulation)
         inputs = Terms(gemm=dgrad, cast=self._cast(linear, 2))
         weights = Terms(gemm=wgrad)
-        if linear.shares:
+        if linear.silent:
             return inputs, weights
         sequence, beside = self.layout.sequence_parallel, self.software.backward_transport == "beside"
         if linear.column:
@@ -242,21 +249,13 @@ class LayerModel:
     def routing(self) -> PassSeconds:
         """The router of a layer with experts, what it sends, and the sums of each token's rows.
 
-        Its GEMM is in float32, and its weights' gradient is not deferred. On several ranks the host waits for the
-        numbers of rows, and the device has nothing to do until they are read and the next kernel is launched: each is
-        taken to be as long as a launch. Indices are left out.
+        Its weights' gradient is not deferred. On several ranks the host waits for the numbers of rows, and the device
+        has nothing to do until they are read and the next kernel is launched: each is taken to be as long as a launch.
+        Indices are left out.
         """
-        model, t, k, speed = (
-            self.model,
-            self.t,
-            self.model.experts_per_token,
-            FLOAT32 if self.device.capability else 1.0,
-        )
-        rows, n_experts = round(self.rows), model.n_experts or 0
-        # a library divides such thin products along K, too, so that they fill the device
-        moved = 4 * (rows * (self.h + n_experts) + n_experts * self.h)
-        flops = 2 * rows * n_experts * self.h
-        logits = max(flops / self.device.machine.flops / speed, stream_seconds(moved, self.device)) + GAP
+        if self.ep is not None:
+            return self._exchanged(self.ep)
+        t, k, logits = self.t, self.model.experts_per_token, self._router_seconds()
         combined = activation_seconds(2 * self.h * self.tokens * (k / t + 1), self.device)
         sent = exposed_seconds(GATHER, (self.tokens, 1, 2 * k), t, "sequential", self.device, 1.0, 4)
         op = SCATTER if self.layout.sequence_parallel else ALL_REDUCE
@@ -264,6 +263,56 @@ class LayerModel:
         forward = Terms(gemm=logits, elementwise=combined, tp=sent if self.layout.sequence_parallel else 0.0)
         forward["wait"] = 2 * self.software.host_kernel * (t > 1)
         return PassSeconds(forward, Terms(gemm=2 * logits, elementwise=combined, tp=returned), Terms())
+
+    def _router_seconds(self) -> float:
+        """Seconds of the router's GEMM, which is in float32."""
+        rows, n_experts, speed = round(self.rows), self.model.n_experts or 0, FLOAT32 if self.device.capability else 1.0
+        # a library divides such thin products along K, too, so that they fill the device
+        moved = 4 * (rows * (self.h + n_experts) + n_experts * self.h)
+        flops = 2 * rows * n_experts * self.h
+        return max(flops / self.device.machine.flops / speed, stream_seconds(moved, self.device)) + GAP
+
+    def exchange(self, nbytes: float, ep: int | None = None) -> float:
+        """Seconds in which the ranks that share experts each send one another equal parts of so many bytes.
+
+        ep: how many these are, if not as many as in the layout. They are neighbours, and fill one node after the other.
+        """
+        links = Link(*self.device.inside), Link(self.device.network_latency, self.device.network)
+        return all_to_all_seconds(nbytes, *self.device.spread(ep or self.ep or 1, 1), *links)
+
+    def exchanged_bytes(self, ep: int | None = None) -> float:
+        """Bytes of the rows that a rank sends to its tokens' experts, or that come back. ep: as in exchange."""
+        return exchanged_rows(self.config, ep=ep) * self.h * self.device.itemsize
+
+    def exchanging(self, ep: int | None = None) -> float:
+        """Seconds of all exchanges of rows of one microbatch in a layer. ep: as in exchange."""
+        again = self.software.repeats.get(self.layout.recompute, {}).get("fc1", 0.0)
+        return (5 + again) * self.exchange(self.exchanged_bytes(ep), ep)
+
+    def experts_gemms(self) -> float:
+        """Seconds of the grouped GEMMs of one microbatch in a layer, forward and backward."""
+        seconds = 0.0
+        for linear in (each for each in self.linears[True] if each.experts):
+            passes = self.linear_forward(linear), *self.linear_backward(linear)
+            seconds += sum(terms["gemm"] for terms in passes)
+        return seconds
+
+    def _exchanged(self, ep: int) -> PassSeconds:
+        """The same where tokens are exchanged: five times their rows (docs/moe.md), all in turn with computing.
+
+        All experts are taken to get as many tokens. Rows are put in order before they leave; what experts make of them
+        is added up before it goes back, and again where it comes back.
+        """
+        chosen, leaving = self.rows * self.model.experts_per_token, exchanged_rows(self.config)
+        logits = self._router_seconds()
+        sent, weights = self.exchange(self.exchanged_bytes()), self.exchange(4 * chosen)
+        ordered = activation_seconds(2 * self.h * 2 * leaving, self.device)
+        combined = activation_seconds(2 * self.h * (chosen + 2 * leaving + self.rows), self.device)
+        forward = Terms(gemm=logits, elementwise=ordered + combined)
+        forward["ep"] = self.exchange(16 * ep) + self.exchange(8 * chosen) + 2 * sent
+        forward["wait"] = 2 * self.software.host_kernel * (ep > 1)
+        inputs = Terms(gemm=2 * logits, elementwise=ordered + combined, ep=weights + 2 * sent)
+        return PassSeconds(forward, inputs, Terms(elementwise=ordered, ep=sent))
 
     def elementwise(self, backward: bool, experts: bool = False) -> dict[str, float]:
         """Seconds of the kernels that only move memory: those of the activation, and all others."""
@@ -303,6 +352,9 @@ class LayerModel:
             gather, exchange = self.keys_and_values()
             repeats = self.software.repeats.get(self.layout.recompute, {}).get("attention", 0.0) * recomputes
             forward["cp"], inputs["cp"] = gather, gather * (1 + repeats) + exchange
+        if experts and self.ep is not None and recomputes:  # tokens come again; what was decided about them is kept
+            repeats = self.software.repeats.get(self.layout.recompute, {}).get("fc1", 0.0)
+            inputs["ep"] += repeats * self.exchange(self.exchanged_bytes())
         if recomputes:
             inputs["recompute"] += self.again(experts)
         if packs:

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 
+from .candidates import Question
 from .layouts import layout_text
 from .plan_report import ITEMS, assumed, count_text, parts, why
 from .report import size
-from .search import Choice, Question, model_of, search
+from .search import Choice, model_of, search
 from .timeline import timeline_svg
 
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f", "#bab0ac", "#79706e")

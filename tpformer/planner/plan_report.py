@@ -12,18 +12,23 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from tpformer.models import GPTConfig
+from tpformer.ops.row_exchange import share_of_rank
+
 from .advice import advice
+from .candidates import Question
 from .costs import Cost, cost_lines
 from .layouts import layout_text
-from .placement import placement
+from .placement import EXCHANGED, placement
 from .published import Outcome, strong_scaling
 from .report import size
-from .search import Choice, Found, Question, range_of
-from .step_time import StepTime
+from .search import Choice, Found, model_of, range_of
+from .stage_time import StepTime
+from .states import exchanging_ranks
 
 ITEMS = {
-    "compute": "compute", "tp": "exposed TP", "cp": "CP", "pp": "PP", "dp": "exposed DP", "bubble": "bubble",
-    "optimizer": "optimizer", "host": "host",
+    "compute": "compute", "tp": "exposed TP", "cp": "CP", "ep": "EP", "pp": "PP", "dp": "exposed DP",
+    "bubble": "bubble", "optimizer": "optimizer", "host": "host",
 }  # fmt: skip
 
 
@@ -89,8 +94,8 @@ def table(
     found = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     found.add_column("layout", overflow="fold", min_width=24)
     of_training = [] if tokens is None else ["days"] if price is None else ["days", "price"]
-    several = any(choice.config.parallel.context_parallel > 1 for choice in choices)
-    items = {item: name for item, name in ITEMS.items() if several or item != "cp"}
+    hidden = {item for item in ("cp", "ep") if not any(getattr(choice.step, item) for choice in choices)}
+    items = {item: name for item, name in ITEMS.items() if item not in hidden}
     for name in ("tokens/s", "MFU", "step", *items.values(), "memory", *of_training):
         found.add_column(name, justify="right")
     for choice in choices:
@@ -136,6 +141,34 @@ def cost_part(choice: Choice, question: Question, tokens: float, price: float | 
     return {f"Cost of training on {count_text(tokens)} tokens": list(lines)}
 
 
+def exchange_part(choice: Choice, question: Question) -> dict[str, list[str]]:
+    """{heading: lines} of what the exchange of tokens takes beside the experts' GEMMs, and if it is more, what helps.
+    Empty without an exchange."""
+    ep, model = exchanging_ranks(choice.config.parallel), choice.config.model
+    if ep is None or model.n_experts is None:
+        return {}
+    layer, device = model_of(question, choice.config).layer, question.device
+    exchanges, gemms = layer.exchanging(), layer.experts_gemms()
+    inside, nodes = device.spread(ep, 1)
+    lines = [
+        f"{EXCHANGED[choice.config.parallel.recompute]} exchanges of a layer and microbatch take {1e3 * exchanges:.1f} "
+        f"ms, its experts' GEMMs {1e3 * gemms:.1f} ms; a rank sends {size(layer.exchanged_bytes())} in each, "
+        f"{(ep - inside) / ep:.0%} of it to other nodes"
+    ]
+    if exchanges > gemms:
+        lines.append("so ranks exchange tokens for longer than they compute with them")
+        if nodes > 1:
+            lines.append(f"with ep={inside}, in one node, they would take {1e3 * layer.exchanging(inside):.1f} ms")
+            once = sent_once(model, nodes) / sent_once(model, ep)
+            lines.append(f"a token that is sent once to each node would be {once:.2f} of the bytes, which is not built")
+    return {"Exchange of tokens for experts, predicted": lines}
+
+
+def sent_once(model: GPTConfig, places: int) -> float:
+    """Rows of a token that leave if each rank or node that has experts of it gets one, all equally often chosen."""
+    return places * share_of_rank(model.experts_per_token, model.n_experts or 0, places)
+
+
 def parts(choice: Choice, question: Question, tokens: float, price: float | None) -> dict[str, list[str]]:
     """{heading: lines} of what else is to be known of a layout: its placement, its cost, and advice on its training."""
     of_node, layout = question.device.gpus_per_node, choice.config.parallel
@@ -143,6 +176,7 @@ def parts(choice: Choice, question: Question, tokens: float, price: float | None
     sender = "a rank in the middle of the pipeline" if layout.pipeline_parallel > 1 else "a rank"
     return {
         f"Placement on nodes of {of_node}, and what {sender} sends in a step": [*map(str, axes)] or ["nothing"],
+        **exchange_part(choice, question),
         **cost_part(choice, question, tokens, price),
         "Advice: published rules, no predictions": [*map(str, advice(question.config.model, tokens))],
     }
@@ -164,7 +198,7 @@ def why(choices: Sequence[Choice]) -> str:
         limit += f", and most of the rest is {item} ({share:.1%})"
     if len(choices) == 1:
         return f"{layout_text(first.config)} is the only layout shown: {limit}."
-    axes = ("tensor_parallel", "pipeline_parallel", "pipeline_schedule", "recompute")
+    axes = ("tensor_parallel", "expert_parallel", "pipeline_parallel", "pipeline_schedule", "recompute")
     for other in choices[1:]:
         if any(getattr(other.config.parallel, axis) != getattr(first.config.parallel, axis) for axis in axes):
             break

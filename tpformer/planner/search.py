@@ -1,75 +1,27 @@
-"""The search for the fastest layout that fits: candidates, why some are dropped, and the ranking.
+"""The search for the fastest layout that fits: in which order candidates are looked at, and their ranking.
 
-Belongs here: what is searched and in which order. Times are step_time.py's, bytes rank_memory.py's; text is in
-plan_report.py. All figures are predictions.
+Belongs here: bounds, the order, and what is dropped. Candidates are candidates.py's, times step_time.py's, bytes
+rank_memory.py's; text is in plan_report.py. All figures are predictions.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
-import itertools
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tpformer.config import SCHEDULES, RunConfig, check_config
-from tpformer.parallel import Exchange, exchange_of
+from tpformer.config import RunConfig
 
-from .devices import Device
+from .candidates import CONTEXT, MARGIN, Question, check, crosses_nodes, shapes, variants
 from .layer_time import LayerModel
-from .layouts import DEFAULTS, OFFLOADS, layout_text, pack_of, with_layout
+from .layouts import DEFAULTS, layout_text, with_layout
 from .rank_memory import RankMemory, different_ranks, least_memory, predicted_memory
-from .software import OURS, Software
-from .step_time import StepModel, StepTime, mfu
+from .stage_time import StepTime
+from .step_time import StepModel, mfu
 
-CONTEXT = 1e9  # bytes of the CUDA context and libraries, as docs/planner.md says
-MARGIN = 0.05  # the share of a device's memory that fragments and NCCL's buffers may take, apart from what is predicted
 # what offloads less. Offloading takes time, so more of it is tried only if none of these fits
 LESS = {"none": (), "activations": ("none",), "states": ("none",), "both": ("none", "activations", "states")}
-# naive, GPipe and LoopedBFS idle as long as 1F1B and Interleaved1F1B, and keep more
-SEARCHED_SCHEDULES = tuple(name for name in SCHEDULES if name not in ("naive", "GPipe", "LoopedBFS"))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Space:
-    """What is searched: the values that each of a layout's settings may have. None: any that divides."""
-
-    tp: tuple[int, ...] | None = None
-    cp: tuple[int, ...] | None = None
-    pp: tuple[int, ...] | None = None
-    dp: tuple[int, ...] | None = None
-    schedule: tuple[str, ...] = SEARCHED_SCHEDULES
-    stages: tuple[int, ...] | None = None
-    most_stages: int = 16
-    """The most stages on a rank."""
-    zero: tuple[int, ...] = (0, 1, 2, 3)
-    microbatch: tuple[int, ...] = (1, 2, 4, 8, 16)
-    recompute: tuple[str, ...] = ("none", "mlp", "full")
-    offload: tuple[str, ...] = OFFLOADS
-    pack: tuple[str, ...] | None = None
-    """Members of PACKS. None: what the configuration says."""
-
-    def has(self, **values: int) -> bool:
-        """Whether these settings may have these values."""
-        return all((allowed := getattr(self, key)) is None or value in allowed for key, value in values.items())
-
-
-class Question(NamedTuple):
-    """A model and batch (config), and what it is to run on."""
-
-    config: RunConfig
-    gpus: int
-    device: Device
-    software: Software = OURS
-    space: Space = Space()
-    exchange: Exchange = Exchange()
-
-    @property
-    def room(self) -> float:
-        """Bytes of a device that a layout may be predicted to need."""
-        return self.device.memory * (1 - MARGIN) - CONTEXT
 
 
 class Choice(NamedTuple):
@@ -95,89 +47,9 @@ class Found(NamedTuple):
     dropped: Counter[str]
 
 
-def divisors(n: int) -> list[int]:
-    """The divisors of a number, ascending."""
-    small = [each for each in range(1, math.isqrt(n) + 1) if n % each == 0]
-    return sorted({*small, *(n // each for each in small)})
-
-
-def shapes(question: Question, dropped: Counter[str]) -> Iterator[dict[str, Any]]:
-    """tp, cp, pp, dp, microbatch, recompute and pack of all layouts that divide. Counts what does not."""
-    model, space, batch = question.config.model, question.space, question.config.train.global_batch_size
-    for t in divisors(question.gpus):
-        if not space.has(tp=t):
-            continue
-        if crosses_nodes(question, t):
-            dropped["tp does not divide a node"] += 1
-            continue
-        if model.n_heads % t:
-            dropped["tp does not divide the heads"] += 1
-            continue
-        if (model.n_experts or 0) % t:
-            dropped["tp does not divide the experts"] += 1
-            continue
-        for cp, p in itertools.product(divisors(question.gpus // t), divisors(question.gpus // t)):
-            dp, rest = divmod(question.gpus, t * cp * p)
-            if rest or not space.has(cp=cp, pp=p, dp=dp):
-                continue
-            if cp > 1 and model.seq_length % (2 * cp):
-                dropped["2 cp does not divide a sample's tokens"] += 1
-                continue
-            if p > model.n_layers:
-                dropped["fewer layers than pipeline ranks"] += 1
-                continue
-            for b in space.microbatch:
-                if batch % (dp * b):
-                    dropped["dp x microbatch does not divide the batch"] += 1
-                    continue
-                for recompute, pack in itertools.product(space.recompute, space.pack or (pack_of(question.config),)):
-                    sizes = {"tp": t, "cp": cp, "pp": p, "dp": dp}
-                    yield {**sizes, "microbatch": b, "recompute": recompute, "pack": pack}
-
-
-def crosses_nodes(question: Question, tp: int) -> bool:
-    """Whether some of the `tp` ranks that share a layer would be in different nodes."""
-    node = question.device.gpus_per_node
-    return tp > node or (question.gpus > node and node % tp > 0)
-
-
-def schedules(question: Question, shape: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The schedules with which the run's settings allow a shape. Without a pipeline it is {}."""
-    n_layers, pipeline = question.config.model.n_layers, shape["pp"]
-    candidates: list[dict[str, Any]] = [{}] if pipeline == 1 else []
-    for name in question.space.schedule if pipeline > 1 else ():
-        kind = SCHEDULES[name]
-        sizes = [kind.stages_per_rank]
-        if kind.looped:
-            most = min(question.space.most_stages, n_layers // pipeline)
-            sizes = [v for v in range(2, most + 1) if n_layers % (pipeline * v) == 0 or v == 2]
-        sizes = [v for v in sizes if question.space.has(stages=v)]
-        candidates += [{"schedule": name, "stages": stages} for stages in sizes]
-    for schedule in candidates:
-        try:
-            _check(with_layout(question.config, {**shape, **schedule}))
-        except ValueError:
-            continue
-        yield schedule
-
-
-def variants(question: Question, shape: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A shape in its schedules and ZeRO stages, in values that Layout allows, without offloading."""
-    for schedule in schedules(question, shape):
-        splits = bool(schedule) and SCHEDULES[schedule["schedule"]].splits_backward
-        for zero in question.space.zero if shape["dp"] * shape["cp"] > 1 else (0,):
-            if question.space.has(zero=zero) and (zero <= 1 or not splits):
-                yield {**shape, **schedule, "zero": zero}
-
-
-def _check(config: RunConfig) -> None:
-    check_config(config, trains=False)
-    exchange_of(config)
-
-
 def evaluate(question: Question, config: RunConfig) -> Choice:
     """A layout's Choice, whether it fits or not. ValueError for one that cannot work."""
-    _check(config)
+    check(config)
     return _choice(question, model_of(question, config), most_memory(question, config))
 
 
@@ -217,7 +89,7 @@ def refusal_of(question: Question, config: RunConfig) -> str | None:
         node = question.device.gpus_per_node
         return f"some of the tp={config.parallel.tensor_parallel} ranks would not be in the same node of {node} GPUs"
     try:
-        _check(config)
+        check(config)
     except ValueError as error:
         return str(error)
     need = most_memory(question, config).total
@@ -231,7 +103,7 @@ def refusal_of(question: Question, config: RunConfig) -> str | None:
 
 def least_seconds(question: Question, shape: Mapping[str, Any], layers: dict) -> float:
     """A lower bound of a step in any schedule: the mean rank's share of all layers and of the head."""
-    key = shape["tp"], shape["cp"], shape["microbatch"], shape["recompute"], shape["pack"]
+    key = tuple(shape[name] for name in ("tp", "cp", "ep", "microbatch", "recompute", "pack"))
     if key not in layers:
         model = LayerModel(with_layout(question.config, shape), question.device, question.software)
         again, n_experts = shape["recompute"] != "none", question.config.model.n_expert_layers
@@ -247,8 +119,11 @@ def least_seconds(question: Question, shape: Mapping[str, Any], layers: dict) ->
         return computing
     # whatever the ZeRO stage, gradients are reduced once, at best beside all computing
     sharded = model_of(question, with_layout(question.config, {**shape, "zero": 1}))
-    share = sharded.layer_elements / shape["pp"]
-    return max(computing, sharded.collective(question.software.gradient_bytes * share) / 2)
+    size, nbytes = sharded.elements([range(sharded.model.n_layers)]), question.software.gradient_bytes / shape["pp"]
+    reduced = sharded.collective(nbytes * (size.layers - size.exchanged))
+    if size.exchanged:
+        reduced += sharded.collective(nbytes * size.exchanged, experts=True)
+    return max(computing, reduced / 2)
 
 
 class _Entry(NamedTuple):

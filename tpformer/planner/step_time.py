@@ -5,13 +5,12 @@ Belongs here: how the work of layers (layer_time.py) becomes a step. All is a pr
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import add
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from tpformer.config import RunConfig, packed_layers, recomputed_layers
 from tpformer.distributed.links import Link
@@ -25,67 +24,11 @@ from .memory import microbatch_rows
 from .rank_memory import cached_order, different_ranks, few_microbatches, predicted_stage, stage_ranges
 from .roofline import activation_seconds, stream_seconds
 from .software import OURS, Software
-from .states import elements
+from .stage_time import StageTime, StepTime
+from .states import Elements, elements, exchanging_ranks
 
 NOTHING: frozenset[str] = frozenset()
 T = TypeVar("T")
-
-
-class StepTime(NamedTuple):
-    """Seconds of a step by what the rank with the most to do spends them on."""
-
-    compute: float
-    tp: float
-    """Tensor-parallel communication that no GEMM hides."""
-    cp: float
-    """Keys and values, and their gradients, between context-parallel ranks: nothing hides them."""
-    pp: float
-    """Sending to the next stage, where ranks wait for it."""
-    dp: float
-    """Gathers and reductions over data-parallel ranks that no computation hides."""
-    bubble: float
-    optimizer: float
-    host: float
-    """What the host needs longer than the device to launch kernels, and what moves to and from its memory."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the whole step."""
-        return sum(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class StageTime:
-    """One microbatch in one stage."""
-
-    work: PassSeconds
-    host: dict[str, float]
-    """Seconds of launching F, I and W, or of moving what they save to the host and back if that takes longer."""
-    sends: dict[str, float]
-    """Seconds that F and I wait for their result to be sent."""
-
-    def device(self, kind: str) -> float:
-        """Seconds of computing and of exposed communication in the stage, of kind F, B, I or W."""
-        forward, inputs, weights = (terms.seconds for terms in self.work)
-        return {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}[kind]
-
-    def launching(self, kind: str) -> float:
-        """Seconds that the host takes longer."""
-        host = self.host["I"] + self.host["W"] if kind == "B" else self.host[kind]
-        return max(0.0, host - self.device(kind))
-
-    def sending(self, kind: str) -> float:
-        """Seconds of a step's send."""
-        return self.sends.get({"B": "I"}.get(kind, kind), 0.0)
-
-    @functools.cached_property
-    def durations(self) -> dict[str, float]:
-        """All of it, for F, B, I and W."""
-        return {kind: self.device(kind) + self.launching(kind) + self.sending(kind) for kind in "FBIW"}
-
-    def seconds(self, kind: str) -> float:
-        """All of it, for one kind."""
-        return self.durations[kind]
 
 
 class StepModel:
@@ -284,35 +227,33 @@ class StepModel:
         rank = max(range(self.layout.pipeline_parallel), key=self.busy)
         stages = [self.stages[index] for index in self.layout.stages_of(rank)]
         terms = sum((sum(stage.work, Terms()) for stage in stages), Terms())
-        tp, cp = self.m * terms["tp"], self.m * terms["cp"]
-        compute = self.m * terms.seconds - tp - cp
+        tp, cp, ep = (self.m * terms[name] for name in ("tp", "cp", "ep"))
+        compute = self.m * terms.seconds - tp - cp - ep
         pp = self.m * sum(stage.sending("F") + stage.sending("B") for stage in stages)
         host = self.m * sum(stage.launching("F") + stage.launching("B") for stage in stages)
-        bubble = max(0.0, self.span - compute - tp - cp - pp - host)  # below 0 only by rounding
+        bubble = max(0.0, self.span - compute - tp - cp - ep - pp - host)  # below 0 only by rounding
         dp, optimizer, moving = (
             max(map(part, self._ranks())) for part in (self.data_parallel, self.optimizer, self.moving)
         )
-        return StepTime(compute, tp, cp, pp, dp, bubble, optimizer, host + moving)
+        return StepTime(compute, tp, cp, ep, pp, dp, bubble, optimizer, host + moving)
 
     def _ranks(self) -> Sequence[int]:
         """Pipeline ranks among which is the one with most parameters."""
         return self._once("ranks", lambda: different_ranks(self.model, self.layout))
 
-    @property
-    def layer_elements(self) -> float:
-        """Parameters of all layers on one tensor-parallel rank."""
-        return elements(self.model, [range(self.model.n_layers)], self.layout.tensor_parallel).layers
+    def elements(self, stages: Sequence[range]) -> Elements:
+        """Parameters of some stages, given by their layers, on one tensor-parallel rank."""
+        return elements(self.model, stages, self.layout.tensor_parallel, exchanging_ranks(self.layout))
 
-    def elements(self, rank: int) -> float:
+    def of_rank(self, rank: int) -> Elements:
         """Parameters of a pipeline rank's stages on one tensor-parallel rank."""
-        stages = [self.ranges[index] for index in self.layout.stages_of(rank)]
-        return elements(self.model, stages, self.layout.tensor_parallel).total
+        return self.elements([self.ranges[index] for index in self.layout.stages_of(rank)])
 
     def optimizer(self, rank: int) -> float:
         """Seconds of the update of a rank's shard."""
         if "optimizer" in self.without:
             return 0.0
-        nbytes = self.software.optimizer * self.elements(rank) / self.layout.shards
+        nbytes = self.software.optimizer * self.of_rank(rank).shard(self.layout)
         if self.layout.cpu_offload:
             return nbytes / self.device.host  # a guess: a GPU's share of its host's memory is as fast as the way to it
         return stream_seconds(nbytes, self.device)
@@ -323,35 +264,35 @@ class StepModel:
         if not layout.cpu_offload:
             return 0.0
         gathers = 2 * self.m if layout.zero == 3 else 1
-        return 4 * (gathers + 1) * self.elements(rank) / layout.shards / self.device.host
+        return 4 * (gathers + 1) * self.of_rank(rank).shard(layout) / self.device.host
 
-    def collective(self, nbytes: float, replicas: bool = False) -> float:
-        """Seconds of an all-reduce over the ranks that share, or over replicas; a gather or scatter takes half."""
+    def collective(self, nbytes: float, replicas: bool = False, experts: bool = False) -> float:
+        """Seconds of an all-reduce over the ranks that share, or over replicas; a gather or scatter takes half.
+
+        experts: of the parameters of experts that exchange tokens, which other ranks share.
+        """
         layout = self.layout
-        ranks = layout.replicas if replicas else layout.shards
-        place = self.device.spread(ranks, layout.tensor_parallel * (layout.shards if replicas else 1))
+        together, shards, ranks = layout.tensor_parallel, layout.shards, layout.replicas
+        if experts:
+            together, shards, ranks = layout.expert_parallel or 1, layout.expert_shards, layout.expert_replicas
+        place = self.device.spread(*((ranks, together * shards) if replicas else (shards, together)))
         exchange = self.own if replicas else self.exchange
         return exchange.seconds(nbytes, *place, self.fast, self.slow)
 
     def data_parallel(self, rank: int) -> float:
         """Seconds of gathers and reductions of a rank that no computation hides."""
-        layout, software, elements_ = self.layout, self.software, self.elements(rank)
+        layout, software = self.layout, self.software
         if "dp" in self.without:
             return 0.0
         seconds = self._tied(rank)
-        if layout.copies == 1:
+        if layout.copies == 1 and not layout.copies_experts:
             return seconds
         every = self.stages
         stages = [every[index] for index in layout.stages_of(rank)]
         units = sum(len(self.ranges[index]) for index in layout.stages_of(rank)) + 1
         forward = sum(stage.seconds("F") for stage in stages)
         backward = sum(stage.seconds("B") for stage in stages)
-        unit = elements_ / units  # each layer is gathered and reduced on its own
-        gradients = units * self.collective(software.gradient_bytes * unit) / 2
-        gathers = units * self.collective(self.device.itemsize * unit) / 2 if layout.zero else 0.0
-        replicas = units * self.collective(software.gradient_bytes * unit / layout.shards, True)
-        if not layout.zero:
-            gradients *= 2
+        gathers, gradients, replicas = self._reductions(self.of_rank(rank), units)
         window = self._window(len(stages))
         of_forward = self.m if layout.zero == 3 else 1
         of_backward = self.m if layout.zero > 1 else 1
@@ -364,6 +305,23 @@ class StepModel:
         if of_backward > 1:
             return seconds + of_backward * _exposed(gradients, backward, units) + replicas
         return seconds + _exposed(gradients + replicas, window * backward, units)
+
+    def _reductions(self, size: Elements, units: int) -> tuple[float, float, float]:
+        """Seconds of a gather of all parameters, of the gradients' reduction, and of their sum over replicas.
+
+        Each layer is gathered and reduced on its own, its experts apart from the rest where they exchange tokens.
+        """
+        layout, found = self.layout, [0.0, 0.0, 0.0]
+        families = [(size.total - size.exchanged, units, layout.shards, False)]
+        if size.exchanged:
+            families.append((size.exchanged, sum(each > 0 for each in size.experts), layout.expert_shards, True))
+        for whole, number, shards, experts in families:
+            gradient, copy = (each * whole / number for each in (self.software.gradient_bytes, self.device.itemsize))
+            if layout.zero:
+                found[0] += number * self.collective(copy, experts=experts) / 2
+                found[1] += number * self.collective(gradient, experts=experts) / 2
+            found[2] += number * self.collective(gradient / shards, True, experts)
+        return found[0], found[1], found[2]
 
     def _window(self, stages: int) -> float:
         """Microbatches beside whose computing a step's only reduction runs."""
