@@ -1,6 +1,7 @@
 """What is measured of a model: which linears are cut together and how, and the reasons of those that stay whole."""
 
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -147,6 +148,16 @@ def keeps_mean(module: nn.Module, h: Tensor, x: Tensor) -> Tensor:
     return h.relu()
 
 
+def keeps_in_a_list(module: nn.Module, h: Tensor, x: Tensor) -> Tensor:
+    vars(module).setdefault("seen", {"means": []})["means"].append(h.detach().mean())
+    return h.relu()
+
+
+def keeps_a_number(module: nn.Module, h: Tensor, x: Tensor) -> Tensor:
+    module.positive = int((h > 0).sum())
+    return h.relu()
+
+
 def by_heads(module: nn.Module, h: Tensor, x: Tensor) -> Tensor:
     return h.unflatten(-1, (module.num_heads, 8)).softmax(-1).flatten(-2)
 
@@ -164,6 +175,23 @@ def normed(hooked: bool) -> nn.Module:
     else:
         model.up.forward = lambda x, forward=model.up.forward: norm(forward(x))
     return model
+
+
+def watched() -> nn.Module:
+    """A hook keeps what it sees in a list that no module holds."""
+    model, seen = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH)), list[Tensor]()
+    model[1].register_forward_hook(lambda module, args, output: seen.append(output.detach().mean()))
+    return model
+
+
+GLOBAL: dict[str, Tensor] = {}
+
+
+class KeepsGlobally(Between):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        GLOBAL["mean"] = h.detach().mean()
+        return self.down(h.relu())
 
 
 def recomputed() -> nn.Module:
@@ -185,6 +213,10 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a parameter before": (lambda: Around(lambda m, h, x: h * m.scale), "scale of Around reaches down also around up"),
     "a detached mean": (lambda: Between(keeps_mean, lambda m, h, y: y * m.mean), "is also used elsewhere"),
     "a kept mean": (lambda: Between(keeps_mean), "is also used elsewhere"),
+    "means in a list": (lambda: Between(keeps_in_a_list), "is also used elsewhere"),
+    "a kept number": (lambda: Between(keeps_a_number), "is also used elsewhere"),
+    "a hook's list": (watched, "is also used elsewhere"),
+    "a global dictionary": (KeepsGlobally, "is also used elsewhere"),
     "a layer": (lambda: nn.Sequential(Between(), Between(lambda m, h, x: norm(h))), "1.down does not get that rank's"),
     "another call": (Twice, "inner.down does not get that rank's part in its call 2"),
     "training": (lambda: Between(lambda m, h, x: norm(h) if m.training else h.relu()), "in training mode"),
@@ -206,6 +238,29 @@ def test_what_is_not_right_in_the_whole_model_stays_whole(case):
     said = [why for name, why in {**plan.kept, **plan.gathered}.items() if name.endswith(("down", "2"))]
     assert not plan.regions and any(re.search(reason, why) for why in said), str(plan)
     assert {*plan.values()} <= {"colwise_gather_output"}
+
+
+def test_times_and_counts_that_a_module_keeps_leave_its_linears_divided() -> None:
+    """They differ from run to run, or are alike in all."""
+
+    def middle(module: nn.Module, h: Tensor, x: Tensor) -> Tensor:
+        module.at, module.calls = time.perf_counter(), getattr(module, "calls", 0) + 1
+        return h.relu()
+
+    assert auto_plan(Between(middle), 2, example=torch.randn(2, 6, WIDTH)).regions.keys() == {"down"}
+
+
+def test_ranks_that_share_heads_each_hold_rows_of_their_weight() -> None:
+    """Of 6 rows in chunks of 2 the last of four ranks would hold none, though it may compute the second head."""
+
+    class Heads(Between):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x).unflatten(-1, (2, 3)).repeat_interleave(4, -2).flatten(-2))
+
+    model = Heads()
+    model.up, model.down = nn.Linear(WIDTH, 6), nn.Linear(24, WIDTH)
+    plan = auto_plan(model, 4, example=torch.randn(2, 6, WIDTH))
+    assert plan["down"] == "colwise_gather_output" and "4 ranks cannot share 6 features" in plan.kept["up"], plan
 
 
 @on_every_rank(2)

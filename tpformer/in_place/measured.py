@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tpformer.torch_private import backward_hooks, forward_hooks, forward_pre_hooks
 
 from .generators import Generators
 
 SETTINGS = {"_experts_implementation": "eager", "use_cache": False}  # of transformers' configurations
 MOST = 1 << 20  # elements of a tensor that is no buffer, of which a copy is kept: matrices of large models have more
 DEPTH = 3  # of containers and objects within what a module holds
+OF_TORCH = frozenset(vars(nn.Module()))  # attributes that every module has: its parameters, submodules, hooks and mode
 
 
 @contextmanager
@@ -84,7 +87,7 @@ def _remember(value: Any, undo: dict[int, Callable[[], None]], depth: int) -> No
         depth = DEPTH
         undo |= {id(buffer): _of_tensor(buffer) for buffer in value.buffers(recurse=False)}
         undo[id(value)] = partial(_restore, value, type(value), dict(vars(value)))
-        within = list(vars(value).values())
+        within = [*vars(value).values(), *_named_by(value)]
     elif isinstance(value, Tensor):
         if value.numel() <= MOST and not nn.parameter.is_lazy(value):
             undo[id(value)] = _of_tensor(value)
@@ -103,6 +106,45 @@ def _remember(value: Any, undo: dict[int, Callable[[], None]], depth: int) -> No
         within = list(vars(value).values())
     for each in within:
         _remember(each, undo, depth - 1)
+
+
+def kept_by(value: Any, depth: int = DEPTH) -> list[Any]:
+    """Tensors and numbers that a module keeps itself, or in containers and objects; not those of its submodules."""
+    if isinstance(value, Tensor | int | float):
+        return [value]
+    if depth < 0 or isinstance(value, type | ModuleType) or (isinstance(value, nn.Module) and depth < DEPTH):
+        return []
+    within: Any = ()
+    if isinstance(value, nn.Module):
+        within = [x for key, x in vars(value).items() if key not in OF_TORCH] + _named_by(value)
+    elif isinstance(value, dict):
+        within = list(value.values())
+    elif isinstance(value, list | deque | tuple):
+        within = list(value)
+    elif hasattr(value, "__dict__") and not callable(value):
+        within = list(vars(value).values())
+    return [x for each in within for x in kept_by(each, depth - 1)]
+
+
+def _named_by(module: nn.Module) -> list[Any]:
+    """Tensors, numbers and containers that a module's forward and its hooks name, and no module holds: global ones, and
+    those of closures. Functions of torch and of this package keep nothing."""
+    hooks, found = (forward_pre_hooks(module), forward_hooks(module), backward_hooks(module)), list[Any]()
+    for function in (module.forward, *(hook for each in hooks for hook in each.values())):
+        function = getattr(function, "__func__", function)
+        code = getattr(function, "__code__", None)
+        if code is None or (function.__module__ or "").startswith(("torch.", "tpformer.")):
+            continue
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # of a cell that has no value yet
+                found.append(cell.cell_contents)
+        found += [function.__globals__[name] for name in _names(code) if name in function.__globals__]
+    return [x for x in found if isinstance(x, Tensor | int | float | dict | list | deque)]
+
+
+def _names(code: CodeType) -> list[str]:
+    """What the code of a function and of those within it may name."""
+    return [*code.co_names, *(name for x in code.co_consts if isinstance(x, CodeType) for name in _names(x))]
 
 
 def _refill(clear: Callable[[], None], fill: Callable[[Any], None], before: Any) -> None:

@@ -100,6 +100,9 @@ def find_way(root: nn.Module, columns: Sequence[str], row: str, call: tuple[tupl
     width = linears[row].in_features
     if width <= (t - 1) * -(-width // t):
         raise Refused(f"its {width} input features are too few for {t} ranks")
+    for name in columns:
+        if (features := linears[name].out_features) <= (t - 1) * -(-features // t):  # even if ranks share heads
+            raise Refused(f"the {features} output features of {name} are too few for {t} ranks to hold some each")
     try:
         trial = _Trial(root, linears, row, call)
         whole = trial.run(None)
