@@ -235,6 +235,12 @@ def held_by(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
+def counted_alone(tensor: DTensor) -> DTensor:
+    """The tensor, whose local one has the memory that it had, and a count of its own of what is written to it."""
+    tensor._local_tensor = tensor._local_tensor.data
+    return tensor
+
+
 def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """(result, log-sum-exp (batch, heads, queries)) of (batch, heads, tokens, head_dim) on a CPU. The public function
     gives no log-sum-exp. is_causal: query i sees the keys up to i; mask: what is added to scores, of q's dtype."""

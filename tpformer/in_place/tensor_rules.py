@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpformer.torch_private import held_by, methods_of_the_object, unscale
+from tpformer.torch_private import counted_alone, held_by, methods_of_the_object, unscale
 
 from .tensor_parts import PATIENCE, is_cut, of_class, on_locals, part_of, replicated, sorted_out, whole_result
 from .waiting import said
@@ -73,6 +73,11 @@ def _get_gradient(function: Any, tensor: DTensor) -> Any:
 
 def _set_gradient(function: Any, tensor: DTensor, value: Any) -> None:
     function(tensor, value if value is None or isinstance(value, DTensor) else part_of(value, tensor))
+
+
+def _get_data(function: Any, tensor: DTensor) -> DTensor:
+    """tensor.data: no backward minds what is written to it."""
+    return counted_alone(_view(function, tensor))
 
 
 @torch.no_grad()
@@ -163,6 +168,7 @@ RULES: dict[Any, Callable] = {
     **dict.fromkeys((nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_), _fill),  # the others call Tensor's
     Tensor.grad.__get__: _get_gradient,
     Tensor.grad.__set__: _set_gradient,
+    Tensor.data.__get__: _get_data,
     Tensor.data.__set__: _set_data,
     Tensor.copy_: _copy,
     Tensor.register_hook: _register,
@@ -170,5 +176,5 @@ RULES: dict[Any, Callable] = {
     unscale: _unscale,
     **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like, *BY_VALUE), _draw),
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack), _join),
-    **{getattr(Tensor, name).__get__: _view for name in ("data", "T", "mT", "H", "mH", "real", "imag")},
+    **{getattr(Tensor, name).__get__: _view for name in ("T", "mT", "H", "mH", "real", "imag")},
 }

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from tpformer.torch_private import allow_anomaly_mode, allow_foreach, without_torch_function
+from tpformer.torch_private import allow_anomaly_mode, allow_foreach, held_by, without_torch_function
 
 from .replaced import Replaced
 from .tensor_parts import (
@@ -60,17 +60,18 @@ class GlobalTensor(DTensor):
         kwargs = kwargs or {}
         with without_torch_function():
             name = getattr(function, "__name__", "")
-            writes = is_written(name)
+            writes, target = is_written(name), None
             if writes:
-                check_writable(name, args[0] if args else kwargs.get("tensor"))
+                target = args[0] if args else kwargs.get("tensor")
+                check_writable(name, target)
             rule = RULES.get(function)
             if rule is not None:
-                return _marked(rule(function, *args, **kwargs))
+                return _marked(_noted(name, target, rule(function, *args, **kwargs)))
             if name in ("__get__", "__set__", "__delete__"):  # what it is, not its values
                 return _marked(function(*args, **kwargs))
             plain, whole, cut = sorted_out(args, kwargs)
             if cut:
-                return _marked(on_shards(function, args, kwargs, plain, cut))
+                return _marked(_noted(name, target, on_shards(function, args, kwargs, plain, cut)))
             if writes and args and is_recorded_write(args[0], plain + whole):
                 return _marked(function(*[replicated(x, whole[0]) if is_plain(x) else x for x in args], **kwargs))
             result = on_locals(function, args, kwargs)
@@ -138,6 +139,17 @@ def globalize(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _marked(value: Any) -> Any:
     return of_class(value, GlobalTensor)
+
+
+def _noted(name: str, written: Any, result: Any) -> Any:
+    """The result of a function that may have written to a tensor, or to those of a list. DTensor writes below autograd,
+    and counts that for itself alone, while a forward keeps its local tensor: without a count there no backward would
+    see the change. What torch does not count either, such as fused updates, is not counted here."""
+    if written is not None and name not in ("requires_grad_", "share_memory_") and not name.startswith("_fused"):
+        targets = written if isinstance(written, list | tuple) else (written,)
+        local = [held_by(x) for x in targets if isinstance(x, DTensor)]
+        torch.autograd.graph.increment_version([x for x in local if not x.is_inference()])
+    return result
 
 
 def _as_dtensor(tensor: GlobalTensor, function: Callable[[], Any]) -> Any:
