@@ -36,6 +36,8 @@ def test_sections_are_frozen_and_their_toml_is_read_as_it_was(tmp_path, tiny_val
     for config in (build_config(tiny_values), RunConfig(), infinite):
         path.write_text(to_toml(config))
         assert build_config(read_toml(path)) == config
+        path.write_text(to_toml(config), encoding="utf-8-sig")  # as Windows writes it, after a byte order mark
+        assert build_config(read_toml(path)) == config
     path.write_text("[model\n")
     with pytest.raises(ValueError, match="config.toml is not valid TOML"):
         read_toml(path)

@@ -67,7 +67,7 @@ def read_transport_table(path: str | Path) -> TransportTable:
     if not path.is_file():
         raise FileNotFoundError(f"no table of measured transports {path}")
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(values, list):

@@ -144,7 +144,7 @@ def load_device(name_or_path: str | Path, gpus_per_node: int | None = None) -> D
                 f"file like {DIRECTORY / 'h100.toml'}"
             )
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; give the path of a device's TOML file") from None
     except ValueError as error:

@@ -230,7 +230,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{printable(path)} does not exist")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{printable(path)} is not valid JSON: {printable(error, 200)}") from None
     if not isinstance(values, dict):
