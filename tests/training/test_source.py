@@ -93,10 +93,13 @@ def experts_read(path) -> set[int]:
     return {int(name.split(".experts.")[1].split(".")[0]) for name in names if ".experts." in name}
 
 
-ALL = {**LAYOUTS, "tp2": {"tensor_parallel": 2, "data_parallel_replicate": 2}}
+ALL = {
+    **LAYOUTS, "tp2": {"tensor_parallel": 2, "data_parallel_replicate": 2},
+    "ep2-zero3": {"data_parallel_shard": 4, "zero_stage": 3, "expert_parallel": 2},
+}  # fmt: skip
 CASES = {
     "llama": ("tp4",), "qwen3": ("tp2-pp2",), "gpt2": ("tp2", "v-schedule"), "run": ("tp2-pp2",),
-    "export": ("tp2-zero3",), "mixtral": ("tp4",), "qwen3_moe": ("tp4", "v-schedule"), "moe-run": ("tp2-zero3",),
+    "export": ("tp2-zero3",), "mixtral": ("tp4", "v-schedule"), "qwen3_moe": ("tp4", "ep2-zero3"), "moe-run": ("tp2-zero3",),
 }  # fmt: skip
 IN_SUITE = ("qwen3", "gpt2", "export", "qwen3_moe")
 
@@ -106,7 +109,7 @@ def test_every_layout_loads_what_one_process_loads(ranks, hub, kind):
     """To the bit; with 4 ranks there are fewer key-value heads than ranks. The run's tables get padding rows. A rank
     reads its own experts alone. The tied table of qwen3 is on the first and on the last stage of a pipeline. On 4 ranks
     each has one expert of the Mixtral and two of the Qwen3-MoE, whose first layer has none; ZeRO-3 cuts the experts of
-    a rank once more."""
+    a rank once more, and with expert parallelism over the ranks that have the same."""
     path = hub[kind]
     config = dataclasses.replace(open_source(path).architecture, vocab_multiple=128)
     expected = in_one_process(path, config)

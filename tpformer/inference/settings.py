@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpformer.config import RunConfig, check_config
+from tpformer.config import Layout, RunConfig, check_config
 from tpformer.training.data import ByteTokenizer, Tokenizer, TokenSamples, load_tokenizer, read_sidecar
 from tpformer.training.resolve import mask_notes, open_dataset, same_tokenizer, with_end_of_document
 from tpformer.training.source import source_config
@@ -100,16 +100,8 @@ def prepare(
     config = with_end_of_document(config)
     layout, size, length = config.parallel, config.model.vocab_size, config.model.seq_length
     asks = asks or tasks is not None
-    if asks and layout.context_parallel > 1:
-        raise ValueError(
-            f"tasks with parallel.context_parallel={layout.context_parallel}: prompts and their answers have no common "
-            f"length that these ranks could share; leave the key out"
-        )
-    if asks and layout.expert_parallel is not None:
-        raise ValueError(
-            f"tasks with parallel.expert_parallel={layout.expert_parallel}: ranks with other requests would wait "
-            f"for one another's tokens; leave the key out, and tensor-parallel ranks share the experts"
-        )
+    if asks:
+        _check_shares_nothing(layout)
     prefixes = tuple(data) if data or asks else config.data.valid
     if not prefixes and not asks:
         raise ValueError(f"{path} has no validation data of its own: give --data PREFIX or --tasks FILE.jsonl")
@@ -139,6 +131,20 @@ def prepare(
     if n_cut := sum(cut for _, cut in questions):
         notes.append(f"{n_cut} of {len(read)} prompts were cut at the left to fit {length} tokens")
     return Evaluation(config, opened, tokenizer, [question for question, _ in questions], notes)
+
+
+def _check_shares_nothing(layout: Layout) -> None:
+    """ValueError for a layout in which ranks with other prompts would need one another."""
+    if layout.context_parallel > 1:
+        raise ValueError(
+            f"tasks with parallel.context_parallel={layout.context_parallel}: prompts and their answers have no common "
+            f"length that these ranks could share; leave the key out"
+        )
+    if layout.expert_parallel is not None:
+        raise ValueError(
+            f"tasks with parallel.expert_parallel={layout.expert_parallel}: ranks with other requests would wait "
+            f"for one another's tokens; leave the key out, and tensor-parallel ranks share the experts"
+        )
 
 
 def check_overrides(overrides: Mapping[str, Mapping[str, Any]]) -> None:
