@@ -86,7 +86,10 @@ def test_ranks_of_experts_are_those_of_the_model_or_are_refused() -> None:
     tp = exchanging(2)
     plain = tp.experts
     for words, call in (
-        (r"set sequence_parallel=True, or leave experts out", lambda: TensorParallel(tp.mesh, experts=plain)),
+        (
+            r"set sequence_parallel=True, or leave the argument experts out",
+            lambda: TensorParallel(tp.mesh, experts=plain),
+        ),
         (r"n_experts=3 cannot be divided among expert_parallel=2 ranks", lambda: MoE(8, 3, ffn_hidden_size=4, tp=tp)),
         (
             "cannot be part of",

@@ -169,7 +169,9 @@ class GPTConfig:
         if self.n_experts is not None:
             check_expert_ranks(self.n_experts, *((tp,) if ep is None else (ep, "expert_parallel")))
         elif ep is not None:
-            raise ValueError(f"expert_parallel={ep} without experts would do nothing: set n_experts, or leave it out")
+            raise ValueError(
+                f"parallel.expert_parallel={ep} without experts would do nothing: set model.n_experts, or leave it out"
+            )
 
     def has_experts(self, layer: int) -> bool:
         """Whether the layer with this index has experts in place of an MLP."""

@@ -222,8 +222,9 @@ class Layout:
             )
         if self.exchange != Layout.exchange:
             raise ValueError(
-                f"parallel.exchange={shown(self.exchange)} adds up gradients of one sort of replicas, and with "
-                f"parallel.expert_parallel={ep} experts have others than the rest of the model: leave one of them out"
+                f"parallel.exchange={shown(self.exchange)} adds up gradients over one kind of replicas, but "
+                f"with parallel.expert_parallel={ep} experts have other replicas than the rest of the model: leave one "
+                f"of the two keys out"
             )
         inner, outer = self.stage_ranks // self.data_parallel_replicate, self.data_parallel_replicate
         fitting = [n for n in range(1, inner + 1) if inner % n == 0]
@@ -232,8 +233,8 @@ class Layout:
             raise ValueError(
                 f"parallel.expert_parallel={ep} ranks cannot be made of data_parallel_replicate={outer} groups of "
                 f"data_parallel_shard * context_parallel * tensor_parallel = {self.data_parallel_shard} * "
-                f"{self.context_parallel} * {tp} = {inner} ranks: it divides {inner}, or is as many whole groups; "
-                f"choose it from {fitting}"
+                f"{self.context_parallel} * {tp} = {inner} ranks: it has to divide {inner}, or to be {inner} times "
+                f"a divisor of {outer}; choose it from {fitting}"
             )
 
     def _check_stages_per_rank(self) -> None:

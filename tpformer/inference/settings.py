@@ -156,8 +156,8 @@ def check_overrides(overrides: Mapping[str, Mapping[str, Any]]) -> None:
                 instead = "give --seq-length" if (section, key) == ("model", "seq_length") else "leave it out"
                 raise ValueError(
                     f"--{section}.{key.replace('_', '-')} is no setting of an evaluation: {instead} (it takes "
-                    f"--parallel.*, --train.*, --run.timeout, and --data.tokenizer, mask, separate_documents and "
-                    f"end_of_document)"
+                    f"--parallel.*, --train.*, --run.timeout, --data.tokenizer, --data.mask, "
+                    f"--data.separate-documents and --data.end-of-document)"
                 )
 
 

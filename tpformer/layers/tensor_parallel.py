@@ -59,8 +59,8 @@ class TensorParallel:
         if self.experts is not None and self.size > 1 and not self.sequence_parallel:
             raise ValueError(
                 f"experts on {self.experts.size()} ranks that exchange tokens, and {self.size} tensor-parallel ranks "
-                f"with the same tokens, which would count several times: set sequence_parallel=True, or leave experts "
-                f"out"
+                f"with the same tokens, which would count several times: set sequence_parallel=True, or leave the "
+                f"argument experts out"
             )
 
     @classmethod
