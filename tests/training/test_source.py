@@ -99,7 +99,8 @@ ALL = {
 }  # fmt: skip
 CASES = {
     "llama": ("tp4",), "qwen3": ("tp2-pp2",), "gpt2": ("tp2", "v-schedule"), "run": ("tp2-pp2",),
-    "export": ("tp2-zero3",), "mixtral": ("tp4", "v-schedule"), "qwen3_moe": ("tp4", "ep2-zero3"), "moe-run": ("tp2-zero3",),
+    "export": ("tp2-zero3",), "mixtral": ("tp4", "v-schedule"), "qwen3_moe": ("tp4", "ep2-zero3"),
+    "moe-run": ("tp2-zero3",),
 }  # fmt: skip
 IN_SUITE = ("qwen3", "gpt2", "export", "qwen3_moe")
 

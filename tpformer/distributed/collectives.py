@@ -169,13 +169,16 @@ def start_all_to_all(
     On a GPU what is queued in between runs beside it. Through shared memory it is done at once.
     """
     state, rows = collective_state(group), x.shape[0] if x.dim() else None
-    if sent is None or received is None:
+    if sent is None and received is None:
         check_divisible(rows, state.size, "all_to_all")
-    elif sum(sent) != rows or not len(sent) == len(received) == state.size:
-        raise ValueError(f"all_to_all of {rows} rows over {state.size} ranks sends {list(sent)}: give all rows a rank")
+    elif sent is None or received is None or sum(sent) != rows or not len(sent) == len(received) == state.size:
+        raise ValueError(
+            f"all_to_all of {rows} rows over {state.size} ranks with sent={sent}, received={received}: give a number "
+            f"for each rank in both, in sent {rows} together"
+        )
     record("all_to_all", x.numel() * x.dtype.itemsize)
     x = x.detach().contiguous()
-    if state.shared and x.is_cpu and (sent is None or received is None):
+    if state.shared and x.is_cpu and sent is None:
         slots, own = state.reduce.slots(group, "all_to_all", x, state.size), x.view(-1).tensor_split(state.size)
         publish_parts(slots, own, state, "all_to_all")
         arrived = torch.cat(from_all_ranks(slots, state.rank, own[state.rank], state)).resize_(x.shape)
@@ -206,7 +209,7 @@ def check_divisible(rows: int | None, size: int, name: str = "reduce_scatter") -
     if rows is None or rows % size:
         raise ValueError(
             f"{name} over {size} ranks: dim 0 has {'no' if rows is None else rows} rows, which {size} does not "
-            "divide; pad dim 0 to a multiple of the ranks, or use a tensor-parallel size that divides it"
+            "divide; pad dim 0 to a multiple of the ranks, or use a number of ranks that divides it"
         )
 
 
