@@ -117,8 +117,9 @@ def test_scalars_and_views_are_taken_and_what_is_impossible_is_refused() -> None
         (all_reduce, torch.ones(1), ["mean"], "not 'mean'"),
         (reduce_scatter, torch.ones(10, 2), [], "over 3 ranks: dim 0 has 10 rows, which 3 does not divide; pad dim 0"),
         (all_to_all, torch.ones(10, 2), [], "all_to_all over 3 ranks: dim 0 has 10 rows"),
-        (all_to_all, torch.ones(10, 2), [[3, 3, 3], [3, 3, 3]], r"10 rows over 3 ranks sends \[3, 3, 3\]: give all"),
-        (all_to_all, torch.ones(10, 2), [[5, 5], [5, 5]], r"10 rows over 3 ranks sends \[5, 5\]: give all rows"),
+        (all_to_all, torch.ones(10, 2), [[3, 3, 3], [3, 3, 3]], r"10 rows over 3 ranks with sent=\[3, 3, 3\], "),
+        (all_to_all, torch.ones(10, 2), [[3, 3, 4]], "received=None: give a number for each rank in both"),
+        (all_to_all, torch.ones(10, 2), [[5, 5], [5, 5]], "give a number for each rank in both"),
     ):
         with pytest.raises(ValueError, match=words):
             call(x, group, *options)

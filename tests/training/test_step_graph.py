@@ -186,6 +186,10 @@ REASONS = {
     "the host asks": {"parallel": {"pack_activations": True}},
     "the host owns memory": {"parallel": {"offload_activations": True}},
     "the host asks where documents begin": {"data": {"separate_documents": True}},
+    "the host asks how many rows experts get": {
+        "model": {"preset": "qwen3-30b-a3b"},
+        "parallel": {"tensor_parallel": 2, "transport": "fused"},
+    },
     "counts its epochs": {"parallel": {"tensor_parallel": 2}},
     "copy engines cannot gather": {"parallel": {"tensor_parallel": 2, "transport": "fused"}},
     "need as much memory": {"log": {"norm_interval": 5}},
@@ -196,7 +200,7 @@ REASONS = {
 def test_a_run_says_why_its_steps_are_no_graphs(reason, sections):
     def config(asked: str):
         train = {"global_batch_size": 4, "device": "cuda", "cuda_graph": asked} | sections.get("train", {})
-        return build_config({"model": {"preset": "gpt2-124m"}, **sections, "train": train})
+        return build_config({"model": {"preset": "gpt2-124m"}} | sections | {"train": train})
 
     check_config(config("auto"), trains=False)
     words = in_words(config("auto"), config("auto").train.device)

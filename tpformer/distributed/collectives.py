@@ -190,6 +190,8 @@ def start_all_to_all(
     under_way = [(work, output, x)]  # x is read until it ends
 
     def wait() -> torch.Tensor:
+        if not under_way:
+            raise RuntimeError("an all-to-all that was waited for gives its result once: keep what the first call gave")
         work, output, _ = under_way.pop()  # so that this function, which may live on, keeps neither
         work.wait()
         return output

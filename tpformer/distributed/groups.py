@@ -57,6 +57,8 @@ class Registry:
     """Seconds that operations of groups first used from now on wait for a peer."""
     step: int | None = None
     """The step that groups first used from now on report."""
+    beside: weakref.WeakSet[dist.ProcessGroup] = field(default_factory=weakref.WeakSet)
+    """Groups of several ranks that a mesh's views have made: while there are any, no group is alone on its devices."""
     recorded: Listeners[tuple[str, int]] = field(default_factory=Listeners)
     """Those who listen to collectives: (name, bytes) of each."""
 
@@ -159,6 +161,7 @@ def close(group: dist.ProcessGroup) -> None:
     """Forget the group and free its workspaces; destroying the process group does the same. Not collective."""
     for states in (REGISTRY.collectives, REGISTRY.kernels, REGISTRY.calls):
         states.pop(group, None)
+    REGISTRY.beside.discard(group)
 
 
 def calls_of(group: dist.ProcessGroup) -> Calls | None:

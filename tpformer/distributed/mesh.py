@@ -197,6 +197,8 @@ def _view(mesh: DeviceMesh, axes: tuple[str, ...], sizes: dict[str, int], timeou
         with joining():
             views[names] = view_of(mesh, axes, shape, names)
         _set_timeouts(views[names], timeout)
+        of_axes = (views[names].get_group(axis) for axis in range(views[names].ndim))
+        REGISTRY.beside.update(group for group in of_axes if group.size() > 1)
     return views[names]
 
 

@@ -53,11 +53,11 @@ def load_model(config: RunConfig, *, step: int | None = None, decided: Decides |
     Collective over the world, which this call enters; communication as open_source says.
     Errors: ValueError for a configuration that cannot run; those of open_source.
     """
+    config = replace(config, parallel=replace(config.parallel, sequence_parallel=False, expert_parallel=None))
     check_config(config, trains=False)
     device = device_type(config)
     join_ranks(device, group_timeout(config), decided or decides("a loaded model", config, source=config.run.dir))
-    alone = replace(config.parallel, sequence_parallel=False, expert_parallel=None)
-    tp = tensor_parallel(run_mesh(config, device), alone)
+    tp = tensor_parallel(run_mesh(config, device), config.parallel)
     source = open_source(config.run.dir, step=step)
     ops.use_measured_table(config.parallel.transport_table or None)
     model = GPT(source.architecture, tp=tp, device="meta", dtype=default_dtype(config, device))

@@ -61,6 +61,9 @@ def _of_experts(module: nn.Module, tokens: int, dtype: torch.dtype | None) -> It
         experts, ep = layer.experts, layer.experts.tp.size
         if not experts.exchanges:
             continue
+        if ep == 1:
+            yield f"{path}.experts".removeprefix("."), ("are whole on each rank, which sends no token to others",)
+            continue
         context = layer.tp.shares_tokens
         own = tokens // (layer.tp.size * (1 if context is None else context.size))
         weight, k, hidden, ffn = experts.gate_up_proj, layer.gate.policy.k, experts.hidden_size, experts.ffn_hidden_size

@@ -263,7 +263,7 @@ class GPT(ParallelModule):
             raise ValueError("lengths without a cache: give cache=KVCache(), or leave lengths out")
         if not (self.is_first and self.is_last):
             raise ValueError("a pipeline stage takes no cache: generate with tensor_parallel ranks and the whole model")
-        if self.tp.sharded or self.tp.shares_tokens is not None:
+        if self.tp.sharded or self.tp.shares_tokens is not None or self.tp.experts is not None:
             raise ValueError(
                 f"a cache on {self.tp}: build the model with tp=TensorParallel(mesh, sequence_parallel=False)"
             )

@@ -33,7 +33,6 @@ from tpformer.parallel import (
 
 from .separation import busiest_pairs, document_positions
 
-NO_TARGET = -1  # token 0 that is no target: what fills up a batch, and gives no loss
 STEP = 0  # of every DropoutKey: a run has no sample index twice, so the samples alone decide what is dropped
 
 
@@ -228,7 +227,8 @@ class ModelParts:
         """(The loss summed over the targets of all data-parallel ranks' batches, their number): float64 (2,), equal on
         all ranks.
 
-        batch: as for `gradients`, but a pipeline needs n_microbatches microbatches. Samples of NO_TARGET give no loss.
+        batch: as for `gradients`, but a pipeline needs n_microbatches microbatches. Samples without targets give no
+        loss.
         """
         self._scale = torch.ones(())
         loss = self._run(batch, 0, train=False)

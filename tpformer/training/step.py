@@ -16,7 +16,7 @@ from tpformer.ops.embedding import check_ids
 
 from .data import Samples, TokenSamples
 from .experts import settle_experts
-from .model import NO_TARGET, ModelParts, summed_loss, token_ids
+from .model import ModelParts, summed_loss, token_ids
 from .norms import NormWatch
 from .optimizer import LocalUpdate
 from .transfers import to_device
@@ -68,7 +68,8 @@ def train_step(
     """Compute and clip gradients, and step the optimizers. If loss or norm is not finite, nothing is updated.
 
     The device decides that: on a GPU the host queues the step and waits for nothing, except with cpu_offload, where
-    optimizers run on the host, and with packed activations. why_skipped says why.
+    optimizers run on the host, with packed activations, and in each layer whose experts lie on several ranks, and
+    each forward with separated documents. why_skipped says why.
     batch, first_sample: as for ModelParts.gradients. lr: the learning rate of this step. clip_norm: the largest
     gradient norm; 0 turns clipping off. scaler: for float16. watch: what measures norms by layer.
     Gradients are None afterwards. Communication: that of ModelParts.gradients, gradient_norm and settle_experts.
@@ -122,10 +123,12 @@ def batch(samples: Samples, first: int, count: int) -> Tensor:
 
 
 def _slice(samples: Samples, first: int, size: int, end: int) -> Tensor:
-    """Samples first ... first + size - 1. From sample `end` on, rows are filled with NO_TARGET."""
+    """Samples first ... first + size - 1. From sample `end` on they are copies of another one, without targets: one
+    token alone, repeated, would fill a few experts and the memory of their ranks."""
     real = max(0, min(size, end - first))
     rows = batch(samples, first if real else 0, max(1, real))
-    return torch.cat([rows[:real], torch.full((size - real, rows.shape[1]), NO_TARGET)])
+    no_targets = torch.where(rows[:1] < 0, rows[:1], ~rows[:1])
+    return torch.cat([rows[:real], no_targets.expand(size - real, -1)])
 
 
 def evaluate(model: ModelParts, datasets: Iterable[TokenSamples], n_samples: int, device: torch.device) -> float:
