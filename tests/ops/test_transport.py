@@ -10,6 +10,7 @@ from torch import device
 
 from tpformer import ops
 from tpformer.config import TRANSPORTS
+from tpformer.distributed.groups import REGISTRY
 from tpformer.kernels import cost
 from tpformer.ops.choice import Grouped, Request, choose
 from tpformer.ops.choice.prediction import send_by_copies
@@ -104,6 +105,10 @@ def test_where_there_are_other_groups_their_collectives_find_free_processors(nod
             monkeypatch.setenv("NCCL_MAX_CTAS", allowed)
         assert Fused(SimpleNamespace(size=lambda: 2)).spare == spare  # type: ignore[arg-type]
         assert choice(**shape)[0] == name
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.delenv("NCCL_MAX_CTAS")
+    monkeypatch.setattr(REGISTRY, "beside", {"a group of experts"})  # of all ranks, as the group that asks
+    assert Fused(SimpleNamespace(size=lambda: 2)).spare == 32  # type: ignore[arg-type]
 
 
 def refused(words: str, name: str, **options) -> None:
