@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tpformer.kernels.pack.format import GROUP
@@ -53,6 +54,18 @@ def assert_same(actual: Any, expected: Any, what: str = "") -> None:
         x, y = (z if isinstance(z, Tensor) else torch.tensor(z, dtype=dtype) for z in (x, y))
         bound = ROUNDING * largest
         torch.testing.assert_close(x, y, rtol=0, atol=bound, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def differ_on_a_rank(actual: Any, expected: Any) -> bool:
+    """Whether `assert_same` fails on any rank of the world; equal on all. Collective, which a failing rank stays in."""
+    try:
+        assert_same(actual, expected)
+        differ = False
+    except AssertionError:
+        differ = True
+    everywhere: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, differ)
+    return any(everywhere)
 
 
 def _pairs(actual: Any, expected: Any, name: str) -> list[tuple[str, Any, Any]]:

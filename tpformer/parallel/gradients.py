@@ -88,10 +88,8 @@ def _own_parts(
         return {}
     equal = {id(p) for part in model.modules() if getattr(part, RUNS_WHOLE, False) for p in part.parameters()}
     ranks = dist.get_process_group_ranks(sharded.group)
-    for layer in layers:  # experts may lie on other ranks than the rest
-        if layer.tp.mesh is not None and layer.tp.mesh != sharded.mesh:
-            on = dist.get_process_group_ranks(layer.tp.mesh.get_group())
-            equal |= {id(each) for each in layer.parameters(recurse=False) if on in _axes(each)}
+    # experts that exchange tokens lie on other ranks than the rest, and sum the gradients of all their rows
+    equal |= {id(p) for layer in layers if layer.exchanges for p in layer.parameters(recurse=False)}
     parts: dict[tuple[ProcessGroup, torch.dtype], list[nn.Parameter]] = defaultdict(list)
     unknown = []
     patterns = [(names,) if isinstance(names, str) else names for names in (partial, whole)]
