@@ -231,7 +231,7 @@ from pathlib import Path
 from harness.runner import main
 from checks import layouts
 part = int(sys.argv[2])
-for name in ("CASES", "MOE_CASES", "CONTEXT_CASES", "BFLOAT16_CASES", "BFLOAT16_MOE_CASES"):
+for name in ("CASES", "MOE_CASES", "CONTEXT_CASES", "EXCHANGE_CASES", "BFLOAT16_CASES", "BFLOAT16_MOE_CASES"):
     setattr(layouts, name, getattr(layouts, name)[part::3])
 alone, *curves = layouts.CURVES.items()
 layouts.CURVES = dict([alone, curves[part]])
@@ -247,7 +247,8 @@ sys.exit(main(["layouts"], [layouts.BENCH], Path(sys.argv[1])))
 def test_the_matrix(tmp_path: Path, part: int) -> None:
     python("-c", MATRIX, tmp_path, part)
     result = json.loads((tmp_path / "cpu" / "layouts.json").read_text())
-    rows = [*layouts.CASES[part::3], *layouts.MOE_CASES[part::3], *layouts.CONTEXT_CASES[part::3]]
+    matrix = layouts.CASES, layouts.MOE_CASES, layouts.CONTEXT_CASES, layouts.EXCHANGE_CASES
+    rows = [each for cases in matrix for each in cases[part::3]]
     low = [*layouts.BFLOAT16_CASES[part::3], *layouts.BFLOAT16_MOE_CASES[part::3]]
     assert [row["layout"] for row in result["rows"]] == [*map(str, rows)] and all(row["ok"] for row in result["rows"])
     assert [row["layout"] for row in result["bfloat16"]] == [*map(str, low)]

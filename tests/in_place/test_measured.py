@@ -2,7 +2,7 @@
 
 import pickle
 import random
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 
 import numpy as np
 import pytest
@@ -87,6 +87,30 @@ def test_nothing_that_a_trial_writes_stays():
     for name, buffer in model.named_buffers():
         assert buffer is buffers[name][0] and buffer.data_ptr() == buffers[name][1], name
     assert model.calls == 0 and not model.seen and model.first is None and model.mean == 0
+
+
+class Makes(OrderedDict):
+    """Gives a new object for each item that is asked for, and loads something where all are."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key)()
+
+    def keys(self):
+        raise AssertionError("all items were asked for")
+
+
+TABLE, LATEST, NAMES = Makes({"tanh": nn.Tanh}), OrderedDict(a=1, b=2), {"x"}
+
+
+def test_containers_keep_their_items_and_those_that_nothing_writes_to_are_not_touched():
+    class Asks(Writes):
+        def forward(self, x):
+            LATEST.move_to_end("a")
+            NAMES.add("y")
+            return self.down(TABLE["tanh"](self.up(x)))
+
+    assert auto_plan(Asks(), 2, example=X)["up"] == "colwise"
+    assert list(OrderedDict.items(TABLE)) == [("tanh", nn.Tanh)] and list(LATEST) == ["a", "b"] and NAMES == {"x"}
 
 
 def test_what_a_rank_would_put_into_a_buffer_is_seen():

@@ -5,7 +5,7 @@ Belongs here: how a model is while it is measured, and what is given back to it 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -91,16 +91,11 @@ def _remember(value: Any, undo: dict[int, Callable[[], None]], depth: int) -> No
     elif isinstance(value, Tensor):
         if value.numel() <= MOST and not nn.parameter.is_lazy(value):
             undo[id(value)] = _of_tensor(value)
-    elif isinstance(value, dict):
-        within = list(value.values())
-        undo[id(value)] = partial(_refill, value.clear, value.update, dict(value))
-    elif isinstance(value, list | deque):
-        within = list(value)
-        undo[id(value)] = partial(_refill, value.clear, value.extend, list(value))
-    elif isinstance(value, set):
-        undo[id(value)] = partial(_refill, value.clear, value.update, set(value))
+    elif isinstance(value, dict | list | deque | set):
+        within = [] if isinstance(value, set) else _within(value)
+        undo[id(value)] = partial(_refill, value, _items(value))
     elif isinstance(value, tuple):
-        within = value
+        within = _within(value)
     elif hasattr(value, "__dict__") and not callable(value):
         undo[id(value)] = partial(_restore, value, type(value), dict(vars(value)))
         within = list(vars(value).values())
@@ -117,10 +112,8 @@ def kept_by(value: Any, depth: int = DEPTH) -> list[Any]:
     within: Any = ()
     if isinstance(value, nn.Module):
         within = [x for key, x in vars(value).items() if key not in OF_TORCH] + _named_by(value)
-    elif isinstance(value, dict):
-        within = list(value.values())
-    elif isinstance(value, list | deque | tuple):
-        within = list(value)
+    elif isinstance(value, dict | list | deque | tuple):
+        within = _within(value)
     elif hasattr(value, "__dict__") and not callable(value):
         within = list(vars(value).values())
     return [x for each in within for x in kept_by(each, depth - 1)]
@@ -139,7 +132,7 @@ def _named_by(module: nn.Module) -> list[Any]:
             with suppress(ValueError):  # of a cell that has no value yet
                 found.append(cell.cell_contents)
         found += [function.__globals__[name] for name in _names(code) if name in function.__globals__]
-    return [x for x in found if isinstance(x, Tensor | int | float | dict | list | deque)]
+    return [x for x in found if isinstance(x, Tensor | int | float | dict | list | deque | set)]
 
 
 def _names(code: CodeType) -> list[str]:
@@ -147,9 +140,32 @@ def _names(code: CodeType) -> list[str]:
     return [*code.co_names, *(name for x in code.co_consts if isinstance(x, CodeType) for name in _names(x))]
 
 
-def _refill(clear: Callable[[], None], fill: Callable[[Any], None], before: Any) -> None:
-    clear()
-    fill(before)
+def _items(container: Any) -> list[Any]:
+    """What a container holds, pairs of a dict, read by the built-in class's own way: a class of the user's may make or
+    load something where one of its items is asked for, as transformers' table of activations does."""
+    if isinstance(container, dict):
+        return list((OrderedDict if isinstance(container, OrderedDict) else dict).items(container))
+    kind = next(each for each in (list, deque, set, tuple) if isinstance(container, each))
+    return list(kind.__iter__(container))
+
+
+def _within(container: Any) -> list[Any]:
+    items = _items(container)
+    return [x for _, x in items] if isinstance(container, dict) else items
+
+
+def _refill(container: Any, before: list[Any]) -> None:
+    """Give a container its items again, unless they are the same objects: then it is not touched."""
+    now, keyed = _items(container), isinstance(container, dict)
+    pairs = [pair for each in zip(before, now, strict=False) for pair in (zip(*each, strict=True) if keyed else [each])]
+    if len(now) == len(before) and all(x is y for x, y in pairs):
+        return
+    container.clear()
+    if keyed:
+        for key, x in before:
+            container[key] = x
+    else:
+        (container.update if isinstance(container, set) else container.extend)(before)
 
 
 def _restore(value: Any, kind: type, before: dict[str, Any]) -> None:
