@@ -1,0 +1,212 @@
+"""Quantisation of activations, gradients and weights to blocks of e4m3: the specification (torch only), and the cost.
+
+format.py has the layout. Nothing here is differentiable: whoever quantises says what the gradient is.
+"""
+
+import torch
+from torch import Tensor
+
+from ..cast import cast
+from ..cost import Cost
+from ..operands import FLOATS, require, wide_dtype
+from .format import (
+    BLOCK,
+    EXPONENTS,
+    HIGHEST,
+    LOWEST,
+    NOT_A_NUMBER,
+    VALUES,
+    Blocks,
+    row_exponents,
+    weight_exponents,
+)
+
+MANTISSAS = {torch.float32: 23, torch.float64: 52}  # bits, without the leading one
+BIASES = {torch.float32: 127, torch.float64: 1023}  # of exponent fields
+INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}  # as wide
+KEPT = 3  # bits of e4m3's mantissa
+SMALLEST_NORMAL = 2.0**-6  # of e4m3; below, values are multiples of 2**-9
+
+
+def check_rows(x: Tensor) -> None:
+    """ValueError unless x is a floating (M, K) with whole blocks along K."""
+    check_matrix("quantize_rows", x)
+    check_width("quantize_rows: x", "columns", x.shape[1])
+
+
+def check_weight(operation: str, w: Tensor) -> None:
+    """ValueError unless w is a floating (N, K) with whole blocks along both."""
+    check_matrix(operation, w)
+    check_width(f"{operation}: w", "rows", w.shape[0])
+    check_width(f"{operation}: w", "columns", w.shape[1])
+
+
+def check_matrix(operation: str, x: Tensor) -> None:
+    """ValueError unless x is a floating matrix."""
+    if x.dim() != 2 or x.dtype not in FLOATS:
+        raise ValueError(
+            f"{operation}: the operand is {tuple(x.shape)} {x.dtype}: give a matrix of {' or '.join(map(str, FLOATS))}"
+        )
+
+
+def check_width(what: str, dim: str, size: int) -> None:
+    """ValueError unless so many elements are whole blocks."""
+    if size % BLOCK:
+        raise ValueError(
+            f"{what} has {size} {dim}, and a scale belongs to {BLOCK} of them: give a multiple of {BLOCK}, such as "
+            f"{size + -size % BLOCK}, or compute in 16 bits"
+        )
+
+
+def check_blocks(operation: str, blocks: Blocks, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """ValueError unless both tensors are as format.py has them, with exponents of this shape, and the dtype floats."""
+    values, exponents = blocks
+    if dtype not in FLOATS:
+        raise ValueError(f"{operation}: the result's dtype is {dtype}: give {' or '.join(map(str, FLOATS))}")
+    if values.dim() != 2:
+        raise ValueError(f"{operation}: values are {tuple(values.shape)}: give a matrix")
+    check_width(f"{operation}: values", "columns", values.shape[1])
+    require(
+        operation, values, ("values", values, values.shape, (VALUES,)), ("exponents", exponents, shape, (EXPONENTS,))
+    )
+
+
+def exponents_of(largest: Tensor) -> Tensor:
+    """The exponents, int8, of blocks whose largest magnitudes are these, float32 or float64.
+
+    From the bits: the exponent of a number (1 + m) 2**x is x - 8, and one more if its mantissa m exceeds LARGEST's. A
+    logarithm would be rounded, and wrong where amax is LARGEST times a power of two.
+    """
+    mantissa, dtype = MANTISSAS[largest.dtype], largest.dtype
+    bits = largest.view(INTEGERS[dtype])
+    exceeds = (bits & ((1 << mantissa) - 1)) > 3 << (mantissa - 2)
+    exponents = (bits >> mantissa).sub_(BIASES[dtype] + 8).add_(exceeds).clamp_(min=LOWEST)
+    # float64 also has numbers that are too large; as float32 they would be infinite
+    exponents.masked_fill_(~largest.isfinite() | (exponents > HIGHEST), NOT_A_NUMBER)
+    return exponents.to(EXPONENTS)
+
+
+def powers(exponents: Tensor, dtype: torch.dtype, sign: int = 1) -> Tensor:
+    """2**(sign * exponent) in float32 or float64, exactly; NaN for NOT_A_NUMBER."""
+    fields = exponents.to(INTEGERS[dtype]).mul_(sign).add_(BIASES[dtype])
+    power = (fields << MANTISSAS[dtype]).view(dtype)
+    return power.masked_fill(exponents == NOT_A_NUMBER, torch.nan)
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """The nearest e4m3 of x, float32 or float64, of magnitudes up to LARGEST; of two the even one, and 0x7f for NaN.
+
+    torch's cast of float64 goes by float32 and rounds twice, so a float64 is rounded here first.
+    """
+    x = x.masked_fill(x.isnan(), torch.nan)  # torch keeps the sign of a NaN, a GPU does not
+    return (x if x.dtype == torch.float32 else rounded(x)).to(VALUES)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """x, float64, rounded to what e4m3 has. Adding and subtracting 1.5 * 2**43 leaves multiples of 2**-9."""
+    drop = MANTISSAS[x.dtype] - KEPT
+    bits = x.view(torch.int64)
+    normal = (bits + (1 << (drop - 1)) - 1 + ((bits >> drop) & 1)) & -(1 << drop)
+    shift = 1.5 * 2.0 ** (MANTISSAS[x.dtype] - 9)
+    small = torch.copysign((x + shift).sub_(shift), x)
+    return torch.where(x.isnan() | (x.abs() < SMALLEST_NORMAL), small, normal.view(x.dtype))
+
+
+def quantize_rows(x: Tensor) -> Blocks:
+    """x in blocks of 1 x 128 along its columns.
+
+    Math:     values = e4m3(x / s), s = 2**exponent the smallest power of two with max|x / s| <= 448 in each block, at
+              least 2**-120. A block with a NaN or an infinity (in float64 also with a number beyond 448 * 2**120) is
+              NaN altogether
+    Shapes:   x (M, K), K a multiple of 128, bfloat16, float16, float32 or float64, any strides; values (M, K)
+              float8_e4m3fn, exponents (K / 128, M) int8
+    Numerics: one rounding, of x itself, to the nearest and of two to the even one. Equal numbers give equal blocks,
+              whatever their dtype
+    Traffic:  see quantize_cost
+    Order:    each block by itself: a slice of x by rows, or by 128 columns, gives the same slice of the result
+    Source:   blocks of 1 x 128 and 128 x 128: DeepSeek-V3 (arXiv:2412.19437); powers of two: OCP MX v1.0, and
+              TransformerEngine's Float8BlockScaling
+    Errors:   ValueError for another shape or dtype
+    """
+    check_rows(x)
+    x = cast(x.detach(), wide_dtype(x.dtype)).unflatten(1, (x.shape[1] // BLOCK, BLOCK))
+    exponents = exponents_of(x.abs().amax(2))
+    values = to_e4m3(x * powers(exponents, x.dtype, -1)[:, :, None])
+    return Blocks(values.flatten(1).contiguous(), exponents.t().contiguous())
+
+
+def quantize_weight(w: Tensor) -> Blocks:
+    """w in blocks of 128 x 128.
+
+    Math:     as in quantize_rows, for blocks of 128 rows and 128 columns
+    Shapes:   w (N, K), both multiples of 128, dtypes as in quantize_rows; values (N, K) float8_e4m3fn, exponents
+              (N / 128, K / 128) int8
+    Numerics, order, source, errors: as in quantize_rows
+    Traffic:  see quantize_cost
+    """
+    check_weight("quantize_weight", w)
+    return _quantize_weight(w)
+
+
+def quantize_weight_twice(w: Tensor) -> tuple[Blocks, Blocks]:
+    """(w, w transposed) in blocks of 128 x 128: the same numbers, for the forward and for the gradient of its input.
+
+    Shapes:   w (N, K) as in quantize_weight; the second has values (K, N) and exponents (K / 128, N / 128), without
+              gaps, because matrix units multiply 8-bit values along rows only
+    Math, numerics, order, source, errors: as in quantize_weight
+    Traffic:  see quantize_cost
+    """
+    check_weight("quantize_weight_twice", w)
+    values, exponents = blocks = _quantize_weight(w)
+    transposed = values.view(torch.uint8).t().contiguous().view(VALUES)
+    return blocks, Blocks(transposed, exponents.t().contiguous())
+
+
+def _quantize_weight(w: Tensor) -> Blocks:
+    rows, columns = w.shape
+    x = (
+        cast(w.detach(), wide_dtype(w.dtype))
+        .unflatten(1, (columns // BLOCK, BLOCK))
+        .unflatten(0, (rows // BLOCK, BLOCK))
+    )
+    exponents = exponents_of(x.abs().amax((1, 3)))
+    values = to_e4m3(x * powers(exponents, x.dtype, -1)[:, None, :, None])
+    return Blocks(values.flatten(2).flatten(0, 1).contiguous(), exponents)
+
+
+def dequantize(blocks: Blocks, dtype: torch.dtype) -> Tensor:
+    """The numbers that blocks of rows stand for, (M, K), in this dtype.
+
+    Math:     value * 2**exponent; NaN in a block with exponent NOT_A_NUMBER
+    Shapes:   blocks as quantize_rows makes them; the result (M, K)
+    Numerics: exact in bfloat16, float32 and float64, but for 448 * 2**120 > number >= 2**128, which a float32 near its
+              maximum is rounded up to: it is infinite but in float64. In float16 rounded once, and infinite from 65520
+    Traffic:  see quantize_cost, which is the same
+    Order:    each block by itself
+    Errors:   ValueError for tensors of other shapes or dtypes
+    """
+    columns = blocks.values.shape[-1]
+    check_blocks("dequantize", blocks, row_exponents(len(blocks.values), columns), dtype)
+    wide = wide_dtype(dtype)
+    values = blocks.values.to(wide).unflatten(1, (columns // BLOCK, BLOCK))
+    return cast((values * powers(blocks.exponents, wide).t()[:, :, None]).flatten(1), dtype)
+
+
+def dequantize_weight(blocks: Blocks, dtype: torch.dtype) -> Tensor:
+    """The numbers that blocks of a weight, or of its transposed copy, stand for, (N, K), in this dtype.
+
+    Shapes:   blocks as quantize_weight makes them; the result (N, K)
+    Math, numerics, traffic, order, errors: as in dequantize
+    """
+    rows, columns = blocks.values.shape[0], blocks.values.shape[-1]
+    check_blocks("dequantize_weight", blocks, weight_exponents(rows, columns), dtype)
+    check_width("dequantize_weight: values", "rows", rows)
+    wide = wide_dtype(dtype)
+    values = blocks.values.to(wide).unflatten(1, (columns // BLOCK, BLOCK)).unflatten(0, (rows // BLOCK, BLOCK))
+    return cast((values * powers(blocks.exponents, wide)[:, None, :, None]).flatten(2).flatten(0, 1), dtype)
+
+
+def quantize_cost(m: int, k: int, itemsize: int, block_rows: int = 1, copies: int = 1) -> Cost:
+    """Of quantising (m, k), and of dequantising one copy: itemsize bytes a value on one side, on the other for each
+    copy a byte a value and a byte a block of block_rows x 128. Two operations a value: magnitude and multiplication."""
+    return Cost(2 * m * k, m * k * itemsize + copies * (m * k + m * k // (block_rows * BLOCK)))
