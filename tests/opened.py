@@ -12,4 +12,6 @@ def opened(
 ) -> Transport:
     """The transport of this name for rows like x. width: by which "auto" chooses on a GPU."""
     rows, k = x.shape[:-1].numel(), x.shape[-1]
-    return open_transport(column_request(rows, k, width, x.dtype, x.device, group, sequence_parallel, transport))
+    asked, precision = ("auto", "fp8") if transport == "quantized" else (transport, "16")
+    request = column_request(rows, k, width, x.dtype, x.device, group, sequence_parallel, asked)
+    return open_transport(request._replace(precision=precision))

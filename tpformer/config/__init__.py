@@ -13,6 +13,7 @@ from .architecture import (
 )
 from .checks import check_choice, check_context_length, check_known, check_packing, check_positive
 from .experts import check_expert_ranks, check_router
+from .fp8 import FP8, PRECISIONS, check_fp8_run, check_fp8_sizes, check_no_fp8_experts, check_precision
 from .layout import RECOMPUTE, SCHEDULES, TRANSPORTS, Layout, packed_layers, recomputed_layers, selected_layers
 from .presets import PRESETS, preset, preset_config
 from .ranges import RANGES, check_range
@@ -35,6 +36,7 @@ from .run_checks import check_config
 __all__ = [
     "CheckpointSection",
     "DataSection",
+    "FP8",
     "GPTConfig",
     "LogSection",
     "Layout",
@@ -42,6 +44,7 @@ __all__ = [
     "ModelSection",
     "NORM_NAMES",
     "OptimizerSection",
+    "PRECISIONS",
     "PRESETS",
     "RANGES",
     "RECOMPUTE",
@@ -58,8 +61,12 @@ __all__ = [
     "check_config",
     "check_expert_ranks",
     "check_heads",
+    "check_fp8_run",
+    "check_fp8_sizes",
     "check_known",
+    "check_no_fp8_experts",
     "check_positive",
+    "check_precision",
     "check_range",
     "check_rope_scaling",
     "check_router",

@@ -56,6 +56,11 @@ def parallelize(
     """
     before = applied_to(model)
     ranks = tp if isinstance(tp, TensorParallel) else TensorParallel(tp, transport=transport)
+    if ranks.precision != "16":
+        raise ValueError(
+            f"tp.precision={ranks.precision!r}: parallelize leaves modules that it does not cut as they are, so the "
+            f"plan would decide what is quantised; leave precision out, or build the model of tpformer.layers"
+        )
     ranks = replace(ranks, sequence_parallel=sequence_parallel or ranks.sequence_parallel)
     if before is None and gpus is None and ranks.size > 1:
         check_model(model, ranks)

@@ -217,7 +217,7 @@ class LMHead(_VocabParallel):
         weight, rows = self._table(tied), flat_rows(x)
         if targets is None:
             # the table's padding rows take part, because they keep the GEMM aligned
-            transport = self.tp.column_transport(rows, self.width)
+            transport = self.tp.in_16_bits.column_transport(rows, self.width)
             (logits,) = ops.column_linear(rows, [weight], norm=norm, transport=transport)
             logits = logits[:, : self.vocab_slice().valid]
             return logits if x.ndim == 2 else logits.view(*x.shape[:-1], logits.shape[1])

@@ -132,7 +132,7 @@ def _column(
     path: str, layer: ParallelModule, where: _Inputs, n: int, width: int, k: int, grouped: ops.Grouped | None = None
 ) -> LinearPlan:
     """The plan of column-parallel GEMMs that have n output features in all, `width` of them on one rank."""
-    tp = layer.tp
+    tp = layer.tp.in_16_bits if isinstance(layer, LMHead) else layer.tp
     rows = where.tokens // tp.size if tp.sequence_parallel else where.tokens
     request = tp.request(column_request, rows, k, width, where.dtype, where.device, grouped)
     operation = "matmul" if request.op == ALL_REDUCE or tp.size == 1 else request.op

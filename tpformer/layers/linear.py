@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
-from tpformer.config import check_positive
+from tpformer.config import FP8, check_fp8_sizes, check_positive
+from tpformer.config.fp8 import SHARED_HEADS
 from tpformer.ops.sequence import flat_rows, with_leading_dims
 from tpformer.ops.uncompiled import uncompiled
 from tpformer.torch_private import is_own_parameter
@@ -91,7 +92,8 @@ class ColumnParallelLinear(_Linear):
     used_rows: weight and bias are Replicate, and this rank computes only these rows of them (keys and values with fewer
              heads than ranks). Their gradients are partial sums over the tp axis.
     most_rows: the largest number of rows that a rank uses, if ranks use different numbers.
-    Errors:  ValueError for sizes below 1, gather_output with used_rows, and an x that lacks some of the in_features.
+    Errors:  ValueError for sizes below 1, gather_output with used_rows, and an x that lacks some of the in_features; in
+             FP8 for sizes on a rank that are no multiple of 128, and for used_rows.
     """
 
     def __init__(
@@ -115,6 +117,10 @@ class ColumnParallelLinear(_Linear):
                 "gather_output=True with used_rows: ranks may compute the same rows, so their outputs do not make up a "
                 "whole; leave one of them out"
             )
+        if self.tp.precision == FP8:
+            check_fp8_sizes({"in_features": (in_features, 1), "out_features": (out_features, self.tp.size)})
+            if used_rows is not None:
+                raise ValueError(SHARED_HEADS)
         self.gather_output, self.used_rows, self.sequence_dim = gather_output, used_rows, sequence_dim
         used = -(-out_features // self.tp.size) if used_rows is None else used_rows.stop - used_rows.start
         self.width = most_rows or used  # output features of the rank that computes most
@@ -201,7 +207,8 @@ class RowParallelLinear(_Linear):
     input_is_parallel=False: x and gate are (tokens, in_features), equal on all ranks, and each rank takes its part of
              them. The backward adds an all-reduce of their gradients, which makes these equal on all ranks.
     tp None, or one rank: bit-identical to nn.Linear.
-    Errors:  ValueError for sizes below 1, for an x of another width, and for a sequence_dim that t does not divide.
+    Errors:  ValueError for sizes below 1, for an x of another width, and for a sequence_dim that t does not divide; in
+             FP8 for sizes on a rank that are no multiple of 128.
     """
 
     def __init__(
@@ -219,6 +226,8 @@ class RowParallelLinear(_Linear):
         dtype=None,
     ) -> None:
         super().__init__(in_features, out_features, tp)
+        if self.tp.precision == FP8:
+            check_fp8_sizes({"in_features": (in_features, self.tp.size), "out_features": (out_features, 1)})
         self.input_is_parallel, self.activation, self.sequence_dim = input_is_parallel, activation, sequence_dim
         self.width = -(-in_features // self.tp.size)  # input features of the rank that has most
         self.columns = slice(self.tp.rank * self.width, min((self.tp.rank + 1) * self.width, in_features))

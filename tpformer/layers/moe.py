@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
-from tpformer.config import MLP_ACTIVATIONS, check_choice, check_expert_ranks, check_positive
+from tpformer.config import MLP_ACTIVATIONS, check_choice, check_expert_ranks, check_no_fp8_experts, check_positive
 from tpformer.ops.sequence import flat_rows
 from tpformer.torch_private import is_own_parameter
 
@@ -52,6 +52,7 @@ class Experts(ParallelModule):
         of_model = TensorParallel.of(tp)
         super().__init__(of_model.of_experts)
         self.exchanges = of_model.experts is not None
+        check_no_fp8_experts(of_model.precision)
         check_positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, n_experts=n_experts)
         check_choice("activation", activation, [name for name, (_, gated) in MLP_ACTIVATIONS.items() if gated])
         check_expert_ranks(n_experts, self.tp.size, "expert_parallel" if self.exchanges else "tensor_parallel")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpformer.config import TRANSPORTS, check_choice
+from tpformer.config import FP8, PRECISIONS, TRANSPORTS, check_choice
 from tpformer.ops.autocast import autocast_dtype
 from tpformer.ops.choice import Grouped, Request, column_request, open_transport, row_request
 from tpformer.ops.context import Context
@@ -34,8 +34,10 @@ class TensorParallel:
              them, as on data-parallel ranks. None: one rank has whole samples.
     experts: the ranks that share a layer's experts and exchange tokens, a 1-D DeviceMesh, whatever `mesh` is: each rank
              has tokens of its own and n_experts / ep whole experts. None: those of `mesh`, which gather tokens.
-    Errors:  ValueError for a mesh of several axes, an unknown transport, or `experts` where tensor-parallel ranks have
-             the same tokens; TypeError for another kind of mesh.
+    precision: "16", or "fp8" for linears that multiply blocks of e4m3, the same ones on any number of ranks: a rank's
+             features are multiples of 128. Heads and norms stay as they are (docs/fp8.md).
+    Errors:  ValueError for a mesh of several axes, an unknown transport or precision, or `experts` where
+             tensor-parallel ranks have the same tokens; TypeError for another kind of mesh.
     """
 
     mesh: DeviceMesh | None = None
@@ -43,9 +45,11 @@ class TensorParallel:
     transport: str = "auto"
     context: DeviceMesh | None = None
     experts: DeviceMesh | None = None
+    precision: str = "16"
 
     def __post_init__(self) -> None:
         check_choice("transport", self.transport, TRANSPORTS)
+        check_choice("precision", self.precision, PRECISIONS)
         meshes = ("tp", self.mesh, "tp"), ("context", self.context, "cp"), ("experts", self.experts, "ep")
         for name, mesh, axis in meshes:
             if mesh is not None and not isinstance(mesh, DeviceMesh):
@@ -101,12 +105,20 @@ class TensorParallel:
     @cached_property
     def with_all_rows(self) -> TensorParallel:
         """The same ranks and transport for layers whose rows are all on every rank: without sequence shards."""
-        return TensorParallel(self.mesh, False, self.transport, self.context) if self.sequence_parallel else self
+        if not self.sequence_parallel:
+            return self
+        return TensorParallel(self.mesh, False, self.transport, self.context, precision=self.precision)
+
+    @cached_property
+    def in_16_bits(self) -> TensorParallel:
+        """The same ranks for layers that are not quantised."""
+        return self if self.precision == "16" else replace(self, precision="16")
 
     def agrees_with(self, other: TensorParallel) -> bool:
-        """Whether layers on both can be parts of one module: of the same ranks, which divide rows in one way."""
+        """Whether layers on both can be parts of one module: of the same ranks, which divide rows in one way, and of
+        one precision."""
         ranks = (self.size, self.sharded) == (other.size, other.sharded) and (self.size == 1 or self.mesh == other.mesh)
-        if self.experts != other.experts:
+        if (self.experts, self.precision) != (other.experts, other.precision):
             return False
         return ranks and (self.shares_tokens is None and other.shares_tokens is None or self.context == other.context)
 
@@ -127,7 +139,7 @@ class TensorParallel:
         return self._transport(row_request, x, width, n)
 
     def _transport(self, request: Callable[..., Request], x: Tensor, k: int, n: int, *more: Any) -> Transport:
-        if self.size == 1:
+        if self.size == 1 and self.precision == "16":
             return LOCAL
         rows, dtype = x.shape[:-1].numel(), autocast_dtype(x) or x.dtype
         key = (request, rows, k, n, dtype, x.device, *more)
@@ -139,16 +151,18 @@ class TensorParallel:
         self, kind: Callable[..., Request], rows: int, k: int, n: int, dtype: torch.dtype, device: torch.device, *more
     ) -> Request:
         """What a linear on these ranks asks; kind: column_request or row_request, which say what rows, k and n are."""
-        return kind(rows, k, n, dtype, device, self.group, self.sequence_parallel, self.transport, *more)
+        asked = kind(rows, k, n, dtype, device, self.group, self.sequence_parallel, self.transport, *more)
+        return asked._replace(precision=self.precision)
 
     def __str__(self) -> str:
         context = "" if self.shares_tokens is None else f" and {self.shares_tokens.size} context-parallel ranks"
         experts = "" if self.experts is None else f" and experts on {self.experts.size()} ranks"
         shards = " with sequence shards" * self.sharded
-        return f"{self.size} tensor-parallel rank{'s' * (self.size > 1)}{shards}{context}{experts}"
+        precision = ", in FP8" * (self.precision == FP8)
+        return f"{self.size} tensor-parallel rank{'s' * (self.size > 1)}{shards}{context}{experts}{precision}"
 
     def __deepcopy__(self, memo: dict) -> TensorParallel:
         return self  # a copy of a layer lies on the same ranks
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return TensorParallel, (self.mesh, self.sequence_parallel, self.transport, self.context, self.experts)
+        return TensorParallel, tuple(getattr(self, each.name) for each in fields(self))

@@ -77,9 +77,10 @@ class ColumnLinearFunction(torch.autograd.Function):
         wanted, wanted_biases = ([*map(and_, used, wants)] for wants in (needed[5:n], needed[n:]))
         begins = call.deferred is None and any(wanted)
         gathering = call.transport.gathering.start_gather(normed_shard) if begins else None
+        factors: list = [None if dy is None else call.transport.factor(dy) for dy in dys]
         dx_shard, dnorm_weight, dnorm_bias = (None if any(used) else dcarried), None, None
         if any(needed[:3]) and any(used):
-            some = [list(compress(each, used)) for each in (dys, weights)]
+            some = [list(compress(each, used)) for each in (factors, weights)]
             dx_shard, _ = call.transport.matmul_reduce(*some, transposed=False)
             if norm is not None:
                 backward = implementation("norm", x_shard).norm_backward
@@ -90,9 +91,9 @@ class ColumnLinearFunction(torch.autograd.Function):
         dweights = [None] * len(dys)
         if gathering is not None:
             normed_gathered = gathering()
-            dweights = [dy.t() @ normed_gathered if wants else None for dy, wants in zip(dys, wanted, strict=True)]
+            dweights = [dy.t() @ normed_gathered if wants else None for dy, wants in zip(factors, wanted, strict=True)]
         elif call.deferred is not None:
-            _defer(call, normed_shard, dys, wanted)
+            _defer(call, normed_shard, factors, wanted)
         return dx_shard, dnorm_weight, dnorm_bias, None, None, *dweights, *dbiases
 
 

@@ -58,7 +58,7 @@ class RowLinearFunction(torch.autograd.Function):
         keep(ctx, x, gate, weight, readable=0 if call.activation is None else 2)
         if call.skip:
             return x.new_empty(len(x) // call.transport.sharing, len(weight))
-        a = implementation("activation", x).activation_forward(x, call.activation, gate)
+        a = call.transport.factor(implementation("activation", x).activation_forward(x, call.activation, gate))
         finish = Finish(bias, call.dropout, residual_shard, next_norm)
         y_shard, normed = call.transport.matmul_reduce([a], [weight], transposed=True, finish=finish)
         if normed is None:
@@ -84,6 +84,7 @@ class RowLinearFunction(torch.autograd.Function):
             )
         elif wants_weight:
             a = implementation("activation", x).activation_forward(unpacked(x), call.activation, unpacked(gate))
+            a = call.transport.factor(a)
 
         held = dy_shard if dy_gathered is None else dy_gathered  # so that a queue keeps one of the two alive, not both
 

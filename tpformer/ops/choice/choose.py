@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from tpformer.config import TRANSPORTS, check_choice
+from tpformer.config import FP8, TRANSPORTS, check_choice, check_fp8_run
 from tpformer.config.transport_table import read_transport_table
 from tpformer.distributed.groups import why_copied_flags, why_no_kernels
 from tpformer.distributed.shared_memory import torch_backend
@@ -21,6 +21,7 @@ from tpformer.words import dtype_name
 from ..implementation import KERNEL_DTYPES
 from ..transports.interface import ALL_REDUCE, REGISTRY, Transport
 from ..transports.pipelined import Pipelined
+from ..transports.quantized import Quantized
 from ..transports.sequential import LOCAL, Sequential
 from .prediction import Times, chosen_launch, fused_times, grouped_seconds, sequential_times
 from .request import Request
@@ -36,7 +37,10 @@ NEEDS = {
 
 
 class Decision(NamedTuple):
-    """transport: "local" for one rank, else "sequential", "pipelined" or "fused". reason: one line with numbers."""
+    """transport: "local" for one rank, else "sequential", "pipelined" or "fused"; in FP8 always "quantized".
+
+    reason: one line with numbers.
+    """
 
     transport: str
     reason: str
@@ -47,6 +51,8 @@ def open_transport(request: Request) -> Transport:
     name = choose_transport(request).transport
     if name == "local":
         return LOCAL
+    if name == "quantized":
+        return Quantized(request.group, request.sequence_parallel)
     assert request.group is not None
     if name == "sequential":
         return Sequential(request.group, request.sequence_parallel)
@@ -67,8 +73,11 @@ def choose_transport(request: Request) -> Decision:
         the faster one of "fused" and "sequential" by the performance model, if topology and dtype (16 bits) allow both
         "pipelined", if the topology forbids "fused" and the chunks of the GEMM are large
         "sequential"
+    With precision "fp8" it is "quantized", on one rank, too. ValueError where that cannot be.
     """
     check_choice("transport", request.transport, TRANSPORTS)
+    if request.precision == FP8:
+        return _quantized(request)
     if request.ranks == 1:
         return Decision("local", "one rank")
     if request.transport == "auto":
@@ -78,6 +87,12 @@ def choose_transport(request: Request) -> Decision:
     else:
         raise ValueError(f'{NEEDS[request.transport]}: {reason}; use transport="auto" to have one chosen')
     return _with_flags(decision, request)
+
+
+def _quantized(request: Request) -> Decision:
+    check_fp8_run(request.device.type, dtype_name(request.dtype), request.transport)
+    gathers = "blocks are gathered, and " * (request.ranks > 1 and request.sequence_parallel)
+    return Decision("quantized", f"FP8: {gathers}the GEMM multiplies what blocks stand for")
 
 
 def _with_flags(decision: Decision, request: Request) -> Decision:

@@ -31,7 +31,7 @@ class Request(NamedTuple):
     """A linear that needs a transport: its operation (one of OPERATIONS) and one rank's GEMM, (m, k) @ (k, n).
 
     m counts the rows of all ranks; n and k are this rank's. transport: the user's choice, or "auto". grouped: of
-    experts, for which n is the width of a linear with as much work.
+    experts, for which n is the width of a linear with as much work. precision: that of the GEMM, one of PRECISIONS.
     """
 
     op: str
@@ -43,6 +43,7 @@ class Request(NamedTuple):
     group: ProcessGroup | None
     transport: str = "auto"
     grouped: Grouped | None = None
+    precision: str = "16"
 
     @property
     def ranks(self) -> int:

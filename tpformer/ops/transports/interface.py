@@ -61,6 +61,13 @@ class Transport(ABC):
         self.untold = group
         """The group whose ranks a linear has to tell of its call. Fused operations tell them as they begin."""
 
+    def factor(self, x: Tensor) -> Tensor:
+        """x (M, K) as this transport's GEMMs multiply it: x itself, unless they multiply quantised numbers.
+
+        A weight gradient is made of factors. `matmul_reduce` takes them; the gathers take rows and make them.
+        """
+        return x
+
     @abstractmethod
     def gather_matmul(
         self, x_shard: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
@@ -78,6 +85,7 @@ class Transport(ABC):
         """(dx, dgate, a, dy_gathered): the backward of a @ W^T, a = act(x) or act(gate) * x.
 
         Shapes: dy_shard (M / t, N); weight (N, K); x, gate, dx, dgate and the rebuilt a (M, K); dy_gathered (M, N).
+        a and dy_gathered are factors.
         With an activation x and gate may be packed.
         The group's next operation may overwrite dy_gathered, unless `keep`.
         Communication: one all-gather of M * N * itemsize bytes.
@@ -94,15 +102,15 @@ class Transport(ABC):
     ) -> tuple[Tensor, Normed | None]:
         """(y, its norm or None): the sum over ranks and i of inputs_i @ W_i, or @ W_i^T if transposed, then `finish`.
 
-        Shapes: inputs (M, K_i); weights (K_i, N), or (N, K_i) if transposed; y, with sequence parallelism, this rank's
-        rows (M / t, N), else (M, N), equal on all ranks. y has memory of its own.
+        Shapes: inputs (M, K_i), which are factors; weights (K_i, N), or (N, K_i) if transposed; y, with sequence
+        parallelism, this rank's rows (M / t, N), else (M, N), equal on all ranks. y has memory of its own.
         Communication: one reduce-scatter, or without sequence parallelism one all-reduce, of M * N * itemsize bytes.
         Errors: ValueError with sequence parallelism if t does not divide M.
         """
 
     @abstractmethod
     def start_gather(self, x_shard: Tensor) -> Callable[[], Tensor]:
-        """Begin to gather x_shard (M / t, K); the function returned waits for x_gathered (M, K).
+        """Begin to gather x_shard (M / t, K); the function returned waits for x_gathered (M, K), a factor.
 
         A matmul_reduce of the same group may come between. The group's next gather may overwrite the rows.
         Communication: one all-gather of M * K * itemsize bytes.
@@ -111,11 +119,14 @@ class Transport(ABC):
 
 @dataclass
 class Registry:
-    """The only module-level state of tpformer.ops: who listens to transports, routers and regions; measured times."""
+    """The only module-level state of tpformer.ops: who listens to transports, routers, regions and blocks; measured
+    times.
+    """
 
     recorded: Listeners[tuple[str, str]] = field(default_factory=Listeners)
     routed: Listeners[Any] = field(default_factory=Listeners)
     kept: Listeners[Any] = field(default_factory=Listeners)
+    quantized: Listeners[Any] = field(default_factory=Listeners)
     table: TransportTable | None = None
 
 

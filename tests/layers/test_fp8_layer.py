@@ -1,0 +1,158 @@
+"""Layers in FP8: which of a model's linears are quantised, sizes and parts that are refused, and what else stays."""
+
+import copy
+import pickle
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from testing import assert_identical, assert_same, on_every_rank
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tpformer import ops
+from tpformer.config import GPTConfig
+from tpformer.in_place import parallelize
+from tpformer.layers import MoE, TensorParallel, keep, linear_plans, transformer_block
+from tpformer.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tpformer.models import GPT
+from tpformer.ops.transports import quantized
+from tpformer.ops.transports.quantized import record_blocks
+
+FP8 = TensorParallel(precision="fp8")
+SIZES = {"vocab_size": 100, "seq_length": 8, "n_layers": 1, "hidden_size": 128, "n_heads": 2, "head_dim": 128}
+OLD = GPTConfig(**SIZES, ffn_hidden_size=256)  # type: ignore[arg-type]
+NEW = GPTConfig(
+    **{**SIZES, "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "qk_norm": True},
+    n_kv_heads=1,
+    tie_embeddings=False,
+    ffn_hidden_size=256,
+)
+IDS = torch.arange(16).view(2, 8) % 100
+
+
+@pytest.mark.parametrize("config", [OLD, NEW], ids=["gpt2", "newer"])
+def test_the_linears_of_blocks_are_quantised_and_nothing_else(config: GPTConfig) -> None:
+    """Embeddings, head, norms of queries and keys are not; each matrix of a forward is quantised once."""
+    model = GPT(config, tp=FP8, dtype=torch.float64)
+    plans = {plan.path: plan.decision.transport for plan in linear_plans(model, IDS.numel())}
+    blocks = {path for path, transport in plans.items() if transport == "quantized"}
+    assert {path for path in plans if path.startswith("layers.")} == blocks
+    assert plans.keys() - blocks == {"lm_head (logits)", "lm_head (loss)"}
+    with record_blocks() as forward:
+        loss = model(IDS, targets=IDS)
+    with record_blocks() as backward:
+        loss.backward()
+    layer = model.layers["0"] if isinstance(model.layers, nn.ModuleDict) else model.layers[0]
+    linears = [each for each in layer.modules() if isinstance(each, ColumnParallelLinear | RowParallelLinear)]
+    weights = [tuple(each.weight.shape) for each in linears]
+    inputs = [(16, 128), (16, config.query_size), (16, 128), (16, config.ffn_size)]
+    assert sorted(tuple(each.values.shape) for each in forward) == sorted([*weights, *inputs])
+    outputs = [(16, each.out_features) for each in linears]
+    # a weight for dgrad, a gradient of each output, and again what the weight gradients are made of
+    assert sorted(tuple(each.values.shape) for each in backward) == sorted([*weights, *outputs, *inputs])
+
+
+def test_16_bits_run_nothing_of_it() -> None:
+    model = GPT(OLD, tp=TensorParallel(precision="16"), dtype=torch.float64)
+    with record_blocks() as made, mock.patch.object(quantized, "quantize_rows", None):
+        model(IDS, targets=IDS).backward()
+        assert not made
+    plain = GPT(OLD, dtype=torch.float64)
+    plain.load_state_dict(model.state_dict())
+    plain(IDS, targets=IDS).backward()
+    assert_identical([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
+def gradients(model: GPT) -> list[Tensor]:
+    model(IDS, targets=IDS).backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("config", [OLD, NEW], ids=["gpt2", "newer"])
+def test_recompute_and_split_backwards_quantise_the_same_numbers(config: GPTConfig) -> None:
+    model = GPT(config, tp=FP8, dtype=torch.float64)
+    whole = gradients(model)
+    for recompute in ("mlp", "full"):
+        again = GPT(config, tp=FP8, dtype=torch.float64)
+        again.load_state_dict(model.state_dict())
+        keep(again, recompute=recompute)
+        assert_identical(gradients(again), whole, recompute)
+    queue = ops.WeightGradientQueue()
+    with queue.collect():
+        loss = model(IDS, targets=IDS)
+    loss.backward()
+    assert len(queue) == 4
+    queue.run()
+    assert_same([parameter.grad for parameter in model.parameters()], whole)
+
+
+def test_what_is_kept_for_the_backward_is_what_16_bits_keep() -> None:
+    """Blocks are made again from the inputs of norms and activations, so no more is saved: 20 bytes a value of sbh."""
+
+    def saved(precision: str) -> list[tuple]:
+        block = transformer_block(128, n_heads=1, tp=TensorParallel(precision=precision), dtype=torch.bfloat16)
+        sizes: list[tuple] = []
+
+        def pack(x: Tensor) -> Tensor:
+            sizes.append((tuple(x.shape), x.dtype))
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            block(torch.randn(2, 8, 128, dtype=torch.bfloat16, requires_grad=True))
+        return sorted(sizes, key=str)
+
+    assert saved("fp8") == saved("16") != []
+
+
+def test_other_sizes_and_layers_are_refused() -> None:
+    for make, message in (
+        (lambda: ColumnParallelLinear(100, 128, tp=FP8), "in_features=100: 128 features share a scale"),
+        (lambda: ColumnParallelLinear(128, 192, tp=FP8), "out_features=192"),
+        (lambda: RowParallelLinear(192, 128, tp=FP8), "in_features=192"),
+        (lambda: RowParallelLinear(128, 64, tp=FP8), "out_features=64"),
+        (lambda: ColumnParallelLinear(128, 128, used_rows=slice(0, 128), tp=FP8), "fewer key-value heads"),
+        (lambda: MoE(128, 4, ffn_hidden_size=128, tp=FP8), "FP8 with experts"),
+        (lambda: TensorParallel(precision="fp4"), "precision='fp4': choose one of 16, fp8"),
+        (lambda: parallelize(nn.Linear(128, 128), FP8), "parallelize leaves modules that it does not cut"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+    block = transformer_block(128, n_heads=1, tp=FP8)
+    with pytest.raises(ValueError, match="1 tensor-parallel rank, in FP8: build it with the same tp"):
+        block.mlp = transformer_block(128, n_heads=1).mlp
+    layer = ColumnParallelLinear(128, 128, tp=FP8, dtype=torch.float16)
+    with pytest.raises(ValueError, match="FP8 with float16"):
+        layer(torch.ones(2, 128, dtype=torch.float16))
+
+
+def test_ranks_and_precision_go_with_copies() -> None:
+    layer = ColumnParallelLinear(128, 128, tp=FP8)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert other.tp.precision == "fp8" and other.tp.in_16_bits.precision == "16"
+        assert torch.equal(other(torch.ones(3, 128)), layer(torch.ones(3, 128)))
+    assert FP8.with_all_rows.precision == TensorParallel(None, True, precision="fp8").with_all_rows.precision == "fp8"
+
+
+@on_every_rank(2)
+def test_autocast_quantises_what_it_casts() -> None:
+    """The numbers of bfloat16, on one rank as on two."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(6, 128), torch.randn(256, 128)
+    mesh = init_device_mesh("cpu", (2,))
+    results = []
+    for tp in (FP8, TensorParallel(mesh, precision="fp8")):
+        layer = ColumnParallelLinear(128, 256, bias=False, gather_output=True, tp=tp)
+        with torch.no_grad():
+            layer.local("weight").copy_(weight.chunk(tp.size)[tp.rank])
+        with torch.autocast("cpu", torch.bfloat16), record_blocks() as made:
+            results.append(layer(x))
+        assert results[-1].dtype == torch.bfloat16
+        expected = quantized.quantize_rows(x.bfloat16())
+        assert any(torch.equal(each.values.view(torch.uint8), expected.values.view(torch.uint8)) for each in made)
+    assert_identical(*results)
+    assert dist.get_world_size() == 2

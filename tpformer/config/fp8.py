@@ -1,0 +1,76 @@
+"""Which models, layouts and devices can train in FP8, and the sentence for those that cannot.
+
+Belongs here: rules of `train.precision` and of layers in FP8. A layer that does not fit is refused, never left in 16
+bits: another layout of the model would quantise it, and train to other losses.
+"""
+
+from collections.abc import Mapping
+
+from .architecture import GPTConfig
+from .layout import Layout
+
+PRECISIONS = ("16", "fp8")
+FP8 = "fp8"
+BLOCK = 128  # numbers along features that share a scale (kernels/quantize/format.py)
+SHARED_HEADS = (
+    "FP8 with fewer key-value heads than tensor-parallel ranks: each rank would quantise its own part of a gradient "
+    "that is their sum, so the numbers would depend on the ranks; lower tensor_parallel to n_kv_heads, or leave FP8 out"
+)
+
+
+def check_fp8_sizes(sizes: Mapping[str, tuple[int, int]]) -> None:
+    """ValueError for the first size whose share of one rank is not whole blocks. sizes: (features, ranks), by name."""
+    for name, (size, ranks) in sizes.items():
+        if size % (ranks * BLOCK):
+            shared = f" / {ranks} tensor-parallel ranks = {size / ranks:g}" if ranks > 1 else ""
+            fitting = [t for t in range(1, ranks) if size % (t * BLOCK) == 0]
+            fewer = f", or tensor_parallel from {fitting}" if fitting else ""
+            raise ValueError(
+                f"FP8 with {name}={size}{shared}: {BLOCK} features share a scale, so a rank's must be a multiple of "
+                f"{BLOCK}; choose a multiple of {ranks * BLOCK}{fewer}, or leave FP8 out"
+            )
+
+
+def check_fp8_run(device: str, dtype: str, transport: str) -> None:
+    """ValueError for a device, a dtype of activations or a transport that no linear in FP8 has."""
+    if device == "cuda":
+        raise ValueError(
+            "FP8 on a GPU has no kernels yet: what there is proves on a CPU that layouts agree; leave precision = "
+            '"fp8" out, or set train.device = "cpu"'
+        )
+    if dtype == "float16":
+        raise ValueError(
+            "FP8 with float16: a block's scale may be beyond its range; use bfloat16, float32 or float64, or leave FP8 "
+            "out"
+        )
+    if transport not in ("auto", "sequential"):
+        raise ValueError(
+            f"FP8 with transport={transport!r}: its blocks are gathered before the GEMM; set transport to auto, or "
+            f"leave FP8 out"
+        )
+
+
+def check_no_fp8_experts(precision: str) -> None:
+    """ValueError for experts in FP8."""
+    if precision == FP8:
+        raise ValueError(
+            "FP8 with experts: rows are not quantised on their way to experts yet; leave experts or FP8 out"
+        )
+
+
+def check_precision(model: GPTConfig, layout: Layout, device: str | None, dtype: str | None) -> None:
+    """ValueError for a run in FP8 that cannot be. device, dtype: None where the configuration names none yet."""
+    check_fp8_run(device or "cpu", dtype or "float32", layout.transport)
+    tp = layout.tensor_parallel
+    if model.n_experts is not None:
+        check_no_fp8_experts(FP8)
+    if tp > model.kv_heads:
+        raise ValueError(SHARED_HEADS)
+    check_fp8_sizes(
+        {
+            "model.hidden_size": (model.hidden_size, 1),
+            "model.n_heads * head_dim": (model.query_size, tp),
+            "model.n_kv_heads * head_dim": (model.kv_size, tp),
+            "model.ffn_hidden_size": (model.ffn_size, tp),
+        }
+    )
