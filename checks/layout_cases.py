@@ -34,6 +34,10 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 NEWER_MODEL, EIGHT, SIXTEEN = list(MODELS)[1:]
+# those of FP8: four ranks can share a linear's features in blocks of 128
+_WIDE: dict[str, Any] = {"hidden_size": 128, "head_dim": 128, "ffn_hidden_size": 512}
+MODELS |= {"FP8": _WIDE, "FP8, newer model": {**NEWER, **_WIDE}}
+FP8_MODEL, FP8_NEWER = list(MODELS)[-2:]
 
 
 class LayoutCase(NamedTuple):
@@ -52,13 +56,11 @@ class LayoutCase(NamedTuple):
     documents: bool = False
 
     def config(self, dtype: str, train: str, steps: int, lr: float) -> RunConfig:
-        model = ModelSection(
-            vocab_size=257, seq_length=16, n_layers=self.layers, hidden_size=32, n_heads=4, dropout=0.1,
-            tie_embeddings=self.tied, **MODELS[self.model],
-        )  # fmt: skip
+        sizes = {"n_layers": self.layers, "hidden_size": 32, "n_heads": 4, "dropout": 0.1, **MODELS[self.model]}
+        model = ModelSection(vocab_size=257, seq_length=16, tie_embeddings=self.tied, **sizes)
         section = TrainSection(
             steps=steps, dtype=dtype, device="cpu", global_batch_size=BATCH, microbatch_size=self.microbatch_size,
-            balance_loss=0.01 if self.model == SIXTEEN else 0.0,
+            balance_loss=0.01 if self.model == SIXTEEN else 0.0, precision="fp8" if self.in_fp8 else "16",
         )  # fmt: skip
         optimizer = OptimizerSection(lr=lr, warmup_steps=steps // 5)
         if self.sgd:
@@ -67,6 +69,10 @@ class LayoutCase(NamedTuple):
         if self.documents:
             data = DataSection(train=(train + SHORT,), separate_documents=True, end_of_document=END)
         return RunConfig(model=model, data=data, parallel=self.layout, optimizer=optimizer, train=section)
+
+    @property
+    def in_fp8(self) -> bool:
+        return self.model in (FP8_MODEL, FP8_NEWER)
 
     @property
     def alone(self) -> LayoutCase:
@@ -290,6 +296,29 @@ EXCHANGE_CASES = (
     case(2, cp=4, shard=2, ep=2, zero=1, recompute="mlp", cpu_offload=True, model=EIGHT, sgd=True),
 )
 QUICK_EXCHANGE_CASES = (case(2, shard=2, ep=2, model=SIXTEEN), case(2, tp=4, ep=2, model=EIGHT))
+# FP8: the matrix multiplications of all layouts are of the same quantised numbers
+FP8_CASES = (
+    # one process: accumulation, recompute
+    *(case(1, model=FP8_MODEL), case(4, recompute="full", model=FP8_NEWER), case(2, recompute="mlp", model=FP8_MODEL)),
+    # one axis of two
+    *(case(tp=2, model=FP8_MODEL), case(2, tp=2, model=FP8_NEWER), case(tp=2, tied=False, model=FP8_NEWER)),
+    *(case(2, tp=2, sequence_parallel=False, model=FP8_NEWER), case(4, tp=2, recompute="full", model=FP8_MODEL)),
+    *(case(2, replicate=2, model=FP8_NEWER), case(2, shard=2, zero=1, model=FP8_MODEL)),
+    *(case(1, shard=2, zero=2, model=FP8_NEWER), case(2, shard=2, zero=3, model=FP8_MODEL)),
+    *(case(cp=2, model=FP8_NEWER), case(2, cp=2, zero=0, recompute="full", model=FP8_MODEL)),
+    *(case(2, pp=2, schedule="1F1B", model=FP8_NEWER), case(2, pp=2, schedule="ZBVZeroBubble", model=FP8_MODEL)),
+    # four ranks
+    *(case(tp=4, model=FP8_MODEL), case(2, tp=4, sequence_parallel=False, recompute="mlp", model=FP8_MODEL)),
+    *(case(2, shard=4, zero=3, model=FP8_NEWER), case(2, pp=4, schedule="1F1B", model=FP8_MODEL)),
+    *(case(2, tp=2, shard=2, zero=3, model=FP8_NEWER), case(2, tp=2, replicate=2, model=FP8_MODEL)),
+    *(case(2, cp=2, tp=2, model=FP8_MODEL), case(2, cp=2, shard=2, zero=3, recompute="full", model=FP8_NEWER)),
+    case(2, tp=2, pp=2, schedule="ZBVZeroBubble", model=FP8_NEWER),
+    case(1, tp=2, pp=2, schedule="DualPipeV", recompute="mlp", model=FP8_MODEL),
+    case(2, cp=2, pp=2, schedule="Interleaved1F1B", zero=2, model=FP8_MODEL),
+    # eight ranks
+    case(2, tp=2, pp=2, shard=2, zero=3, recompute="full", model=FP8_NEWER),
+    *(case(1, cp=2, tp=2, shard=2, zero=3, model=FP8_MODEL), case(2, tp=4, pp=2, schedule="GPipe", model=FP8_MODEL)),
+)
 BFLOAT16_CASES = (TP4, PP4, DP4, ALL_AXES)
 BFLOAT16_MOE_CASES = (case(tp=4, model=EIGHT), case(2, tp=2, pp=2, schedule="ZBVZeroBubble", model=SIXTEEN))
 ALONE = "one process"

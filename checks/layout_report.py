@@ -54,6 +54,17 @@ def routing_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def quantized_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A line for each layout in FP8: the hash of all blocks in float64, and the share of the first step's blocks that
+    float32 makes otherwise than one process, which nothing judges."""
+    table = columns(["blocks of every matrix", "hash", "one process"], ("blocks", "others in float32, step 1"))
+    for row in rows:
+        found = row["quantized"]
+        share = f"{found['float32']:.1e}" if "float32" in found else "-"
+        table.add_row(row["layout"], found["hash"], found["one"], str(found["blocks"]), share)
+    return table
+
+
 def bfloat16_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """A line for each layout in bfloat16; errors as maximum and RMS."""
     names = ("ranks", "loss", "norm", "loss error", "of one process", "allowed", "norm error", "of one process")

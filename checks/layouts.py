@@ -25,6 +25,7 @@ from harness.ranks import Calls, Ranks
 from harness.runner import Bench, Report
 from tpformer.config import RunConfig, check_config
 from tpformer.distributed.dtensor import full_tensor
+from tpformer.ops.transports.quantized import record_blocks
 from tpformer.training.data import IndexedDataset, IndexedWriter, build_stdlib
 from tpformer.training.optimizer import build_optimizers
 from tpformer.training.schedules import learning_rate
@@ -41,6 +42,7 @@ from .layout_cases import (
     CURVES,
     END,
     EXCHANGE_CASES,
+    FP8_CASES,
     LAYERS,
     MOE_CASES,
     QUICK_CASES,
@@ -50,10 +52,12 @@ from .layout_cases import (
     SHORT,
     LayoutCase,
 )
-from .layout_report import bfloat16_table, draw, result_table, routing_table
+from .layout_report import bfloat16_table, draw, quantized_table, result_table, routing_table
+from .quantized_blocks import Step, differing, digests, joined_steps, run_hash_of
 from .routing import Key, Routed, flips, joined, recording, run_hash
 
 STEPS, CURVE_STEPS = 10, 60
+FP8_STEPS = 4  # its models are wider
 LR, CURVE_LR = 1e-3, 5e-3
 FLOAT64, FLOAT32, BFLOAT16 = "float64", "float32", "bfloat16"
 BOUNDS = {FLOAT64: 1e-9, FLOAT32: 1e-5}
@@ -72,7 +76,9 @@ NOTE = (
     "of every (step, layer, token) -> experts is that of one process in float64; float32 may send a token elsewhere "
     f"if the scores were nearer than {FLIP_GAP:g} in one process. 8 experts: 2 for each token. 16: 4, a shared one, a "
     "dense layer first, sigmoid scores, 2 of 4 groups, a bias that each step moves, and a balance loss. SGD: with "
-    "Nesterov's momentum and 100 times the rate, in place of AdamW."
+    f"Nesterov's momentum and 100 times the rate, in place of AdamW. FP8: {FP8_STEPS} steps; all quantised blocks in "
+    "float64 are those of one process, and float32 is not judged: where its sums are rounded otherwise, a value may be "
+    "quantised to its neighbour, and all later ones change with it."
 )
 Row = dict[str, Any]
 
@@ -85,6 +91,7 @@ class RankRun(NamedTuple):
     parameters: dict[str, np.ndarray]
     seconds: float
     routed: dict[Key, Routed] = {}  # noqa: RUF012  (of a model with experts: where its tokens went)
+    quantized: list[Step] = []  # noqa: RUF012  (in FP8: the blocks of each step)
 
 
 Results = dict[tuple[str, LayoutCase], list[RankRun]]  # by purpose (a dtype, or a curve's) and layout: every rank's
@@ -95,9 +102,9 @@ def train(config: RunConfig, mesh: DeviceMesh, keep_parameters: bool) -> RankRun
     model = build_model(config, mesh)
     optimizers = build_optimizers(model, config.optimizer)
     data = open_data(config).train
-    losses, norms, steps = [], [], config.train.steps
+    losses, norms, quantized, steps = [], [], [], config.train.steps
     start = time.perf_counter()
-    with recording(model, BATCH) as routed:
+    with recording(model, BATCH) as routed, record_blocks() as made:
         for step in range(1, steps + 1):
             first, share = model.own_samples((step - 1) * BATCH, BATCH)
             lr = learning_rate(step, steps, config.optimizer)
@@ -105,12 +112,14 @@ def train(config: RunConfig, mesh: DeviceMesh, keep_parameters: bool) -> RankRun
             result = train_step(model, optimizers, samples, first_sample=first, lr=lr, clip_norm=clip_norm)
             losses.append(float(result.loss))
             norms.append(float(result.norm))
+            quantized.append(digests(made))
+            made.clear()
     seconds = time.perf_counter() - start
     parameters = {}
     if keep_parameters:
         named = [one for part in model.parts for one in part.state_dict(keep_vars=True).items()]
         parameters = {name: full_tensor(parameter.detach()).cpu().numpy() for name, parameter in named}
-    return RankRun(losses, norms, parameters, seconds, routed)
+    return RankRun(losses, norms, parameters, seconds, routed, quantized)
 
 
 def setup(runs: Mapping[str, RunConfig]) -> Calls:
@@ -169,14 +178,17 @@ def make_row(one: LayoutCase, runs: Mapping[str, Sequence[RankRun]], expected: M
     if not expected[FLOAT64].parameters:
         raise ValueError(f"{one}: one process returned no parameters in float64, so none would be compared")
     found = {dtype: compare(of_ranks, expected[dtype]) for dtype, of_ranks in runs.items()}
-    routing = routing_of(runs, expected)
+    routing, quantized = routing_of(runs, expected), quantized_of(runs, expected) if one.in_fp8 else {}
     ok = not routing or (routing["hash"] == routing["one"] and all(flip[-1] < FLIP_GAP for flip in routing["flips"]))
-    ok &= all(each[key] <= BOUNDS[dtype] for dtype, each in found.items() for key in ("loss", "norm", "parameters"))
+    ok &= not quantized or quantized["hash"] == quantized["one"]
+    judged = {dtype: found[dtype] for dtype in found if dtype == FLOAT64 or not one.in_fp8}
+    ok &= all(each[key] <= BOUNDS[dtype] for dtype, each in judged.items() for key in ("loss", "norm", "parameters"))
     sizes: Row = {"layout": str(one), "ranks": one.layout.world_size, "microbatches": one.n_microbatches}
     for dtype, each in found.items():
         kept = each if dtype == FLOAT64 else ("loss", "norm", "seconds")
         sizes[dtype] = {key: rounded(each[key]) for key in kept}
-    return {**sizes, **({"routing": routing} if routing else {}), "ok": ok}
+    sections = {"routing": routing, "quantized": quantized}
+    return {**sizes, **{name: section for name, section in sections.items() if section}, "ok": ok}
 
 
 def routing_of(runs: Mapping[str, Sequence[RankRun]], expected: Mapping[str, RankRun]) -> Row:
@@ -194,6 +206,17 @@ def routing_of(runs: Mapping[str, Sequence[RankRun]], expected: Mapping[str, Ran
     if FLOAT32 in runs:
         found = flips(joined([rank.routed for rank in runs[FLOAT32]]), expected[FLOAT32].routed)
     return {"hash": run_hash(double), "one": run_hash(one), "tokens": tokens, "flips": found}
+
+
+def quantized_of(runs: Mapping[str, Sequence[RankRun]], expected: Mapping[str, RankRun]) -> Row:
+    """How a layout in FP8 quantised: the hashes of all blocks in float64, here and in one process, how many blocks a
+    run has, and the share of the first step's blocks that float32 makes otherwise than one process."""
+    steps, one = joined_steps([rank.quantized for rank in runs[FLOAT64]]), expected[FLOAT64].quantized
+    row: Row = {"hash": run_hash_of(steps), "one": run_hash_of(one), "blocks": sum(map(len, one))}
+    if FLOAT32 in runs:
+        single = joined_steps([rank.quantized for rank in runs[FLOAT32]])
+        row["float32"] = rounded(differing(single[0], expected[FLOAT32].quantized[0]))
+    return row
 
 
 def errors(values: Sequence[Sequence[float]], oracle: Sequence[float]) -> list[float]:
@@ -249,7 +272,7 @@ def plan(cases: Sequence[LayoutCase], complete: bool, train: str) -> dict[int, d
     worlds: dict[int, dict[tuple[str, LayoutCase], RunConfig]] = {}
     for purpose, one in sorted(wanted, key=str):
         long = purpose.startswith("curve")
-        steps, lr = (CURVE_STEPS, CURVE_LR) if long else (STEPS, LR)
+        steps, lr = (CURVE_STEPS, CURVE_LR) if long else (min(STEPS, FP8_STEPS) if one.in_fp8 else STEPS, LR)
         config = one.config(purpose.removeprefix("curve "), train, steps, lr)
         check_config(config)
         worlds.setdefault(one.layout.world_size, {})[purpose, one] = config
@@ -282,6 +305,8 @@ def run(options: argparse.Namespace) -> Report:
         every = {"": QUICK_CASES, "moe": QUICK_MOE_CASES, "context": QUICK_CONTEXT_CASES} | {
             "exchange": QUICK_EXCHANGE_CASES
         }
+    if options.fp8:
+        every = {"fp8": FP8_CASES}
     asked = [name for name in every if name and getattr(options, name)]
     quick, part = options.quick, bool(asked)
     cases = [one for name in asked or every for one in every[name]]
@@ -295,7 +320,9 @@ def run(options: argparse.Namespace) -> Report:
         rows.append(make_row(one, runs, {dtype: single for dtype, (single,) in expected.items()}))
     missed = [row["layout"] for row in rows if not row["ok"]]
     routed = [row for row in rows if "routing" in row]
+    quantized = [row for row in rows if "quantized" in row]
     tables, content = [result_table(rows), *([routing_table(routed)] if routed else [])], {}
+    tables += [quantized_table(quantized)] if quantized else []
     if not (quick or part):
         low = [
             bfloat16_row(one, trained[BFLOAT16, one], trained[BFLOAT16, one.alone][0], trained[FLOAT64, one.alone][0])
@@ -316,6 +343,7 @@ BENCH = Bench(
         "--moe": {"action": "store_true", "help": "only the models with experts, nothing written"},
         "--context": {"action": "store_true", "help": "only layouts with context parallelism, nothing written"},
         "--exchange": {"action": "store_true", "help": "only layouts with expert parallelism, nothing written"},
+        "--fp8": {"action": "store_true", "help": "only layouts in FP8, which no other option has, nothing written"},
     },
     run=run,
     draw=draw,

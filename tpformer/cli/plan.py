@@ -158,6 +158,11 @@ def _config(options: Plan, device: "Device") -> RunConfig:
         values["model"]["preset"] = _nearest_preset(_number("--parameters", options.parameters))
     values = _with_length(options, values)
     config = build_config(values)
+    if config.train.precision != "16":
+        raise ValueError(
+            f"train.precision = {config.train.precision!r}: the models of time and memory know 16 bits and more; leave "
+            f"it out of the file to plan the run without FP8"
+        )
     if config.model.vocab_size is None:
         if config.model.known_vocab_size is None:
             raise ValueError("model.vocab_size is unset: set it in the file, or name a preset")

@@ -136,6 +136,8 @@ class TrainSection:
     """Samples per forward on a rank. Unset: its share of the global batch, or 1 in a pipeline other than naive."""
     dtype: str | None = None
     """float32, float64, or bfloat16 or float16 with float32 master weights. Unset: bfloat16 on CUDA, else float32."""
+    precision: str = "16"
+    """16: linears multiply numbers of `dtype`. fp8: blocks of e4m3, the same ones in every layout; on a CPU only."""
     device: str | None = None
     """cpu or cuda. Unset: cuda where there is one."""
     cuda_graph: str = "auto"

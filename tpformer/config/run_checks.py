@@ -5,6 +5,7 @@ model and no layout. Those have their own checks, and ranges.py has the ranges o
 """
 
 from .checks import check_choice, check_context_length, check_packing
+from .fp8 import FP8, PRECISIONS, check_precision
 from .layout import packed_layers, recomputed_layers
 from .ranges import check_ranges
 from .run import OptimizerSection, RunConfig, TrainSection, batch_sizes
@@ -38,7 +39,10 @@ def check_config(config: RunConfig, *, trains: bool = True) -> None:
         read_transport_table(parallel.transport_table)
     _check_optimizer(config.optimizer)
     check_choice("train.cuda_graph", config.train.cuda_graph, CUDA_GRAPHS)
+    check_choice("train.precision", config.train.precision, PRECISIONS)
     _check_train(config)
+    if config.train.precision == FP8:
+        check_precision(model, parallel, config.train.device, config.train.dtype)
     _check_recorded(config)
     if not config.run.dir.strip():
         raise ValueError(f"run.dir = {config.run.dir!r} names no directory: give the run one of its own")

@@ -51,7 +51,7 @@ _TABLE = {
     "clip_norm",
     ("train", CONTINUED): "steps microbatch_size device cuda_graph validation_interval max_skipped_steps",
     ("train", REFUSED): "seed global_batch_size batch_size_start batch_size_ramp_steps dtype label_smoothing z_loss "
-    "balance_loss router_bias_rate validation_samples",
+    "balance_loss router_bias_rate validation_samples precision",
     ("checkpoint", CONTINUED): "interval keep",
     ("log", CONTINUED): "interval norm_interval noise_interval tensorboard plot timeline_step profile_step wandb",
 }

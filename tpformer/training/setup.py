@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpformer.config import Layout, RunConfig, check_config, check_packing
+from tpformer.config import FP8, Layout, RunConfig, check_config, check_fp8_run, check_packing
 from tpformer.distributed import build_mesh, initialize
 from tpformer.distributed.agreement import Decides
 from tpformer.distributed.mesh import DEFAULT_TIMEOUT, PROGRAM, expert_mesh
@@ -98,15 +98,17 @@ def default_dtype(config: RunConfig, device: str | None = None) -> torch.dtype:
     return getattr(torch, name)
 
 
-def tensor_parallel(mesh: DeviceMesh, layout: Layout, timeout: timedelta = DEFAULT_TIMEOUT) -> TensorParallel:
+def tensor_parallel(
+    mesh: DeviceMesh, layout: Layout, timeout: timedelta = DEFAULT_TIMEOUT, precision: str = "16"
+) -> TensorParallel:
     """The tensor, context and expert parallelism of a layout on its mesh. A group of one rank is left out: it would
-    give the same numbers, but cost the host a DTensor for each use of a parameter."""
+    give the same numbers, but cost the host a DTensor for each use of a parameter. precision: of its linears."""
     tp, context = (mesh[axis] if mesh[axis].size() > 1 else None for axis in ("tp", "cp"))
     ep, experts = layout.expert_parallel, None
     if ep is not None and (ep > 1 or tp is not None):
         view = expert_mesh(mesh, layout.expert_replicas, ep, timeout)
         experts = view[view.mesh_dim_names[-1]]
-    return TensorParallel(tp, layout.sequence_parallel, layout.transport, context, experts)
+    return TensorParallel(tp, layout.sequence_parallel, layout.transport, context, experts, precision)
 
 
 def build_parts(config: RunConfig, mesh: DeviceMesh, exchange: Exchange | None = None) -> list[GPT]:
@@ -119,9 +121,11 @@ def build_parts(config: RunConfig, mesh: DeviceMesh, exchange: Exchange | None =
     layout, compute = config.parallel, default_dtype(config)
     if layout.pack_activations:
         check_packing(dtype_name(compute))  # of the device's own dtype, if the configuration names none
+    if config.train.precision == FP8:
+        check_fp8_run(mesh.device_type, dtype_name(compute), layout.transport)  # likewise, and of the device itself
     architecture = config.model.architecture
     ranges = split_stages(architecture.layer_costs(layout.pipeline_split), layout.n_stages)
-    tp = tensor_parallel(mesh, layout, group_timeout(config))
+    tp = tensor_parallel(mesh, layout, group_timeout(config), config.train.precision)
     exchange, parts = exchange or exchange_of(config), []
     for stage in layout.stages_of(mesh["pp"].get_local_rank()):
         part = GPT(

@@ -200,8 +200,8 @@ def source_config(path: str | Path, overrides: Values | None = None) -> RunConfi
     """The configuration in which the model in a directory runs without being trained.
 
     For a run it is the run's own one, its layout replaced by tensor parallelism alone, on as many ranks as the run's
-    tensor-parallel ones; else one with the architecture and the tokenizer that are found. overrides: values that
-    replace those, {section: {key: value}}. Errors: those of describe, and ValueError for an unknown key.
+    tensor-parallel ones, and without FP8; else one with the architecture and the tokenizer that are found. overrides:
+    values that replace those, {section: {key: value}}. Errors: those of describe, and ValueError for an unknown key.
     """
     found = describe(path)
     alone: dict[str, dict[str, Any]] = {"run": {"dir": str(path), "resume": False}}
@@ -219,7 +219,7 @@ def source_config(path: str | Path, overrides: Values | None = None) -> RunConfi
         "pack_layers": "",
         "exchange": Layout.exchange,
     }
-    alone["train"] = {"microbatch_size": None}
+    alone["train"] = {"microbatch_size": None, "precision": "16"}  # the weights are those of a run in FP8, too
     return read_run_config(found.path, alone, overrides or {})
 
 

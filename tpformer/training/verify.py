@@ -25,6 +25,7 @@ from torch import Tensor
 from tpformer.config import DataSection, RunConfig
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.distributed.mesh import close_mesh
+from tpformer.layers import TensorParallel
 from tpformer.models import GPT
 from tpformer.parallel import Layout, exchange_named, judge
 
@@ -199,6 +200,7 @@ def one_process(config: RunConfig, device: str) -> ModelParts:
     """A configuration's model without mesh, process groups, FSDP2 or recomputation. Device "meta" gives only shapes."""
     model = GPT(
         config.model.architecture,
+        tp=TensorParallel(precision=config.train.precision),
         label_smoothing=config.train.label_smoothing,
         z_loss=config.train.z_loss,
         balance_loss=config.train.balance_loss,

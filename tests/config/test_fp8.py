@@ -1,0 +1,87 @@
+"""A run that FP8 cannot serve in every layout is refused with its numbers, before anything starts."""
+
+from typing import Any
+
+import pytest
+
+from tpformer.cli.plan import plan_command
+from tpformer.config import build_config, check_config, preset_config
+from tpformer.config.fp8 import check_precision
+from tpformer.config.layout import Layout
+
+WIDE = {"hidden_size": 256, "n_heads": 4, "n_kv_heads": 2, "head_dim": 128, "ffn_hidden_size": 768, "vocab_size": 256}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model.hidden_size": 192}, "model.hidden_size=192: 128 features share a scale, .*choose a multiple of 128"),
+    ({"model.head_dim": 32}, r"model.n_kv_heads \* head_dim=64: 128 features"),
+    (
+        {"model.ffn_hidden_size": 640, "parallel.tensor_parallel": 2},
+        r"model.ffn_hidden_size=640 / 2 tensor-parallel ranks = 320: .* multiple of 256, or tensor_parallel from \[1\]",
+    ),
+    ({"parallel.tensor_parallel": 4}, "fewer key-value heads than tensor-parallel ranks"),
+    ({"model.n_experts": 4, "model.activation": "swiglu", "model.bias": False}, "FP8 with experts"),
+    ({"train.device": "cuda"}, "FP8 on a GPU has no kernels yet"),
+    ({"train.dtype": "float16"}, "FP8 with float16"),
+    ({"parallel.transport": "pipelined", "parallel.tensor_parallel": 2}, "FP8 with transport='pipelined'"),
+    ({"parallel.transport": "fused", "parallel.tensor_parallel": 2}, "FP8 with transport='fused'"),
+    ({"train.precision": "int8"}, "train.precision='int8': choose one of 16, fp8"),
+]
+
+
+def values(changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    sections: dict[str, dict[str, Any]] = {"model": dict(WIDE), "train": {"precision": "fp8"}, "parallel": {}}
+    for key, value in changes.items():
+        section, name = key.split(".")
+        sections[section][name] = value
+    return sections
+
+
+@pytest.mark.parametrize("changes, message", REFUSED)
+def test_what_cannot_be_is_refused_and_taken_in_16_bits(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_config(build_config(values(changes)), trains=False)
+    if "train.precision" not in changes:
+        check_config(build_config(values({**changes, "train.precision": "16"})), trains=False)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_fits_is_taken(tp: int) -> None:
+    """Each rank has two heads of 128, one of keys, and 384 of the MLP's features."""
+    check_config(build_config(values({"parallel.tensor_parallel": tp})), trains=False)
+
+
+# the most tensor-parallel ranks of each architecture, powers of two up to 16, by hand: the widths, and the key-value
+# heads, of which a rank has whole ones
+LARGEST = {
+    "gpt2-124m": 2,  # 12 heads of 64, 768 features
+    "gpt2-1.5b": None,  # 1600 = 12.5 * 128
+    "gpt3-175b": 16,
+    "llama3-8b": 8,  # 8 key-value heads
+    "llama3-70b": 8,
+    "mistral-7b": 8,
+    "llama2-7b": 2,  # 11008 = 86 * 128
+    "llama2-13b": 4,  # 13824 = 108 * 128
+    "qwen2-7b": 4,  # 4 key-value heads
+    "qwen2-72b": 1,  # 29568 = 231 * 128
+}
+
+
+def test_the_most_ranks_of_known_architectures() -> None:
+    assert {name: most(name) for name in LARGEST} == LARGEST
+
+
+def most(name: str) -> int | None:
+    fitting = []
+    for tp in (1, 2, 4, 8, 16):
+        try:
+            check_precision(preset_config(name), Layout(tensor_parallel=tp), "cpu", "bfloat16")
+        except ValueError:
+            continue
+        fitting.append(tp)
+    return max(fitting, default=None)
+
+
+def test_a_plan_knows_no_times_of_fp8(tmp_path: Any) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\npreset = "llama3-8b"\n[train]\nprecision = "fp8"\n')
+    with pytest.raises(ValueError, match="know 16 bits and more; leave it out"):
+        plan_command([str(file)])
