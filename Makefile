@@ -51,17 +51,18 @@ docs: .venv/ready  ## the documentation site in build/site, an error for a link 
 	$(PIP) --editable '.[eval,parquet,wandb]' 'lm_eval[hf]'
 	touch .venv/eval
 
-# The longest proofs take turns by the commit's hash, so that a few commits run them all; TURN=all runs every one.
-TURN ?= $(shell echo $$((0x$$(git rev-parse --short=7 HEAD) % 3)))
+# The longest proofs take turns by the commit's hash, so that some commits run them all; TURN=all runs every one.
+TURNS := 6
+TURN ?= $(shell echo $$((0x$$(git rev-parse --short=7 HEAD) % $(TURNS))))
 PROOF := --proof --turn $(TURN)
 
 proofs: execute proofs-compiled proofs-together proofs-alone  ## the long checks: compiled and executed kernels, protocol model, random kills, README's commands
 
-# For sm_90, without float16, and one tile of a GEMM: a fifth of the cases, of which each turn compiles a third. A proof says
+# For sm_90, without float16, and one tile of a GEMM: a fifth of the cases, of which each turn compiles a sixth. A proof says
 # when the page of the whole check, `make compile-check`, is not of the code that launchers ask for now.
 proofs-compiled: .venv/ready $(if $(filter 2 all,$(TURN)),.venv/gpu/ready)
 	$(BIN)/python -m checks.compile --only '^(?!.* float16( |$$)).* sm_90 (\w+$$|.* 128x128x64 )' \
-		$(if $(filter all,$(TURN)),,--share $(TURN)/3)
+		$(if $(filter all,$(TURN)),,--share $(TURN)/$(TURNS))
 	$(if $(filter 2 all,$(TURN)),$(COMPILED_AS_ON_GPUS))
 
 # The triton of many GPU images, beside this torch. It has to compile every variant of a kernel, too: one tile of it, in

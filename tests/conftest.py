@@ -15,7 +15,7 @@ import pytest
 import torch
 from commands import Commands
 from pool import WorkerPool
-from turns import TURNS
+from turns import TURNS, of_another_turn
 from versions import why_too_old
 
 # this process, ranks and commands have as many, so that the order of their sums is one
@@ -89,9 +89,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def left_out(item: pytest.Item) -> bool:
     """Whether the options given leave a test to another command."""
-    turn, rotates = item.config.getoption("--turn"), item.get_closest_marker("rotates")
-    another_turn = rotates is not None and turn != "all" and rotates.args != (int(turn),)
-    return another_turn or (item.get_closest_marker("proof") is not None) != item.config.getoption("--proof")
+    proof = item.get_closest_marker("proof") is not None
+    return of_another_turn(item, item.config.getoption("--turn")) or proof != item.config.getoption("--proof")
 
 
 # tests that have begun and not ended, of all workers

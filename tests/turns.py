@@ -1,7 +1,8 @@
-"""The longest tests take turns, which the commit's hash chooses: a few commits run them all, and `TURN=all` does so.
+"""The longest tests take turns, which the commit's hash chooses: some commits run them all, and `TURN=all` does so.
 
 Belongs here: how many turns there are, and whose a case is. They are for proofs and files of `make execute` that take
 minutes: what checks the checks, as mutants do, large matrices, whose most telling cases the suite has, and pages.
+test_turns.py compares the number with the Makefile's.
 """
 
 from collections.abc import Iterable
@@ -9,14 +10,26 @@ from typing import Any
 
 import pytest
 
-TURNS = 3
+TURNS = 6
 
 
-def in_turns(cases: Iterable[Any], *, proof: bool = True) -> list[Any]:
+def of_another_turn(item: pytest.Item, turn: str) -> bool:
+    """Whether a test waits for other commits. turn: a number, or "all". AssertionError if it would wait for ever."""
+    rotates = item.get_closest_marker("rotates")
+    if rotates is None:
+        return False
+    assert rotates.args in [(n,) for n in range(TURNS)], f"{item.nodeid} would never run: {rotates}"
+    return turn not in ("all", str(rotates.args[0]))
+
+
+def in_turns(cases: Iterable[Any], *, first: int = 0, proof: bool = True) -> list[Any]:
     """Cases of `parametrize`, tuples if there are several names, each a proof of the turn that its place gives.
 
+    first: the turn of the first case, so that turns of several short lists, or of unequal cases, take equally long.
     proof: False if the whole file is one, or if `make execute` names it.
     """
     marks = [pytest.mark.proof] if proof else []
     values = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [pytest.param(*each, marks=[*marks, pytest.mark.rotates(n % TURNS)]) for n, each in enumerate(values)]
+    return [
+        pytest.param(*each, marks=[*marks, pytest.mark.rotates((first + n) % TURNS)]) for n, each in enumerate(values)
+    ]

@@ -18,6 +18,7 @@ from commands import python
 from pool import WorkerPool
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from turns import TURNS
 
 from checks import layouts
 from checks.layout_cases import EIGHT, SIXTEEN, case
@@ -224,7 +225,7 @@ def test_the_drawing_has_every_loss_and_every_difference(tmp_path: Path) -> None
     assert len(set(heights[4:])) == 1, "no difference in float32"
 
 
-# a third of the matrix, in float64 and in fewer steps than the bench takes; bench/results/ has the whole
+# a part of the matrix, in float64 and in fewer steps than the bench takes; bench/results/ has the whole
 MATRIX = f"""
 import sys
 from pathlib import Path
@@ -232,9 +233,9 @@ from harness.runner import main
 from checks import layouts
 part = int(sys.argv[2])
 for name in ("CASES", "MOE_CASES", "CONTEXT_CASES", "EXCHANGE_CASES", "BFLOAT16_CASES", "BFLOAT16_MOE_CASES"):
-    setattr(layouts, name, getattr(layouts, name)[part::3])
+    setattr(layouts, name, getattr(layouts, name)[part::{TURNS}])
 alone, *curves = layouts.CURVES.items()
-layouts.CURVES = dict([alone, curves[part]])
+layouts.CURVES = dict([alone, curves[part % len(curves)]])
 layouts.STEPS, layouts.CURVE_STEPS, layouts.COMPARED = {STEPS}, {CURVE_STEPS}, ("float64",)
 sys.exit(main(["layouts"], [layouts.BENCH], Path(sys.argv[1])))
 """
@@ -243,13 +244,13 @@ sys.exit(main(["layouts"], [layouts.BENCH], Path(sys.argv[1])))
 @pytest.mark.proof
 @pytest.mark.alone
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("part", [pytest.param(part, marks=pytest.mark.rotates(part)) for part in range(3)])
+@pytest.mark.parametrize("part", [pytest.param(part, marks=pytest.mark.rotates(part)) for part in range(TURNS)])
 def test_the_matrix(tmp_path: Path, part: int) -> None:
     python("-c", MATRIX, tmp_path, part)
     result = json.loads((tmp_path / "cpu" / "layouts.json").read_text())
     matrix = layouts.CASES, layouts.MOE_CASES, layouts.CONTEXT_CASES, layouts.EXCHANGE_CASES
-    rows = [each for cases in matrix for each in cases[part::3]]
-    low = [*layouts.BFLOAT16_CASES[part::3], *layouts.BFLOAT16_MOE_CASES[part::3]]
+    rows = [each for cases in matrix for each in cases[part::TURNS]]
+    low = [*layouts.BFLOAT16_CASES[part::TURNS], *layouts.BFLOAT16_MOE_CASES[part::TURNS]]
     assert [row["layout"] for row in result["rows"]] == [*map(str, rows)] and all(row["ok"] for row in result["rows"])
     assert [row["layout"] for row in result["bfloat16"]] == [*map(str, low)]
     losses = result["curves"]["losses"]

@@ -1,0 +1,53 @@
+"""Over all turns each proof that rotates runs once, and the Makefile's turns are those of tests/turns.py."""
+
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+from commands import ROOT
+from turns import TURNS, in_turns, of_another_turn
+
+EVERY = [*map(str, range(TURNS))]
+
+
+def item(*marks: pytest.MarkDecorator) -> SimpleNamespace:
+    return SimpleNamespace(nodeid="a test", get_closest_marker={each.name: each.mark for each in marks}.get)
+
+
+@pytest.mark.parametrize("first", [0, TURNS - 1])
+def test_every_case_has_one_turn(first):
+    """Of twice as many cases and one, each is run in one turn, and one turn has three, the first case's."""
+    cases = [item(*case.marks) for case in in_turns(range(2 * TURNS + 1), first=first)]
+    assert all(case.get_closest_marker("proof") for case in cases)
+    ran = {turn: [n for n, case in enumerate(cases) if not of_another_turn(case, turn)] for turn in [*EVERY, "all"]}
+    assert ran.pop("all") == sorted(sum(ran.values(), [])) == [*range(2 * TURNS + 1)]
+    assert {turn: len(own) for turn, own in ran.items()} == {turn: 2 + (turn == str(first)) for turn in EVERY}
+
+
+def test_what_does_not_rotate_runs_in_every_turn():
+    assert not any(of_another_turn(item(pytest.mark.proof), turn) for turn in [*EVERY, "all"])
+
+
+@pytest.mark.parametrize("turn", [(), (TURNS,), (-1,), ("0",)])
+def test_a_turn_that_no_commit_has_is_an_error(turn):
+    with pytest.raises(AssertionError, match="a test would never run"):
+        of_another_turn(item(pytest.mark.rotates(*turn)), "all")
+
+
+def printed(target: str, *variables: str) -> str:
+    """The commands that make would run, if the environment were there."""
+    command = ["make", "--dry-run", "--old-file=.venv/ready", "--old-file=.venv/eval", target, *variables]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def test_the_commit_chooses_one_of_them():
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for target in ("proofs-together", "proofs-alone", "execute"):
+        assert f" --turn {int(commit[:7], 16) % TURNS} " in printed(target), target
+
+
+def test_each_turn_compiles_its_share_and_one_has_another_triton():
+    for turn in [*EVERY, "all"]:
+        commands = printed("proofs-compiled", f"TURN={turn}")
+        assert (f"--share {turn}/{TURNS}\n" in commands) == (turn != "all") == ("--share" in commands)
+        assert (".venv/gpu/bin/python -m checks.compile" in commands) == (turn in ("2", "all"))
