@@ -46,7 +46,7 @@ docs: .venv/ready  ## the documentation site in build/site, an error for a link 
 	$(PIP) --editable '.[docs]'
 	$(BIN)/mkdocs build --strict
 
-# what tests of extras need: lm-evaluation-harness, with its own adapter for transformers, pyarrow, and wandb
+# what tests of extras need, in the turn that has them: lm-evaluation-harness, with its own adapter for transformers, pyarrow, and wandb
 .venv/eval: .venv/ready
 	$(PIP) --editable '.[eval,parquet,wandb]' 'lm_eval[hf]'
 	touch .venv/eval
@@ -80,10 +80,10 @@ COMPILED_AS_ON_GPUS = if [ -s .venv/gpu/ready ]; then cat .venv/gpu/ready; else 
 	if .venv/gpu/bin/pip install --quiet --constraint .venv/gpu/constraints.txt torch triton==$(GPU_TRITON) numpy einops rich safetensors; \
 	then : > $@; else echo "no kernel is compiled by triton $(GPU_TRITON), which cannot be installed here" > $@; fi
 
-proofs-together: .venv/eval
+proofs-together: .venv/ready $(if $(filter 4 all,$(TURN)),.venv/eval)
 	$(PYTEST) $(PROOF) -m "not alone"
 
-proofs-alone: .venv/eval
+proofs-alone: .venv/ready
 	$(PYTEST) --numprocesses 0 $(PROOF) -m alone
 
 coverage: .venv/ready  ## lines and branches that the test suite runs; build/coverage/, and which tests reach what, for test-changed

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 from commands import python
 from test_repo import PROSE, ROOT, name
+from turns import in_turns
 
 from tpformer.config import build_config, read_toml, to_toml
 from tpformer.training.data import build_dataset
@@ -212,8 +213,7 @@ def test_a_script_agrees_with_one_process(ranks, monkeypatch, name):
     ranks(2).run(import_module(name).main)
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("command", [each for each in SCRIPT_COMMANDS if each not in ON_A_PAGE], ids=" ".join)
+@pytest.mark.parametrize("command", in_turns(each for each in SCRIPT_COMMANDS if each not in ON_A_PAGE), ids=" ".join)
 def test_a_scripts_command_runs(command, tmp_path):
     path = next(path for path in SCRIPTS if f"examples/{path.name}" in command)
     for needed in re.findall(r"^(?:from|import) (transformers|peft|accelerate)\b", path.read_text(), re.M):

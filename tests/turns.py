@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 TURNS = 6
+EXTRAS = 4  # the turn that installs what tests of tpformer[eval,parquet,wandb] need
 
 
 def of_another_turn(item: pytest.Item, turn: str) -> bool:
@@ -20,6 +21,11 @@ def of_another_turn(item: pytest.Item, turn: str) -> bool:
         return False
     assert rotates.args in [(n,) for n in range(TURNS)], f"{item.nodeid} would never run: {rotates}"
     return turn not in ("all", str(rotates.args[0]))
+
+
+def needs_extras(test: Any) -> Any:
+    """A decorator: a proof of the turn that has installed the extras, each of which it may take for granted."""
+    return pytest.mark.proof(pytest.mark.rotates(EXTRAS)(test))
 
 
 def in_turns(cases: Iterable[Any], *, first: int = 0, proof: bool = True) -> list[Any]:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from made import byte_level
 from testing import assert_same
+from turns import EXTRAS
 
 from bench.families.training import in_float64
 from tpformer.distributed import build_mesh
@@ -16,7 +17,7 @@ from tpformer.models import GPT
 from tpformer.training.data import JsonTokenizer
 from tpformer.training.source import open_source
 
-pytestmark = [pytest.mark.proof, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.proof, pytest.mark.rotates(EXTRAS), pytest.mark.filterwarnings("ignore")]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 SIZES = {"vocab_size": 300, "max_position_embeddings": 24, "num_hidden_layers": 2, "hidden_size": 32}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}

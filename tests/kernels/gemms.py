@@ -37,7 +37,6 @@ SHAPES = ((1, 1, 1), (5, 7, 3), (17, 23, 19), (34, 5, 40))
 GPU_SHAPES = ((128, 256, 512), (200, 264, 136), (1, 8, 8), (300, 1000, 1024), (8, 256, 512))
 FINISH = ("bias", "start", "residual")  # what finishes a sum; "start" is dropout's
 KEY = 0xF234567887654321  # of dropout: both halves are negative as int32
-WORLDS = (1, 2, pytest.param(4, marks=pytest.mark.proof))  # ranks
 
 Tensors = dict[str, Tensor]
 

@@ -6,6 +6,7 @@ import gemms
 import torch
 import torch.distributed as dist
 from testing import assert_identical
+from turns import in_turns
 
 from tpformer.kernels.all_gather_grouped_matmul.kernel import all_gather_grouped_matmul, take_turn
 from tpformer.kernels.all_gather_grouped_matmul.reference import all_gather_grouped_matmul_reference as formula
@@ -59,7 +60,7 @@ def grouped(transposed: bool = False, kind: str = "mixed") -> gemms.Gemm:
     return gemms.Gemm(make, launch, reference)
 
 
-@gemms.in_interpreter(*gemms.WORLDS)
+@gemms.in_interpreter(1, 2, *in_turns([4], first=0))
 def test_on_processes() -> None:
     gemms.run_on_processes(grouped())
     gemms.run_on_processes(grouped(transposed=True), sizes=gemms.SHAPES[1:3])

@@ -4,6 +4,7 @@ epilogue."""
 import gemms
 import pytest
 import torch
+from turns import in_turns
 
 from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul, all_gather_matmul_derivative, walk
 from tpformer.kernels.all_gather_matmul.reference import all_gather_matmul_derivative_reference as derivative_formula
@@ -46,7 +47,7 @@ def derivative(activation: str, gated: bool) -> gemms.Gemm:
     return gemms.Gemm(make, launch, reference, exact=False)
 
 
-@gemms.in_interpreter(*gemms.WORLDS)
+@gemms.in_interpreter(1, 2, *in_turns([4], first=1))
 def test_on_processes() -> None:
     gemms.run_on_processes(linear(3, "gelu"))
     gemms.run_on_processes(linear(2), gemms.TMA_TILE, torch.float16, gemms.SHAPES[1:3])

@@ -6,6 +6,7 @@ from unittest import mock
 import gemms
 import torch
 from torch import Tensor
+from turns import in_turns
 
 from tpformer.kernels.matmul_reduce_scatter import kernel
 from tpformer.kernels.matmul_reduce_scatter.kernel import LOADS, matmul_reduce_scatter
@@ -22,7 +23,7 @@ def gemm(inputs: int, parts=(), transposed=False, partial_dtype=None, loads: int
     return gemms.sum_of_products(launch, matmul_reduce_scatter_reference, inputs, parts, transposed, rows_of_all=True)
 
 
-@gemms.in_interpreter(*gemms.WORLDS)
+@gemms.in_interpreter(1, 2, *in_turns([4], first=3))
 def test_on_processes() -> None:
     gemms.run_on_processes(gemm(1, gemms.FINISH))
     gemms.run_on_processes(gemm(3, transposed=True), sizes=gemms.SHAPES[1:3])

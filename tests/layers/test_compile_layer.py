@@ -8,19 +8,20 @@ import torch
 from steps import Results, each_case, own, tp_mesh, with_keys_in_one
 from test_block_layer import BATCH, HIDDEN, SEQ, inputs, make_block
 from testing import assert_kernel_close, assert_same, on_every_rank
+from turns import in_turns
 
 from tpformer.layers import MLP, ColumnParallelLinear, DropoutKey, LayerNorm, Positions, RowParallelLinear
 from tpformer.planner.storages import Saved
 
-# inductor compiles C++, which takes half a minute
-NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 KINDS = ["gelu-layernorm", "qk-norm-head-dim-scaling"]
 CASES = [
     (1, KINDS[0], "none", "eager"),
     (1, KINDS[0], "full", "aot_eager"),
-    *(pytest.param(2, kind, "none", "aot_eager", marks=pytest.mark.proof) for kind in KINDS),
-    *(pytest.param(*case, "inductor", marks=[pytest.mark.proof, NEEDS_COMPILER])
-      for case in ((1, KINDS[0], "none"), (2, KINDS[1], "none"), (2, KINDS[0], "full"))),
+    *in_turns([
+        *((2, kind, "none", "aot_eager") for kind in KINDS),
+        # inductor compiles C++, which takes half a minute
+        *((*case, "inductor") for case in ((1, KINDS[0], "none"), (2, KINDS[1], "none"), (2, KINDS[0], "full"))),
+    ]),
 ]  # fmt: skip
 SAMPLES = torch.arange(BATCH)
 SIZES = ((ColumnParallelLinear, 8, 4), (RowParallelLinear, 8, 4), (LayerNorm, 8), (MLP, 8))
@@ -44,6 +45,8 @@ def run(mesh, kind: str, dtype: torch.dtype, recompute: str, backend: str | None
 
 @pytest.mark.parametrize("t, kind, recompute, backend", CASES)
 def test_results_and_gradients(ranks, t, kind, recompute, backend):
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor needs g++")
     ways = [(torch.float64, None), (torch.float32, None), (torch.float32, backend)]
     cases = [(kind, dtype, recompute, compiler) for dtype, compiler in ways]
     (_, oracles), (_, baselines), (_, compiled) = each_case(ranks, t, run, cases)

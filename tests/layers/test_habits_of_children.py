@@ -13,6 +13,7 @@ from steps import Results, assert_ranks_have, draw, each_case, own, step, tp_mes
 from testing import on_every_rank
 from theirs import ANYWHERE, FFN, HEADS, HIDDEN
 from torch import nn
+from turns import in_turns
 
 from tpformer.config import RECOMPUTE
 from tpformer.layers import LayerNorm, Positions, RMSNorm, TensorParallel, TransformerBlock
@@ -112,7 +113,7 @@ SUITE = [(1, "layernorm", slice(None)), (2, "rmsnorm", slice(0, None, 2))]
 OTHERS = [(1, "rmsnorm", slice(None)), (2, "rmsnorm", slice(1, None, 2)), (2, "layernorm", slice(None))]
 
 
-@pytest.mark.parametrize("t, norm, half", [*SUITE, *(pytest.param(*each, marks=pytest.mark.proof) for each in OTHERS)])
+@pytest.mark.parametrize("t, norm, half", [*SUITE, *in_turns(OTHERS)])
 def test_habits_equal_torch(ranks, t, norm, half):
     for (_, habit, path, *options), found in each_case(ranks, t, on_rank, [*cases(t, norm)][half]):
         expected = by_torch(HABITS[t][habit], norm, path)

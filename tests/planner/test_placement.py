@@ -9,6 +9,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 from commands import ROOT
+from turns import in_turns
 
 from tpformer.cli.plan import plan_command
 from tpformer.config import RunConfig, build_config, read_toml
@@ -131,8 +132,7 @@ def test_the_page_of_strategies():
 COMMANDS = re.findall(r"```bash\ntpformer plan (.*)\n```\n```\n((?:.*\n)*?)```", STRATEGIES)
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("command, printed", COMMANDS, ids=range(len(COMMANDS)))
+@pytest.mark.parametrize("command, printed", in_turns(COMMANDS), ids=range(len(COMMANDS)))
 def test_crossovers(command, printed, capsys):
     plan_command(shlex.split(command))
     lines = capsys.readouterr().out.splitlines()

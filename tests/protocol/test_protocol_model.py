@@ -75,8 +75,7 @@ def is_complete(report: str) -> bool:
     return "Full statespace search for" in report and not any(words in report for words in truncated)
 
 
-@pytest.mark.parametrize("ranks", EPOCHS)
-@pytest.mark.parametrize("options", [(), ANNOUNCED, RAISED], ids=["published", "announced", "raised"])
+@pytest.mark.parametrize("options, ranks", in_turns(itertools.product([(), ANNOUNCED, RAISED], EPOCHS), proof=False))
 def test_protocol_has_no_error(tmp_path, ranks, options):
     report = check_model(tmp_path, ranks, options=options)
     assert errors(report) == 0 and is_complete(report), report

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from turns import in_turns
 
 from tpformer.config import build_config, check_config, read_toml
 from tpformer.training.checkpoint_files import MODEL, check_files, saved_tensors, write_checkpoint
@@ -139,7 +140,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("names", "mutations"),
-    [([*MALICIOUS], 0), *(pytest.param([name], 500, marks=pytest.mark.proof) for name in READERS)],
+    [([*MALICIOUS], 0), *in_turns(([name], 500) for name in READERS)],
 )
 def test_damaged_and_malicious_files_are_refused_in_a_sentence(names, mutations, files, commands, tmp_path):
     copy = shutil.copytree(files, tmp_path / "files")

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 from testing import assert_same, on_every_rank
 from tiny_runs import rows, sigterm_in, values_with, write_run
+from turns import needs_extras
 
 from tpformer.config import build_config
 from tpformer.training.metrics import LossMean, MetricsLog, cut_metrics, plot_losses, read_metrics, rounded
@@ -203,6 +204,7 @@ def test_without_wandb_a_run_ends_in_one_sentence(tiny_values):
         assert f"{failure.typename}: {failure.value}".startswith(words)
 
 
+@needs_extras
 @pytest.mark.skipif(not find_spec("wandb"), reason="wandb is not installed")
 def test_wandb_itself_offline(done, tiny_values, tmp_path):
     done("pretrain", write_run(tmp_path, tiny_values, log={"wandb": "tpformer-test"}), WANDB_MODE="offline")

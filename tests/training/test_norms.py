@@ -10,6 +10,7 @@ import torch
 from small_runs import LAYOUTS, world_size
 from testing import assert_same
 from tiny_runs import values_with
+from turns import in_turns
 
 from tpformer.config import build_config
 from tpformer.training.metrics import read_metrics
@@ -93,10 +94,9 @@ def test_norms_are_those_that_torch_computes_and_samples_follow_those_of_the_ste
 
 RECOMPUTED = {"tensor_parallel": 2, "sequence_parallel": False, "recompute": "full", "recompute_interval": 2}
 OTHERS = LAYOUTS["tp2-pp2"], {"data_parallel_shard": 2, "zero_stage": 3}, RECOMPUTED
-PROOFS = [pytest.param(each, marks=pytest.mark.proof) for each in OTHERS]
 
 
-@pytest.mark.parametrize("parallel", [LAYOUTS["v-schedule"], *PROOFS])
+@pytest.mark.parametrize("parallel", [LAYOUTS["v-schedule"], *in_turns(OTHERS)])
 def test_losses_and_norms_are_equal_in_every_layout(ranks, tiny_values, alone, parallel):
     rows, norms, _ = ranks(world_size(parallel)).run(run, values_with(tiny_values, **FIRST), parallel)[0]
     assert_same_numbers(rows, alone[0])

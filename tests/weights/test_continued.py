@@ -7,6 +7,7 @@ import pytest
 import torch
 from testing import assert_same
 from transformers import AutoModelForCausalLM
+from turns import in_turns
 
 from bench.families.training import in_float64
 from tpformer.config import build_config, to_toml
@@ -33,8 +34,7 @@ def losses(run) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in read_metrics(run / "metrics.jsonl") if "loss" in row}
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("name", ["qwen3-moe-dense-first", "gpt2"])
+@pytest.mark.parametrize("name", in_turns(["qwen3-moe-dense-first", "gpt2"]))
 def test_a_run_goes_on_from_theirs(commands, tmp_path, monkeypatch, name):
     """Fewer key-value heads than ranks would like; a tied table on two stages, cut positions. Then resumed without its
     source, and itself a source, in one process, for a shorter run with other padding."""

@@ -15,6 +15,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from turns import needs_extras
 
 from tpformer.cli.data import build_data_command
 from tpformer.training.data import IndexedDataset, build, build_dataset, build_split, build_stdlib, corpus, read_sidecar
@@ -63,6 +64,7 @@ def test_files_lines_and_rows_are_documents_in_their_order(tmp_path: Path) -> No
     assert documents(tmp_path / "field") == [b"x", b""]
 
 
+@needs_extras
 def test_parquet_gives_one_document_per_row(tmp_path: Path) -> None:
     pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     path = tmp_path / "a.parquet"

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tiny_runs import values_with
+from turns import needs_extras
 
 from tpformer.cli.data import build_data_command
 from tpformer.config import build_config
@@ -178,6 +179,7 @@ def test_the_completion_and_the_end_are_targets(prefix: Path) -> None:
     assert window.tolist() == [ord("4"), END, *(-1 - byte for byte in "é".encode()), END], "it begins in a completion"
 
 
+@needs_extras
 def test_parquet_and_splits_give_the_same(tmp_path: Path, prefix: Path) -> None:
     pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     columns = {"other": [1] * len(PAIRS)} | {name: [pair[i] for pair in PAIRS] for i, name in enumerate(FIELDS)}
