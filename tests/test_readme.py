@@ -227,6 +227,7 @@ def test_a_scripts_command_runs(command, tmp_path):
 
 
 @pytest.mark.proof
+@pytest.mark.rotates(5)
 def test_the_notebook_runs(tmp_path):
     """Its cells are plain Python, so they run as one script; matplotlib draws without a screen."""
     pytest.importorskip("transformers")

@@ -1,10 +1,11 @@
-"""24 of the faults of `python -m bench faults`, and what its table counts."""
+"""Two of the kinds of faults of `python -m bench faults` in each turn, and what its table counts."""
 
 import json
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 from commands import python
+from turns import TURNS
 
 from checks.faults import EACH, KINDS, draw, table_line
 from harness.runner import machine
@@ -27,9 +28,20 @@ def test_the_drawing_has_a_bar_for_each_kind(tmp_path):
     assert KINDS.keys() <= {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
 
 
+SOME = """
+import sys
+from pathlib import Path
+from harness.runner import main
+from checks import faults
+faults.KINDS = dict([*faults.KINDS.items()][int(sys.argv[2])::int(sys.argv[3])])
+sys.exit(main(["faults", "--quick"], [faults.BENCH], Path(sys.argv[1])))
+"""
+
+
 @pytest.mark.proof
 @pytest.mark.alone
-@pytest.mark.rotates(2)
 @pytest.mark.timeout(1800)
-def test_one_fault_of_each_kind():
-    assert "12 faults: nothing lost" in python("-m", "bench", "faults", "--quick")
+@pytest.mark.parametrize("part", [pytest.param(part, marks=pytest.mark.rotates(part)) for part in range(TURNS)])
+def test_one_fault_of_each_kind(tmp_path, part):
+    printed = python("-c", SOME, tmp_path, part, TURNS)
+    assert f"{len([*KINDS][part::TURNS])} faults: nothing lost" in printed
