@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 from commands import python
 from test_repo import PROSE, ROOT, name
-from turns import in_turns
+from turns import TRAIN, in_turns
 
 from tpformer.config import build_config, read_toml, to_toml
 from tpformer.training.data import build_dataset
@@ -168,7 +168,7 @@ def test_the_front_doors_commands_in_a_fresh_clone(clone):
 
 @pytest.mark.proof
 @pytest.mark.alone
-@pytest.mark.rotates(1)
+@pytest.mark.rotates(TRAIN)
 @pytest.mark.timeout(2400)
 def test_make_train_learns(clone):
     """All of its steps, in this environment: the front door's proof makes its own."""

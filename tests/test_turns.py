@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from commands import ROOT
-from turns import TURNS, in_turns, of_another_turn
+from turns import EXTRAS, PARTS, TRAIN, TURNS, in_parts, in_turns, of_another_turn
 
 EVERY = [*map(str, range(TURNS))]
 
@@ -22,6 +22,13 @@ def test_every_case_has_one_turn(first):
     ran = {turn: [n for n, case in enumerate(cases) if not of_another_turn(case, turn)] for turn in [*EVERY, "all"]}
     assert ran.pop("all") == sorted(sum(ran.values(), [])) == [*range(2 * TURNS + 1)]
     assert {turn: len(own) for turn, own in ran.items()} == {turn: 2 + (turn == str(first)) for turn in EVERY}
+
+
+def test_a_large_matrix_has_a_part_in_each_turn_but_one():
+    parts = [item(*part.marks) for part in in_parts()]
+    for turn in EVERY:
+        assert sum(not of_another_turn(part, turn) for part in parts) == (turn != str(TRAIN))
+    assert len(parts) == PARTS and all(part.get_closest_marker("proof") for part in parts)
 
 
 def test_what_does_not_rotate_runs_in_every_turn():
@@ -44,6 +51,13 @@ def test_the_commit_chooses_one_of_them():
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for target in ("proofs-together", "proofs-alone", "execute"):
         assert f" --turn {int(commit[:7], 16) % TURNS} " in printed(target), target
+
+
+def test_one_turn_installs_the_extras():
+    command = ["make", "--dry-run", "--old-file=.venv/ready", "--assume-new=.venv/ready", "proofs-together"]
+    for turn in EVERY:
+        done = subprocess.run([*command, f"TURN={turn}"], cwd=ROOT, check=True, capture_output=True, text=True)
+        assert ("lm_eval" in done.stdout) == (turn == str(EXTRAS))
 
 
 def test_each_turn_compiles_its_share_and_one_has_another_triton():

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 TURNS = 6
+TRAIN = 1  # the turn of `make train`, in which no large matrix has a part
+FIRST = 3  # of lists: the two before it have long proofs of their own, `make train` and the other triton's kernels
+PARTS = TURNS - 1  # of a large matrix
 EXTRAS = 4  # the turn that installs what tests of tpformer[eval,parquet,wandb] need
 
 
@@ -23,15 +26,21 @@ def of_another_turn(item: pytest.Item, turn: str) -> bool:
     return turn not in ("all", str(rotates.args[0]))
 
 
+def in_parts() -> list[Any]:
+    """The numbers of PARTS, each for `parametrize` and a proof of its own turn."""
+    turns = [turn for turn in range(TURNS) if turn != TRAIN]
+    return [pytest.param(part, marks=[pytest.mark.proof, pytest.mark.rotates(turn)]) for part, turn in enumerate(turns)]
+
+
 def needs_extras(test: Any) -> Any:
     """A decorator: a proof of the turn that has installed the extras, each of which it may take for granted."""
     return pytest.mark.proof(pytest.mark.rotates(EXTRAS)(test))
 
 
-def in_turns(cases: Iterable[Any], *, first: int = 0, proof: bool = True) -> list[Any]:
+def in_turns(cases: Iterable[Any], *, first: int = FIRST, proof: bool = True) -> list[Any]:
     """Cases of `parametrize`, tuples if there are several names, each a proof of the turn that its place gives.
 
-    first: the turn of the first case, so that turns of several short lists, or of unequal cases, take equally long.
+    first: the turn of the first case, so that lists of one case do not all meet in one turn.
     proof: False if the whole file is one, or if `make execute` names it.
     """
     marks = [pytest.mark.proof] if proof else []

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 from commands import python
-from turns import TURNS
+from turns import PARTS, in_parts
 
 from checks.faults import EACH, KINDS, draw, table_line
 from harness.runner import machine
@@ -38,10 +38,9 @@ sys.exit(main(["faults", "--quick"], [faults.BENCH], Path(sys.argv[1])))
 """
 
 
-@pytest.mark.proof
 @pytest.mark.alone
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("part", [pytest.param(part, marks=pytest.mark.rotates(part)) for part in range(TURNS)])
+@pytest.mark.parametrize("part", in_parts())
 def test_one_fault_of_each_kind(tmp_path, part):
-    printed = python("-c", SOME, tmp_path, part, TURNS)
-    assert f"{len([*KINDS][part::TURNS])} faults: nothing lost" in printed
+    printed = python("-c", SOME, tmp_path, part, PARTS)
+    assert f"{len([*KINDS][part::PARTS])} faults: nothing lost" in printed

@@ -18,7 +18,7 @@ from commands import python
 from pool import WorkerPool
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from turns import TURNS
+from turns import PARTS, in_parts
 
 from checks import layouts
 from checks.layout_cases import EIGHT, SIXTEEN, case
@@ -233,7 +233,7 @@ from harness.runner import main
 from checks import layouts
 part = int(sys.argv[2])
 for name in ("CASES", "MOE_CASES", "CONTEXT_CASES", "EXCHANGE_CASES", "BFLOAT16_CASES", "BFLOAT16_MOE_CASES"):
-    setattr(layouts, name, getattr(layouts, name)[part::{TURNS}])
+    setattr(layouts, name, getattr(layouts, name)[part::{PARTS}])
 alone, *curves = layouts.CURVES.items()
 layouts.CURVES = dict([alone, curves[part % len(curves)]])
 layouts.STEPS, layouts.CURVE_STEPS, layouts.COMPARED = {STEPS}, {CURVE_STEPS}, ("float64",)
@@ -241,16 +241,15 @@ sys.exit(main(["layouts"], [layouts.BENCH], Path(sys.argv[1])))
 """
 
 
-@pytest.mark.proof
 @pytest.mark.alone
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("part", [pytest.param(part, marks=pytest.mark.rotates(part)) for part in range(TURNS)])
+@pytest.mark.parametrize("part", in_parts())
 def test_the_matrix(tmp_path: Path, part: int) -> None:
     python("-c", MATRIX, tmp_path, part)
     result = json.loads((tmp_path / "cpu" / "layouts.json").read_text())
     matrix = layouts.CASES, layouts.MOE_CASES, layouts.CONTEXT_CASES, layouts.EXCHANGE_CASES
-    rows = [each for cases in matrix for each in cases[part::TURNS]]
-    low = [*layouts.BFLOAT16_CASES[part::TURNS], *layouts.BFLOAT16_MOE_CASES[part::TURNS]]
+    rows = [each for cases in matrix for each in cases[part::PARTS]]
+    low = [*layouts.BFLOAT16_CASES[part::PARTS], *layouts.BFLOAT16_MOE_CASES[part::PARTS]]
     assert [row["layout"] for row in result["rows"]] == [*map(str, rows)] and all(row["ok"] for row in result["rows"])
     assert [row["layout"] for row in result["bfloat16"]] == [*map(str, low)]
     losses = result["curves"]["losses"]

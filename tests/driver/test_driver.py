@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from commands import Commands, python
+from turns import in_turns
 
 from checks.driver.stub import VARIABLE, build, missing
 
@@ -84,9 +85,8 @@ def faults(case: dict) -> list[str]:
     return found
 
 
-@pytest.mark.proof
 @pytest.mark.timeout(900)  # about 120 kernels are compiled
-@pytest.mark.parametrize("capability", [pytest.param(80 + 10 * n, marks=pytest.mark.rotates(n)) for n in range(3)])
+@pytest.mark.parametrize("capability", in_turns([80, 100, 90]))
 def test_every_launcher(commands, library, capability) -> None:
     import driving
 
@@ -165,6 +165,7 @@ def test_every_fault_of_a_launcher_is_named() -> None:
 
 
 @pytest.mark.proof
+@pytest.mark.rotates(1)
 @pytest.mark.skipif(missing() is not None, reason=f"needs {missing()}")
 def test_the_hosts_bench_times_every_call() -> None:
     assert "gather by copies, preparation" in python("-m", "bench", "host", "--quick")

@@ -11,7 +11,7 @@ from testing import assert_same
 from tiny import batch, tiny, train
 from torch import nn
 from torch.distributed.tensor import DTensor
-from turns import TURNS, in_turns
+from turns import PARTS, in_parts, in_turns
 
 from bench.families.models import FAMILIES
 from bench.families.training import in_float64
@@ -86,10 +86,9 @@ def test_steps_and_texts_are_those_of_one_process(ranks, family, t, sequence_par
         assert_same(found, expected)
 
 
-@pytest.mark.proof
 @pytest.mark.alone
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("part", [pytest.param(part, marks=pytest.mark.rotates(part)) for part in range(TURNS)])
+@pytest.mark.parametrize("part", in_parts())
 def test_the_matrix_of_families(tmp_path, part):
     """Its column with sequence parallelism on two ranks: the bench has four, ours without it, whose plans are the same,
     and transformers' own way, which does not change with our code."""
@@ -98,10 +97,10 @@ def test_the_matrix_of_families(tmp_path, part):
     run += "matrix.COLUMNS, families = ours, matrix.FAMILIES[int(sys.argv[2])::int(sys.argv[3])]; "
     run += "Path(sys.argv[1]).write_text(json.dumps(matrix.rows(families)))"
     path = tmp_path / "families.json"
-    python("-c", run, path, part, TURNS)
+    python("-c", run, path, part, PARTS)
 
     def verdicts(rows: list) -> dict:
         return {(row["family"], column): cell["verdict"] for row in rows for column, cell in row["cells"].items()}
 
     found, committed = verdicts(json.loads(path.read_text())), verdicts(json.loads(RESULTS.read_text())["rows"])
-    assert len(found) == len(FAMILIES[part::TURNS]) and found.items() <= committed.items()
+    assert len(found) == len(FAMILIES[part::PARTS]) and found.items() <= committed.items()

@@ -70,7 +70,12 @@ def on_rank(t, linear, wide, sequence_parallel):
 
 @pytest.mark.parametrize(
     ("t", "linear", "wide", "sequence_parallel"),
-    [(2, conv, 16, False), *in_turns([(2, nn.Linear, 16, True)]), (4, nn.Linear, 14, False), (4, conv, 14, True)],
+    [
+        (2, conv, 16, False),
+        *in_turns([(2, nn.Linear, 16, True)], first=4),
+        (4, nn.Linear, 14, False),
+        (4, conv, 14, True),
+    ],
 )
 def test_same_as_plain_modules(ranks, t, linear, wide, sequence_parallel):
     """In one case also of copies and compiled: enter and leave of the others are not to be pickled."""
