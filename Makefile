@@ -84,7 +84,7 @@ proofs-together: .venv/ready $(if $(filter 4 all,$(TURN)),.venv/eval)
 	$(PYTEST) $(PROOF) -m "not alone"
 
 proofs-alone: .venv/ready
-	$(PYTEST) --numprocesses 0 $(PROOF) -m alone
+	$(PYTEST) --numprocesses 0 $(PROOF) -m alone $$(grep -rl --include 'test_*.py' 'mark[.]alone' tests)
 
 coverage: .venv/ready  ## lines and branches that the test suite runs; build/coverage/, and which tests reach what, for test-changed
 	rm -rf build/coverage

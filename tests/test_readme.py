@@ -135,7 +135,7 @@ def trained(clone: Path) -> float:
 
 
 def shorten(clone: Path) -> None:
-    """Give the example that `make train` runs 20 steps, and 8 samples to validate. whole.toml is as it was."""
+    """Give the example that `make train` runs 20 steps, and 8 samples to validate. The whole one stays in the clone."""
     example = clone / "examples/gpt_tiny.toml"
     shutil.copy(example, clone / "whole.toml")
     text = example.read_text()

@@ -121,6 +121,7 @@ def test_the_slurm_script_starts_torchrun(tmp_path):
 
 
 @pytest.mark.proof
+@pytest.mark.rotates(1)
 def test_the_slurm_script_trains_and_continues(tmp_path, tiny_values):
     """SLURM is stubbed and torchrun is not. A node of two ranks is submitted, and once more with more steps."""
     toml = write_run(tmp_path, tiny_values, parallel={"tensor_parallel": 2})
