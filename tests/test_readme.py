@@ -1,7 +1,8 @@
 """Every command and every piece of code of the README and the pages runs as written; `make train` learns.
 
 Commands run in the order of the pages, in a fresh clone, but for those whose comment says what else they need. Those of
-the front door make their own environment there; those of all other pages use this one, and a run of a few steps.
+the front door make their own environment there; those of all other pages use this one. The example that they train has
+a few steps in these clones, and all of its own in a proof by itself.
 The scripts of examples/ run by the commands in their docstrings, and check their own results, as does the notebook.
 """
 
