@@ -55,6 +55,7 @@ from .layout_cases import (
 from .layout_report import bfloat16_table, draw, quantized_table, result_table, routing_table
 from .quantized_blocks import Step, differing, digests, joined_steps, run_hash_of
 from .routing import Key, Routed, flips, joined, recording, run_hash
+from .scalings import scalings_table
 
 STEPS, CURVE_STEPS = 10, 60
 FP8_STEPS = 4  # its models are wider
@@ -322,7 +323,7 @@ def run(options: argparse.Namespace) -> Report:
     routed = [row for row in rows if "routing" in row]
     quantized = [row for row in rows if "quantized" in row]
     tables, content = [result_table(rows), *([routing_table(routed)] if routed else [])], {}
-    tables += [quantized_table(quantized)] if quantized else []
+    tables += [quantized_table(quantized), scalings_table()] if quantized else []
     if not (quick or part):
         low = [
             bfloat16_row(one, trained[BFLOAT16, one], trained[BFLOAT16, one.alone][0], trained[FLOAT64, one.alone][0])

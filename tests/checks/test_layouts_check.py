@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from turns import PARTS, in_parts
 
 from checks import layouts
-from checks.layout_cases import EIGHT, SIXTEEN, case
+from checks.layout_cases import EIGHT, FP8_CASES, SIXTEEN, case
 from checks.layout_report import draw
 from checks.layouts import FLOAT32, FLOAT64, RankRun, bfloat16_row, make_row
 from checks.routing import Routed
@@ -63,6 +64,12 @@ def test_what_the_matrix_covers() -> None:
         assert {layout.pipeline_schedule for layout in alone} == {*SCHEDULES}
     assert max(layout.world_size for layout in every) == 8
     assert min(one.data_parallel_replicate * one.data_parallel_shard for one in every if one.world_size == 8) == 1
+    fp8 = layouts.FP8_CASES
+    layouts.plan(fp8, False, "unused")
+    assert len({str(one) for one in fp8}) == len(fp8) >= 24 and all(one.in_fp8 for one in fp8)
+    assert values_of(fp8, "tensor_parallel") == {1, 2, 4} and values_of(fp8, "zero") == {0, 1, 2, 3}
+    assert values_of(fp8, "context_parallel") == {1, 2} and values_of(fp8, "recompute") == {"none", "mlp", "full"}
+    assert values_of(fp8, "pipeline_parallel") == {1, 2, 4} and values_of(fp8, "sequence_parallel") == {False, True}
     assert {one.tied for one in cases} == {False, True} and len(layouts.BFLOAT16_CASES) == 4
     assert len({str(one) for one in moe_cases}) == len(moe_cases)
     for model in (EIGHT, SIXTEEN):
@@ -91,6 +98,20 @@ def test_a_token_at_another_expert_is_a_miss() -> None:
     assert near["ok"] and near["routing"]["flips"] == [(1, 0, 0, 1, 1e-6)]
     with pytest.raises(ValueError, match="0 samples were routed in place of 1"):
         moe_row(same, {}, 1.0)
+
+
+def test_another_block_is_a_miss() -> None:
+    """In float64; float32 is not judged, nor are its losses."""
+
+    def fp8_row(double: bytes, single: bytes) -> layouts.Row:
+        expected = trained()._replace(quantized=[frozenset([b"a"])])
+        found = {FLOAT64: double, FLOAT32: single}
+        runs = {dtype: [trained(2.1 if dtype == FLOAT32 else 2.0)._replace(quantized=[frozenset([block])])]
+                for dtype, block in found.items()}  # fmt: skip
+        return make_row(FP8_CASES[0], runs, {FLOAT64: expected, FLOAT32: expected})
+
+    assert fp8_row(b"a", b"a")["ok"] and fp8_row(b"a", b"b")["ok"] and not fp8_row(b"b", b"a")["ok"]
+    assert fp8_row(b"a", b"b")["quantized"]["float32"] == 1.0
 
 
 def trained(loss: float = 2.0, norm: float = 1.0, parameter: float = 0.5) -> RankRun:
@@ -239,6 +260,31 @@ layouts.CURVES = dict([alone, curves[part % len(curves)]])
 layouts.STEPS, layouts.CURVE_STEPS, layouts.COMPARED = {STEPS}, {CURVE_STEPS}, ("float64",)
 sys.exit(main(["layouts"], [layouts.BENCH], Path(sys.argv[1])))
 """
+
+
+# a part of the layouts in FP8, likewise in float64 alone
+IN_FP8 = f"""
+import sys
+from pathlib import Path
+from harness.runner import main
+from checks import layouts
+layouts.FP8_CASES = layouts.FP8_CASES[int(sys.argv[2])::{PARTS}]
+layouts.FP8_STEPS, layouts.COMPARED = 2, ("float64",)
+sys.exit(main(["layouts", "--fp8"], [layouts.BENCH], Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", in_parts())
+def test_every_block_of_layouts_in_fp8(tmp_path: Path, part: int) -> None:
+    printed = python("-c", IN_FP8, tmp_path, part)
+    cases = layouts.FP8_CASES[part::PARTS]
+    assert f"all {len(cases)} layouts are the run of one process" in printed
+    hashes = [
+        re.findall(rf"^{re.escape(str(one))} +([0-9a-f]{{16}})  ([0-9a-f]{{16}}) ", printed, re.M) for one in cases
+    ]
+    assert all(len(found) == 1 and found[0][0] == found[0][1] for found in hashes), printed
 
 
 @pytest.mark.alone

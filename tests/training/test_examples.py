@@ -29,7 +29,7 @@ ALL = {
 EXCHANGING = {
     "qwen3_235b": ("235.1", 256, (2, 8, 32), 1, 1024), "deepseek_v3_like": ("674.8", 1024, (2, 8, 64), 1, 15360),
 }  # fmt: skip
-SMALL = ("gpt_tiny", "moe_tiny", "context_tiny")  # of no paper, for a laptop
+SMALL = ("gpt_tiny", "moe_tiny", "context_tiny", "fp8_tiny")  # of no paper, for a laptop
 
 
 def example(name: str) -> RunConfig:

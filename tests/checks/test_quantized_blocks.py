@@ -1,0 +1,45 @@
+"""Digests tell blocks apart by every byte and exponent, but not by their order; and the table of scalings shows what
+shares a scale beyond a shard."""
+
+import torch
+
+from checks.quantized_blocks import LEAST, differing, digests, joined_steps, run_hash_of
+from checks.scalings import ACTIVATIONS, WEIGHTS, scalings_table
+from checks.scalings import differing as of_shards
+from tpformer.kernels.quantize.reference import quantize_rows, quantize_weight
+
+X = torch.randn(6, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def test_blocks_are_known_by_what_they_hold() -> None:
+    whole = digests([quantize_rows(X)])
+    assert len(whole) == 12
+    parts = [quantize_rows(X[3:, 128:]), quantize_rows(X[:3, 128:]), quantize_rows(X[:, :128]), quantize_rows(X)]
+    assert digests(parts) == whole, "in any order, and however often"
+    values, exponents = quantize_rows(X)
+    other = values.view(torch.uint8).clone()
+    other[5, 255] ^= 1
+    assert len(whole & digests([quantize_rows(X)._replace(values=other.view(values.dtype))])) == 11
+    assert len(whole & digests([quantize_rows(X)._replace(exponents=exponents + 1)])) == 0
+    weight = X.repeat(64, 1)[:256]
+    assert digests([quantize_weight(weight)]) == digests([quantize_weight(part) for part in weight.chunk(2)])
+    assert len(digests([quantize_weight(weight)])) == 4
+    noise = X * 2.0 ** (LEAST - 20)
+    assert not digests([quantize_rows(noise)]), "zeros but for rounding"
+
+
+def test_a_run_is_the_sets_of_its_steps() -> None:
+    a, b = (digests([quantize_rows(x)]) for x in X.chunk(2))
+    assert run_hash_of(joined_steps([[a, b], [b, b]])) == run_hash_of([a | b, b]) != run_hash_of([b, a | b])
+    assert differing(a, a) == 0 and differing(a, b) == 1 and differing(a | b, b) == 0.5
+
+
+def test_only_blocks_do_not_depend_on_shards() -> None:
+    """One scale a row depends on how features are cut, and one scale a matrix on everything."""
+    table = [row for row in zip(*(column.cells for column in scalings_table().columns), strict=True)]
+    shares = {str(name): (float(str(rows)), float(str(cut))) for name, rows, cut in table}
+    assert len(shares) == len(ACTIVATIONS) + len(WEIGHTS) == 8
+    for name, (rows, cut) in shares.items():
+        assert (rows > 0.5) == ("matrix" in name) and (cut > 0.5) == ("128" not in name), name
+        assert rows == 0 or rows > 0.5
+    assert of_shards(lambda x: x, X.repeat(8, 1), 0) == 0
