@@ -15,8 +15,8 @@ A weight's transposed copy has the same bytes, transposed: values (K, N), expone
 
 Exponents are at least LOWEST and at most HIGHEST, so that a scale and its inverse are normal float32 numbers. LOWEST is
 also what a block of zeros has; smaller numbers than LOWEST allows for are rounded to multiples of 2**(LOWEST - 9). A
-block that holds a NaN or an infinity has the exponent NOT_A_NUMBER and nothing but NaN in its values: it is NaN
-altogether, for whoever reads the one or the other.
+block that holds a NaN or an infinity has the exponent NOT_A_NUMBER and in its values nothing but the byte NAN:
+it is NaN altogether, for whoever reads the one or the other.
 """
 
 from typing import NamedTuple
@@ -28,6 +28,7 @@ BLOCK = 128
 LARGEST = 448.0  # of e4m3: 1.75 * 2**8
 LOWEST, HIGHEST = -120, 120
 NOT_A_NUMBER = 127  # the exponent of a block that holds a NaN or an infinity
+NAN = 0x7F  # the byte of its values
 VALUES = torch.float8_e4m3fn
 EXPONENTS = torch.int8
 

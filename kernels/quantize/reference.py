@@ -3,6 +3,8 @@
 format.py has the layout. Nothing here is differentiable: whoever quantises says what the gradient is.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from .format import (
     EXPONENTS,
     HIGHEST,
     LOWEST,
+    NAN,
     NOT_A_NUMBER,
     VALUES,
     Blocks,
@@ -58,17 +61,28 @@ def check_width(what: str, dim: str, size: int) -> None:
         )
 
 
-def check_blocks(operation: str, blocks: Blocks, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """ValueError unless both tensors are as format.py has them, with exponents of this shape, and the dtype floats."""
+def check_blocks(operation: str, blocks: Blocks, dtype: torch.dtype) -> None:
+    """ValueError unless these are blocks of rows, and the dtype floats."""
+    check_parts(operation, blocks, row_exponents, ("columns",), dtype)
+
+
+def check_weight_blocks(operation: str, blocks: Blocks, dtype: torch.dtype) -> None:
+    """ValueError unless these are blocks of a weight, and the dtype floats."""
+    check_parts(operation, blocks, weight_exponents, ("columns", "rows"), dtype)
+
+
+def check_parts(operation: str, blocks: Blocks, shape: Callable, whole: Sequence[str], dtype: torch.dtype) -> None:
+    """ValueError unless the values are a matrix, with whole blocks along these dims, the exponents of the shape that
+    follows, and the dtype floats."""
     values, exponents = blocks
     if dtype not in FLOATS:
         raise ValueError(f"{operation}: the result's dtype is {dtype}: give {' or '.join(map(str, FLOATS))}")
     if values.dim() != 2:
         raise ValueError(f"{operation}: values are {tuple(values.shape)}: give a matrix")
-    check_width(f"{operation}: values", "columns", values.shape[1])
-    require(
-        operation, values, ("values", values, values.shape, (VALUES,)), ("exponents", exponents, shape, (EXPONENTS,))
-    )
+    for dim in whole:
+        check_width(f"{operation}: values", dim, values.shape[dim == "columns"])
+    wanted = ("exponents", exponents, shape(*values.shape), (EXPONENTS,))
+    require(operation, values, ("values", values, values.shape, (VALUES,)), wanted)
 
 
 def exponents_of(largest: Tensor) -> Tensor:
@@ -94,11 +108,10 @@ def powers(exponents: Tensor, dtype: torch.dtype, sign: int = 1) -> Tensor:
 
 
 def to_e4m3(x: Tensor) -> Tensor:
-    """The nearest e4m3 of x, float32 or float64, of magnitudes up to LARGEST; of two the even one, and 0x7f for NaN.
+    """The nearest e4m3 of x, float32 or float64, of magnitudes up to LARGEST; of two the even one.
 
     torch's cast of float64 goes by float32 and rounds twice, so a float64 is rounded here first.
     """
-    x = x.masked_fill(x.isnan(), torch.nan)  # torch keeps the sign of a NaN, a GPU does not
     return (x if x.dtype == torch.float32 else rounded(x)).to(VALUES)
 
 
@@ -109,7 +122,14 @@ def rounded(x: Tensor) -> Tensor:
     normal = (bits + (1 << (drop - 1)) - 1 + ((bits >> drop) & 1)) & -(1 << drop)
     shift = 1.5 * 2.0 ** (MANTISSAS[x.dtype] - 9)
     small = torch.copysign((x + shift).sub_(shift), x)
-    return torch.where(x.isnan() | (x.abs() < SMALLEST_NORMAL), small, normal.view(x.dtype))
+    return torch.where(x.abs() < SMALLEST_NORMAL, small, normal.view(x.dtype))
+
+
+def in_blocks(x: Tensor, exponents: Tensor) -> Tensor:
+    """The values of x, float32 or float64, whose elements' blocks have these exponents, which are broadcast."""
+    values = to_e4m3(x * powers(exponents, x.dtype, -1))
+    values.view(torch.uint8).masked_fill_(exponents == NOT_A_NUMBER, NAN)  # as a product, NaN might have a sign
+    return values
 
 
 def quantize_rows(x: Tensor) -> Blocks:
@@ -131,7 +151,7 @@ def quantize_rows(x: Tensor) -> Blocks:
     check_rows(x)
     x = cast(x.detach(), wide_dtype(x.dtype)).unflatten(1, (x.shape[1] // BLOCK, BLOCK))
     exponents = exponents_of(x.abs().amax(2))
-    values = to_e4m3(x * powers(exponents, x.dtype, -1)[:, :, None])
+    values = in_blocks(x, exponents[:, :, None])
     return Blocks(values.flatten(1).contiguous(), exponents.t().contiguous())
 
 
@@ -170,7 +190,7 @@ def _quantize_weight(w: Tensor) -> Blocks:
         .unflatten(0, (rows // BLOCK, BLOCK))
     )
     exponents = exponents_of(x.abs().amax((1, 3)))
-    values = to_e4m3(x * powers(exponents, x.dtype, -1)[:, None, :, None])
+    values = in_blocks(x, exponents[:, None, :, None])
     return Blocks(values.flatten(2).flatten(0, 1).contiguous(), exponents)
 
 
@@ -185,8 +205,8 @@ def dequantize(blocks: Blocks, dtype: torch.dtype) -> Tensor:
     Order:    each block by itself
     Errors:   ValueError for tensors of other shapes or dtypes
     """
-    columns = blocks.values.shape[-1]
-    check_blocks("dequantize", blocks, row_exponents(len(blocks.values), columns), dtype)
+    check_blocks("dequantize", blocks, dtype)
+    columns = blocks.values.shape[1]
     wide = wide_dtype(dtype)
     values = blocks.values.to(wide).unflatten(1, (columns // BLOCK, BLOCK))
     return cast((values * powers(blocks.exponents, wide).t()[:, :, None]).flatten(1), dtype)
@@ -198,9 +218,8 @@ def dequantize_weight(blocks: Blocks, dtype: torch.dtype) -> Tensor:
     Shapes:   blocks as quantize_weight makes them; the result (N, K)
     Math, numerics, traffic, order, errors: as in dequantize
     """
-    rows, columns = blocks.values.shape[0], blocks.values.shape[-1]
-    check_blocks("dequantize_weight", blocks, weight_exponents(rows, columns), dtype)
-    check_width("dequantize_weight: values", "rows", rows)
+    check_weight_blocks("dequantize_weight", blocks, dtype)
+    rows, columns = blocks.values.shape
     wide = wide_dtype(dtype)
     values = blocks.values.to(wide).unflatten(1, (columns // BLOCK, BLOCK)).unflatten(0, (rows // BLOCK, BLOCK))
     return cast((values * powers(blocks.exponents, wide)[:, None, :, None]).flatten(2).flatten(0, 1), dtype)

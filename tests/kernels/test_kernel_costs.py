@@ -37,6 +37,9 @@ CASES: list[tuple[str, tuple, dict, tuple[int, int]]] = [
     # x, residual, z, y: 4*8*4, statistics 16, weight, bias and the linear's bias 3*4*4, starts 8*2
     ("norm", (2, 4, 4), {"bias": True, "dropout": True, "residual": True}, (80, 208)),
     ("norm", (3, 10, 2, "rmsnorm"), {"bias": True}, (150, 252)),  # x, z, y: 3*30*2, 4*3, 3*10*2
+    # x, a byte a value, one for each of 3 x 2 blocks; then two copies of 2 x 1 blocks of 128 x 128
+    ("quantize", (3, 256, 2), {}, (2 * 768, 3 * 768 + 6)),
+    ("quantize", (256, 128, 4, 128, 2), {}, (2 * 32768, 6 * 32768 + 4)),
     # 3 flops an element; q and k in and out, and 8 bytes of position and cos + sin of d / 2 float32 a token
     ("rope", (2, 3, 1, 4, 2), {}, (96, 176)),
     # 5 flops a score, and in the forward one for each expert chosen; logits and scores 4 bytes each (backward: scores

@@ -25,6 +25,7 @@ from tpformer.kernels.finish import Dropout, Finish, Norm
 from tpformer.kernels.norm.reference import norm_forward
 from tpformer.kernels.pack.reference import pack
 from tpformer.kernels.protocol import Channel
+from tpformer.kernels.quantize.reference import quantize_rows, quantize_weight
 from tpformer.kernels.replay import Recording
 from tpformer.kernels.rope.reference import rope_table
 from tpformer.kernels.route.reference import Policy, route_forward
@@ -33,9 +34,10 @@ FOLDER = Path(tpformer.kernels.__path__[0])
 OPERATIONS = sorted(path.parent.name for path in FOLDER.glob("*/kernel.py"))
 # What launchers have in common, and what works on bits for `pack` and `unpack`.
 PARTS = {"launch_forward", "launch_gather", "check", "pack_bits", "unpack_bits", "unpacked"}
+PARTS |= {"launch_weight", "launch_dequantize"}
 # What references take from autograd or from an operation, which have compared it; their launchers refuse it still.
 COMPARED = {"norm_rebuilt", "norm_backward", "activation_backward", "finish_forward", "finish_norm_forward"}
-LAUNCH = {"launch", "launch_forward", "launch_gather"}
+LAUNCH = {"launch", "launch_forward", "launch_gather", "launch_weight", "launch_dequantize"}
 T, N = 4, 8
 VOCAB, TERMS = VocabSlice(0, N, 7), LossTerms()
 
@@ -122,6 +124,11 @@ ROWS: dict[tuple[str, str], Callable[[], tuple]] = {
     ),
     ("pack", "pack"): lambda: ((floats(3, 8).bfloat16(),), {}),
     ("pack", "unpack"): lambda: ((pack(floats(3, 8).bfloat16())[0],), {}),
+    ("quantize", "quantize_rows"): lambda: ((floats(3, 256),), {}),
+    ("quantize", "quantize_weight"): lambda: ((floats(256, 128),), {}),
+    ("quantize", "quantize_weight_twice"): lambda: ((floats(128, 256),), {}),
+    ("quantize", "dequantize"): lambda: ((quantize_rows(floats(3, 256)), torch.bfloat16), {}),
+    ("quantize", "dequantize_weight"): lambda: ((quantize_weight(floats(128, 256)), torch.float16), {}),
     ("update", "adamw_"): lambda: (
         updated(2), {**NUMBERS, "skipped": torch.zeros(()), "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
     ),
