@@ -206,6 +206,12 @@ FORBIDDEN = {
     r"\bNotImplemented[E]rror\b": ("", [], "what is there is finished"),
     r"\"torch\.(\w+\.)*_\w+\"": ("tpformer/", PRIVATE, "ruff does not see modules that are imported by their names"),
     r"\b(rtol|atol)[=]|\ballclose[(]": ("tests/", ["tests/testing.py"], "it derives tolerances"),
+    r"\btl\.permute\(|\.T\b|\btl\.trans\((?!words\))": (
+        "kernels/quantize/",
+        [],
+        "Triton moves 8-bit values through shared memory a byte at a time, and lost some: "
+        "words of four are transposed, and what quantises is not",
+    ),
     r"assert .*\b(monotonic|perf_counter|process_time|time)\(\) - ": ("tests/", [], "a deadline only ends a hang"),
 }
 

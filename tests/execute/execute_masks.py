@@ -25,6 +25,7 @@ REACH = {
     "grouped_matmul/kernel.py": ["groups"], "launch.py": ["matmul by descriptors"],
     "matmul_all_reduce/kernel.py": ["all-reduce"], "matmul_reduce_scatter/kernel.py": ["reduce-scatter"],
     "norm/kernel.py": ["norm"], "pack/kernel.py": ["pack"], "philox/kernel.py": ["dropout"],
+    "quantize/kernel.py": ["quantize"],
     "rope/kernel.py": ["rope"], "route/kernel.py": ["route"], "rows.py": ["dropout", "norm"],
     "tile.py": ["matmul", "reduce-scatter", "all-gather matmul", "all-reduce"],
     "update/kernel.py": ["update"], "weighted_activation/kernel.py": ["weighted activation"],

@@ -26,7 +26,7 @@ ENDS = {
 # comparisons that are no bounds: roles of programs, polls, dropout's threshold, signs
 NO_BOUNDS = {
     "program", "place", "step", "polls", "limit", "drop.threshold", "0.0", "lane", "turn", "unit", "copy", "copier",
-    "begun", "bits", "order",
+    "begun", "bits", "order", "largest", "magnitude",
 }  # fmt: skip
 
 

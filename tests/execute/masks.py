@@ -31,6 +31,7 @@ import test_matmul_kernel as matmuls
 import test_matmul_reduce_scatter_kernel as scatters
 import test_norm_kernel as norms
 import test_pack_kernel as packs
+import test_quantize_kernel as quantizing
 import test_rope_kernel as ropes
 import test_route_kernel as routes
 import test_update_kernel as updates
@@ -252,6 +253,8 @@ CASES: dict[str, tuple[Callable[[Shape, Watch], object], list[Shape]]] = {
         lambda shape, watch: combinations.check(kernel("combine"), *combinations.draw(shape[0], 3, shape[1], FLOAT)),
         [(3, 7), (5, 3), *every_remainder(2, 4)]),
     "pack": (pack, [(GROUP - 1,), (GROUP + 3,), (2 * GROUP,), (5,), (50,), (4097,)]),
+    "quantize": (lambda shape, watch: quantizing.check(kernel("quantize"), *shape, 2 * quantizing.BLOCK, FLOAT),
+        [(3,), (5,), *[(n,) for n in (1, 2, 4, 130)]]),
     "route": (route, [(3, 5), (5, 3), (3, 1), *every_remainder(2, 4)]),
     "update": (update, [(13,), (15,), *[(n,) for n in range(1, 18)]]),
     "targets outside": (strange_targets, [()]),
@@ -298,6 +301,7 @@ def small_tiles() -> Iterator[None]:
             "shares": several_shares,
         },
         "activation.kernel": {"FORWARD_BYTES": 32, "BACKWARD_BYTES": 32},
+        "quantize.kernel": {"ROWS": 2},
         "rope.kernel": {"BLOCK_BYTES": 64},
         "update.kernel": {"BLOCK": 8},
         "weighted_activation.kernel": {"row_tile": small_row_tile, "FORWARD_COLUMNS": 4, "BACKWARD_COLUMNS": 4},

@@ -228,7 +228,7 @@ def compare(found: list[Tensor] | None, expected: list[Tensor] | None, what: str
     """Both have refused the call, or both give the same."""
     assert (found is None) == (expected is None), f"{what} {found} {expected}"
     for x, y in zip(found or [], expected or [], strict=False):  # the reference also keeps its work
-        if y.is_floating_point():
+        if y.is_floating_point() and y.element_size() > 1:  # of 8 bits the same bytes are promised
             assert_kernel_close(x, y.double(), y, what)
         else:
             assert_identical(x, y, what)
