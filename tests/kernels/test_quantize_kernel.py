@@ -1,6 +1,7 @@
 """Kernels that quantise to blocks of e4m3 give the bytes of their reference, and the numbers back. Each planted mistake
 is caught."""
 
+import re
 from types import ModuleType
 from unittest import mock
 
@@ -14,6 +15,8 @@ from testing import assert_identical, poisoned_memory
 
 pytest.importorskip("triton")
 
+from checks.compile import compiler
+from checks.compile.cases import meta
 from tpformer.kernels.quantize import kernel, reference
 from tpformer.kernels.quantize.format import BLOCK, Blocks
 
@@ -72,6 +75,18 @@ def test_operands_that_lie_apart(module: ModuleType, dtype: torch.dtype, device:
             blocks.assert_blocks(getattr(module, name)(layout(x)), found, f"{name} {layout.__name__}")
         apart = Blocks(*(part.t().contiguous().t() for part in found))
         assert_identical(numbers(apart, dtype), numbers(found, dtype))
+
+
+@pytest.mark.skipif(compiler.unavailable() is not None, reason=str(compiler.unavailable()))
+def test_compiled_weights_are_transposed_by_words() -> None:
+    """Four bytes at a time: nothing of 8 bits has two layouts, or lies in shared memory. One instruction rounds two."""
+    with compiler.compile_only(90, "quantize_weight_kernel") as found:
+        kernel.quantize_weight_twice(meta(2 * BLOCK, BLOCK, dtype=torch.bfloat16))
+    (code,) = found
+    moved = re.findall(r"(?:tt\.trans|ttg\.convert_layout) .*: tensor<(\w+),", code.ttgir)
+    assert moved == [f"{BLOCK // 4}x{BLOCK}xi32", f"{BLOCK}x{BLOCK // 4}xi32"]
+    assert not re.search(r"\.shared\S*\.b8", code.ptx)
+    assert code.ptx.count("cvt.rn.satfinite.e4m3x2.f32") == BLOCK * BLOCK // (2 * 32 * kernel.WEIGHT_WARPS)
 
 
 def test_a_gpu_without_e4m3_is_refused() -> None:
