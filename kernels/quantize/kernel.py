@@ -96,7 +96,8 @@ def quantize_weight_kernel(
     """One block, as four tiles of every fourth row, and with TWICE its transposed copy.
 
     Four rows make words of four bytes, which are what is transposed, and stored: transposed is int32 (K, N / 4).
-    Triton moves 8-bit values through shared memory a byte at a time, and has lost some on the way.
+    Triton moves 8-bit values through shared memory a byte at a time, and has lost some on the way. byte is 256, an
+    argument because of what LLVM makes of shifts by known numbers: ptxas 12.8 dies of its permutations of bytes.
     """
     WORDS: tl.constexpr = BLOCK // 4
     width = k // BLOCK

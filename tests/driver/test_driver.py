@@ -109,7 +109,9 @@ def test_every_launcher(commands, library, capability) -> None:
     }  # fmt: skip
     assert again == {(f"{kernel}_kernel", name) for kernel, names in expected.items() for name in names}
     assert any(case["waits"] for case in cases) and any(case["tma"] for case in cases) == (capability >= 90)
-    assert uncovered(DEFAULT, {case["case"]: SimpleNamespace(kernel=case["kernel"]) for case in cases}) == []
+    missing = uncovered(DEFAULT, {case["case"]: SimpleNamespace(kernel=case["kernel"]) for case in cases})
+    e4m3 = [text for text in missing if text.endswith(" of kernels/quantize/kernel.py")]  # which sm_80 has not
+    assert missing == e4m3 and bool(e4m3) == (capability < 90)
 
 
 def test_a_call_that_is_replayed_launches_what_triton_would(driven) -> None:
