@@ -12,6 +12,7 @@ from gemms import in_interpreter
 from mutations import Edit, interpreting, replace
 from row_checks import FLOATS, LAYOUTS, draw, everywhere
 from testing import assert_identical, poisoned_memory
+from turns import in_turns
 
 pytest.importorskip("triton")
 
@@ -133,7 +134,7 @@ MISTAKES: dict[str, tuple[str, Edit]] = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", in_turns(MISTAKES))
 @in_interpreter(1)
 def test_a_mistake_is_caught(name: str) -> None:
     with interpreting(FILE, *MISTAKES[name]):
