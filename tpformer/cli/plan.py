@@ -12,15 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from tpformer.config import (
-    PRESETS,
-    RunConfig,
-    build_config,
-    check_choice,
-    preset_config,
-    read_toml,
-    to_toml,
-)
+from tpformer.config import PRESETS, RunConfig, build_config, check_choice, preset_config, read_toml, to_toml
+from tpformer.config.fp8 import check_planned
 from tpformer.processes.files import replace_file
 
 from .options import new_file, parsed
@@ -158,11 +151,7 @@ def _config(options: Plan, device: "Device") -> RunConfig:
         values["model"]["preset"] = _nearest_preset(_number("--parameters", options.parameters))
     values = _with_length(options, values)
     config = build_config(values)
-    if config.train.precision != "16":
-        raise ValueError(
-            f"train.precision = {config.train.precision!r}: the models of time and memory know 16 bits and more; leave "
-            f"it out of the file to plan the run without FP8"
-        )
+    check_planned(config.train.precision)
     if config.model.vocab_size is None:
         if config.model.known_vocab_size is None:
             raise ValueError("model.vocab_size is unset: set it in the file, or name a preset")
