@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 from commands import python
 from test_repo import PROSE, ROOT, name
-from turns import TRAIN, in_turns
+from turns import TRAIN, TRAINING_PAGES, in_turns
 
 from tpformer.config import build_config, read_toml, to_toml
 from tpformer.training.data import build_dataset
@@ -182,7 +182,7 @@ def test_make_train_learns(clone):
 @pytest.mark.alone
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("pages", [
-    pytest.param(RUNS, marks=pytest.mark.rotates(2), id="runs"),
+    pytest.param(RUNS, marks=pytest.mark.rotates(TRAINING_PAGES), id="runs"),
     pytest.param([page for page in PAGES if page not in RUNS], marks=pytest.mark.rotates(3), id="others"),
 ])  # fmt: skip
 def test_the_other_pages_commands_in_a_clone(clone, pages):

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 TURNS = 6
-TRAIN = 1  # the turn of `make train`, in which no large matrix has a part
-FIRST = 3  # of lists: the two before it have long proofs of their own, `make train` and the other triton's kernels
-PARTS = TURNS - 1  # of a large matrix
+# two have long proofs of their own: `make train`; and pages whose commands train, beside the Makefile's other triton
+TRAIN, TRAINING_PAGES = 1, 2
+OTHERS = [turn for turn in range(TURNS) if turn not in (TRAIN, TRAINING_PAGES)]
+PARTS = len(OTHERS)  # of a large matrix, one in each of the others
+FIRST = 3  # of a list, which so has its first cases, and those beyond a multiple of TURNS, in the others
 EXTRAS = 4  # the turn that installs what tests of tpformer[eval,parquet,wandb] need
 
 
@@ -28,8 +30,7 @@ def of_another_turn(item: pytest.Item, turn: str) -> bool:
 
 def in_parts() -> list[Any]:
     """The numbers of PARTS, each for `parametrize` and a proof of its own turn."""
-    turns = [turn for turn in range(TURNS) if turn != TRAIN]
-    return [pytest.param(part, marks=[pytest.mark.proof, pytest.mark.rotates(turn)]) for part, turn in enumerate(turns)]
+    return [pytest.param(n, marks=[pytest.mark.proof, pytest.mark.rotates(turn)]) for n, turn in enumerate(OTHERS)]
 
 
 def needs_extras(test: Any) -> Any:
