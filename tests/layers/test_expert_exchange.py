@@ -11,13 +11,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_moe_layer import BATCH, EXPERTS, HIDDEN, SEQ, by_loop, inputs, make_moe
-from testing import assert_same, on_every_rank
+from testing import assert_identical, assert_same, on_every_rank
 from torch import Tensor
 
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.distributed.dtensor import full_tensor, is_dtensor
 from tpformer.distributed.mesh import expert_mesh
-from tpformer.layers import MoE, Positions, TensorParallel, balance_losses, explain, transformer_block
+from tpformer.layers import (
+    MoE,
+    Positions,
+    TensorParallel,
+    balance_losses,
+    explain,
+    init_weights,
+    keep,
+    transformer_block,
+)
 from tpformer.parallel import reduce_partial_gradients
 
 KINDS = ("softmax", "sigmoid-bias-shared", "groups", "every-expert", "balance")
@@ -79,6 +88,29 @@ def test_what_both_pictures_send() -> None:
             y.sum().backward()
         assert Counter(name for name, _ in forward)["all_to_all"] == 4, "numbers, weights, rows out, rows back"
         assert Counter(name for name, _ in forward + backward) == {"all_to_all": 8, **others}
+
+
+@on_every_rank(2)
+def test_a_region_repeats_no_reduction_of_a_shared_expert() -> None:
+    """Nobody reads what the second run would reduce: neither what experts give nor what is added to it."""
+    tp, experts = exchanging(2), {"n_experts": EXPERTS, "ffn_hidden_size": 8, "shared_ffn_size": 8}
+    options = {"n_heads": 2, "activation": "swiglu", "bias": False, "norm": "rmsnorm", "moe": experts}
+    block = transformer_block(HIDDEN, **options, tp=tp, dtype=torch.float64)
+    init_weights(block, seed=0)
+    x = torch.randn(SEQ // 2, HIDDEN, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    positions, sent, found = Positions(1, SEQ), {}, {}
+    for recompute in ("none", "mlp", "full"):
+        y = keep(block, recompute=recompute)(x, positions=positions)
+        with record_collectives() as backward:
+            y.square().sum().backward()
+        sent[recompute] = Counter(name for name, _ in backward)
+        reduce_partial_gradients(block)
+        found[recompute] = {"x": x.grad, **{name: full_tensor(p.grad) for name, p in block.named_parameters()}}
+        x.grad = None
+        block.zero_grad(set_to_none=True)
+    assert_identical([found["mlp"], found["full"]], [found["none"]] * 2)
+    assert sent["mlp"] - sent["none"] == {"all_gather": 1, "all_to_all": 1}, "rows of both, sent out again"
+    assert sent["full"] - sent["none"] == {"all_gather": 2, "reduce_scatter": 1, "all_to_all": 1}, "and attention's"
 
 
 @on_every_rank(2)

@@ -236,9 +236,11 @@ def _applied(
     )  # fmt: skip
     with without_autocast(rows):
         begun = _begin(rows, normed, of_router[0], call)
+    private = None  # what nobody else reads
     if added is not None and not isinstance(added, Tensor):
-        check(added := added())
-    call = call._replace(routing=None, skip=leaves_out_end())
+        check(private := added())
+        added = private
+    call = call._replace(routing=None, skip=leaves_out_end(private))
     with without_autocast(rows):
         inputs = *of_input, inside, autocast_to(added, rows.dtype), *of_router
         return ExchangedExpertsFunction.apply(*inputs, call, begun, *matrices[:2])
@@ -257,8 +259,9 @@ def exchanged_experts(
     Shapes:  x, residual, added and Y (T, H): own tokens, whose rows travel to the ranks of `group` that have their
              experts. T may be 0, and differ between ranks. matrices: of this rank's n_experts / ep experts, those of
              rank r of ep being the r-th part; without a shared expert, whose result is `added`, or a function that
-             makes it while rows travel. Either router_weight (n_experts, H) and router, or `routing` of own tokens, in
-             which op `route` decided before. group: None is one rank. activation, normed, dropout: as in `experts`.
+             makes it while rows travel, and reads it no more (skip_end of `recompute`). Either router_weight
+             (n_experts, H) and router, or `routing` of own tokens, in which op `route` decided before. group: None is
+             one rank. activation, normed, dropout: as in `experts`.
     once_a_rank: a token's row goes once to a rank that has several experts of it, and one row comes back, the sum of
              what these make of it. Otherwise a row goes and comes for each expert.
     Numerics: a token's rows are added in the order of experts, in at least float32; what travels is rounded before.

@@ -25,8 +25,9 @@ class _Region:
     skip_end: bool
     kept: list[Any] = field(default_factory=list)
     """What `once` has made, in order."""
-    end: int = 0
-    """The number of the operation that made the result, of those that may leave out their end; 0: another made it."""
+    ends: set[int] = field(default_factory=set)
+    """The numbers of the operations whose ends the second run leaves out, of those that may: the one that made the
+    result, and the one that made what its end reads."""
 
 
 @uncompiled
@@ -37,7 +38,8 @@ def recompute(region: Callable[..., Any], *inputs: Any, keep_random_state: bool 
     keep_random_state: the second run draws the same numbers from torch's generator as the first. Other people's modules
     need that, and blocks without a dropout_key; dropout with a key does not.
     skip_end: nothing within the region reads what it returns, no hook either. If a row_linear or experts makes that,
-    it leaves out its last GEMM and reduction in the second run, whose result nobody reads.
+    it leaves out its last GEMM and reduction in the second run, whose result nobody reads; so does a row_linear that
+    makes what exchanged_experts would have added there.
     The second run reads the parameters as they are then. Under torch.func.functional_call, run the backward within the
     call or do not recompute; otherwise gradients are taken at the module's own parameters (torch's checkpoint has that
     limit, too).
@@ -49,7 +51,7 @@ def recompute(region: Callable[..., Any], *inputs: Any, keep_random_state: bool 
         within = _RUN.get()
         if within is not None and within.region is shared and not within.again and within.made is not None:
             if any(base_of(each) is within.made for each in _tensors(result)):
-                shared.end = within.count
+                shared.ends = within.ends()
         return result
 
     return checkpoint(
@@ -73,15 +75,28 @@ class _RegionRun:
         self.outer: _RegionRun | None = None
         self.made: Tensor | None = None
         """The result of the last operation that may leave out its end."""
+        self.maker = 0
+        """The number of that operation."""
+        self.makers: dict[int, int] = {}
+        """Of an operation that alone reads what another made: the numbers of both."""
         self.tokens: list[Token[_RegionRun | None]] = []
 
     def __enter__(self) -> None:
         self.outer, self.taken, self.count, self.made = _RUN.get(), 0, 0, None
+        self.maker, self.makers = 0, {}
         self.tokens.append(_RUN.set(self))
 
     def __exit__(self, *_: object) -> None:
         _RUN.reset(self.tokens.pop())
         self.outer = self.made = None
+
+    def ends(self) -> set[int]:
+        """The operation that made the last result, and who made what its end reads."""
+        number, found = self.maker, set[int]()
+        while number:
+            found.add(number)
+            number = self.makers.get(number, 0)
+        return found
 
     def once(self, make: Callable[[], Any]) -> Any:
         """What make() gave in the first run; it may have been the second one of an outer region."""
@@ -104,24 +119,28 @@ def _tensors(result: Any) -> Sequence[Tensor]:
     return [each for each in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(each, Tensor)]
 
 
-def leaves_out_end() -> bool:
+def leaves_out_end(reads: Tensor | None = None) -> bool:
     """Whether the operation that asks makes what the second run of the innermost region around it leaves out.
 
     Operations count themselves by asking, and say by `made` what they made. So the first run knows which of them made
     the region's result: the one that made it last, if it is what the region returns.
+    reads: what the end of the operation reads, and nobody else. If the last operation that counts has made it, that one
+    leaves out its own end together with this one.
     """
     run = _RUN.get()
     if run is None or not run.region.skip_end or not torch.is_grad_enabled():  # without gradients it has no second run
         return False
     run.count += 1
-    return run.again and run.count == run.region.end
+    if reads is not None and run.made is not None and base_of(reads) is run.made:
+        run.makers[run.count] = run.maker
+    return run.again and run.count in run.region.ends
 
 
 def made(y: Tensor) -> Tensor:
     """y, which an operation has made that had asked leaves_out_end."""
     run = _RUN.get()
     if run is not None and run.region.skip_end and not run.again and torch.is_grad_enabled():
-        run.made = base_of(y)
+        run.made, run.maker = base_of(y), run.count
     return y
 
 

@@ -113,9 +113,8 @@ def axis_bytes(config: RunConfig, pipeline_rank: int = 0) -> dict[str, float]:
     routed = sum(of_stages) * ROUTED[layout.sequence_parallel] * model.experts_per_token * tokens
     precision = Precision.of(config)
     if (ep := exchanging_ranks(layout)) is not None:
-        # a shared expert has its own, and sends its result once more where the layer is recomputed
-        other = (layout.recompute != "none") if model.shared_expert_size else -OF_MLP[layout.recompute]
-        transfers, routed = transfers + sum(of_stages) * other, 0
+        other = 0 if model.shared_expert_size else OF_MLP[layout.recompute]
+        transfers, routed = transfers - sum(of_stages) * other, 0
         sent["ep"] = m * sum(of_stages) * sent_bytes("all_to_all", exchanged_bytes(config), ep)
     whole = transfers * gathered_bytes(config) + routed * max(4, precision.compute.itemsize)
     sent["tp"] = m * sent_bytes("all_gather", whole, layout.tensor_parallel)
