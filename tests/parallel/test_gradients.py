@@ -8,9 +8,11 @@ import torch
 from testing import assert_identical, assert_same, on_every_rank
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.distributed.dtensor import full_tensor
+from tpformer.distributed.mesh import expert_mesh
 from tpformer.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
 from tpformer.models import GPT, GPTConfig
 from tpformer.parallel import clip_grad_norm_, gradient_norm, reduce_partial_gradients
@@ -99,6 +101,23 @@ def test_partial_gradients_are_added_up_before_they_are_clipped() -> None:
     assert_same(clip_grad_norm_(part, 0.1), torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1))
     expected = {name: p.grad for name, p in whole.named_parameters()}
     assert_same({name: full_tensor(p.grad) for name, p in part.named_parameters()}, expected)
+
+
+@on_every_rank(4)
+def test_groups_that_leave_out_parts_of_experts_are_refused() -> None:
+    """They may be as many ranks as have all parts: those that have the same part."""
+    mesh = build_mesh("cpu", tensor_parallel=1, data_parallel_replicate=4)
+    view = expert_mesh(mesh, 2, 2)
+    copies, _, experts = (view[name] for name in view.mesh_dim_names)
+    whole = torch.arange(8, dtype=torch.float64)
+    weight = nn.Parameter(distribute_tensor(whole, experts, [Shard(0)]))
+    weight.grad = weight.detach().clone()
+    for right in ([mesh.get_group("dp_replicate")], [experts.get_group()], [copies.get_group(), experts.get_group()]):
+        assert_same(gradient_norm([weight], right), whole.norm())
+    for wrong in ([copies.get_group()], [None]):
+        words = r"shape \(8,\) has parts on 2 ranks, and the norm's groups leave out rank \d of these: give the groups"
+        with pytest.raises(ValueError, match=words):
+            gradient_norm([weight], wrong)
 
 
 def test_plain_parameters_need_no_process_group():

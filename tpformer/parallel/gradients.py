@@ -134,6 +134,29 @@ def _axes(tensor: Tensor) -> list[list[int]]:
     return [dist.get_process_group_ranks(group) for group in axis_groups(tensor)]
 
 
+def _reached(groups: Iterable[Sequence[int]]) -> set[int]:
+    """The ranks whose numbers are in a sum over one group after another, if a mesh has its ranks in order."""
+    own = dist.get_rank()
+    found = {own}
+    for ranks in groups:
+        found = {one + other - own for one in found for other in ranks}
+    return found
+
+
+def _check_reached(grad: DTensor, groups: Iterable[Sequence[int]]) -> None:
+    """ValueError for groups that leave out ranks with other parts of a gradient."""
+    axes = zip(_axes(grad), grad.placements, strict=True)
+    parts = _reached(ranks for ranks, place in axes if not isinstance(place, Replicate | Partial))
+    summed = _reached(groups)
+    if parts <= summed or not summed <= {*range(dist.get_world_size())}:  # the ranks of that mesh are in another order
+        return
+    raise ValueError(
+        f"a gradient of shape {tuple(grad.shape)} has parts on {len(parts)} ranks, and the norm's groups leave out "
+        f"rank {min(parts - summed)} of these: give the groups of all mesh axes that parameters are laid out over or "
+        f"copied on, for experts that exchange tokens, too, those of dp_replicate, dp_shard, cp and tp"
+    )
+
+
 def _copies(grad: Tensor, ranks: int) -> int:
     """How many of the ranks that a norm is summed over hold the same part of a gradient: all, divided by the parts.
 
@@ -164,7 +187,8 @@ def gradient_norm(
     norm_type: the order p, above 0; math.inf is the largest magnitude. pipeline: the group of the ranks that hold other
     parameters. Each part of a gradient is counted once: its p-th powers are divided by the number of ranks that hold
     it, and by 2 again for parameters of `held_twice` (TiedParameter.local).
-    Communication: one all-reduce of 8 bytes per group. RuntimeError for a gradient that is still partial.
+    Communication: one all-reduce of 8 bytes per group. RuntimeError for a gradient that is still partial, ValueError
+    for groups that leave out ranks with other parts of a gradient.
     """
     options: dict = {"norm_type": norm_type, "pipeline": pipeline, "held_twice": held_twice}
     return gradient_norms([list(parameters)], groups, **options)[0]
@@ -187,7 +211,8 @@ def gradient_norms(
     """
     largest = norm_type == math.inf
     over = [group for group in groups if group is not None]
-    ranks = math.prod(group.size() for group in over)
+    ranks, of_groups = math.prod(group.size() for group in over), [dist.get_process_group_ranks(each) for each in over]
+    checked: set[tuple] = set()
     twice = {id(parameter) for parameter in held_twice}
     # also of a rank without gradients: all join in one collective
     device = next((local_part(parameter).device for parameters in sets for parameter in parameters), None)
@@ -197,6 +222,9 @@ def gradient_norms(
         own = local_norms(parameters, norm_type) if local is None else local[index]
         for parameter, norm in zip(parameters, own.unbind(), strict=True):
             if parameter.grad is not None:
+                if isinstance(grad := parameter.grad, DTensor) and (grad.device_mesh, grad.placements) not in checked:
+                    checked.add((grad.device_mesh, grad.placements))
+                    _check_reached(grad, of_groups)
                 copies = _copies(parameter.grad, ranks) * (2 if id(parameter) in twice else 1)
                 by_copies[copies].append(norm)
         for copies, found in by_copies.items():
