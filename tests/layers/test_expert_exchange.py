@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from test_moe_layer import BATCH, EXPERTS, HIDDEN, SEQ, by_loop, inputs, make_moe
 from testing import assert_identical, assert_same, on_every_rank
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.distributed.dtensor import full_tensor, is_dtensor
@@ -29,6 +30,7 @@ from tpformer.layers import (
 )
 from tpformer.parallel import reduce_partial_gradients
 
+MIXTURE = {"n_experts": EXPERTS, "ffn_hidden_size": 8, "shared_ffn_size": 8}
 KINDS = ("softmax", "sigmoid-bias-shared", "groups", "every-expert", "balance")
 
 
@@ -93,9 +95,8 @@ def test_what_both_pictures_send() -> None:
 @on_every_rank(2)
 def test_a_region_repeats_no_reduction_of_a_shared_expert() -> None:
     """Nobody reads what the second run would reduce: neither what experts give nor what is added to it."""
-    tp, experts = exchanging(2), {"n_experts": EXPERTS, "ffn_hidden_size": 8, "shared_ffn_size": 8}
-    options = {"n_heads": 2, "activation": "swiglu", "bias": False, "norm": "rmsnorm", "moe": experts}
-    block = transformer_block(HIDDEN, **options, tp=tp, dtype=torch.float64)
+    options = {"n_heads": 2, "activation": "swiglu", "bias": False, "norm": "rmsnorm", "moe": MIXTURE}
+    block = transformer_block(HIDDEN, **options, tp=exchanging(2), dtype=torch.float64)
     init_weights(block, seed=0)
     x = torch.randn(SEQ // 2, HIDDEN, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
     positions, sent, found = Positions(1, SEQ), {}, {}
@@ -111,6 +112,33 @@ def test_a_region_repeats_no_reduction_of_a_shared_expert() -> None:
     assert_identical([found["mlp"], found["full"]], [found["none"]] * 2)
     assert sent["mlp"] - sent["none"] == {"all_gather": 1, "all_to_all": 1}, "rows of both, sent out again"
     assert sent["full"] - sent["none"] == {"all_gather": 2, "reduce_scatter": 1, "all_to_all": 1}, "and attention's"
+
+
+def replicated(tp: TensorParallel | None) -> nn.Sequential:
+    """Somebody's model with such a layer in it."""
+    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64), make_moe("softmax", tp))
+    nn.init.eye_(model[0].weight), nn.init.zeros_(model[0].bias)
+    return model
+
+
+@on_every_rank(2)
+def test_torchs_replicas_take_all_but_experts_and_are_refused_for_these() -> None:
+    rank, (x, dy) = dist.get_rank(), (each.reshape(-1, HIDDEN) for each in inputs())
+    one, tp = replicated(None), exchanging(1)
+    (one(x) * dy).sum().backward()
+    model = replicated(tp)
+    block = transformer_block(HIDDEN, n_heads=2, activation="swiglu", bias=False, tp=tp, moe=MIXTURE)
+    for refused in (model[1], model[1].experts, block):
+        with pytest.raises(ValueError, match="take the experts of one rank for those of all: lay the model out by"):
+            DistributedDataParallel(refused)
+    experts = [name for name, p in model.named_parameters() if is_dtensor(p)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
+    replicas = DistributedDataParallel(model)  # which has to live until the backward
+    (replicas(x.chunk(2)[rank]) * dy.chunk(2)[rank]).sum().backward()
+    for name, p in model.named_parameters():
+        p.grad = p.grad / 2 if name in experts else p.grad
+    found = {name: full_tensor(p.grad) for name, p in model.named_parameters()}
+    assert_same(found, {name: p.grad / 2 for name, p in one.named_parameters()})
 
 
 @on_every_rank(2)

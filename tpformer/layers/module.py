@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.distributed.dtensor import check_own_part, is_dtensor
 from tpformer.kernels.philox.reference import philox_key, random_normal
-from tpformer.torch_private import is_own_parameter, own_part, own_slices
+from tpformer.torch_private import is_own_parameter, own_part, own_slices, refuse_replicas
 
 from .optimizers import watch_optimizers
 from .tensor_parallel import TensorParallel
@@ -41,6 +41,13 @@ class Constant:
 
 
 Initializer = Normal | Constant
+
+
+EXCHANGING = (
+    "DistributedDataParallel would take the experts of one rank for those of all: lay the model out by FSDP2's "
+    "fully_shard, or name the experts' parameters in _set_params_and_buffers_to_ignore_for_model(model, names) of "
+    "DistributedDataParallel, and divide their gradients by its ranks, whose mean it takes of all others"
+)
 
 
 class ParallelModule(nn.Module):
@@ -72,6 +79,8 @@ class ParallelModule(nn.Module):
         for part in child.modules():
             if not isinstance(part, ParallelModule):
                 continue
+            if part.exchanges:
+                refuse_replicas(self, EXCHANGING)
             own, theirs = self.tp.of_experts if part.exchanges else self.tp, part.tp
             if theirs is own or (part is not child and theirs.size == 1):
                 continue

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpformer import ops
 from tpformer.config import MLP_ACTIVATIONS, check_choice, check_expert_ranks, check_no_fp8_experts, check_positive
 from tpformer.ops.sequence import flat_rows
-from tpformer.torch_private import is_own_parameter
+from tpformer.torch_private import is_own_parameter, refuse_replicas
 
 from .children import call_rows, fusable, fusable_norm, unwrapped
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import MLP
-from .module import Normal, ParallelModule
+from .module import EXCHANGING, Normal, ParallelModule
 from .positions import Positions, positions_of
 from .router import Router, take_balance_loss
 from .tensor_parallel import TensorParallel
@@ -51,8 +51,10 @@ class Experts(ParallelModule):
     ) -> None:
         of_model = TensorParallel.of(tp)
         super().__init__(of_model.of_experts)
-        self.exchanges = of_model.experts is not None
         check_no_fp8_experts(of_model.precision)
+        if of_model.experts is not None:
+            self.exchanges = True
+            refuse_replicas(self, EXCHANGING)
         check_positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, n_experts=n_experts)
         check_choice("activation", activation, [name for name, (_, gated) in MLP_ACTIVATIONS.items() if gated])
         check_expert_ranks(n_experts, self.tp.size, "expert_parallel" if self.exchanges else "tensor_parallel")
@@ -137,6 +139,9 @@ class MoE(ParallelModule):
              f a token and a shared expert of width f_s; and 12 K + 4 E bytes of routing a token.
     A child is called as a module, not fused, if it has a hook, a parametrization or a replaced forward. The result is
     the same; norm(x) is then kept, too. Errors: ValueError on several ranks for a gate or experts of another class.
+    DistributedDataParallel: with tp.experts it would overwrite experts by those of rank 0, and add up gradients of
+    different ones. Around a module of this library it raises ValueError; around another one that contains such a layer
+    torch raises an error of its own about DTensors. It takes one that leaves experts' parameters out, by their names.
     """
 
     def __init__(
