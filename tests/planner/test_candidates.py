@@ -1,6 +1,8 @@
 """Layouts of experts: which ranks may share them, and what a plan says of the tokens that these exchange."""
 
+import dataclasses
 import re
+from collections import Counter
 
 import pytest
 from commands import ROOT
@@ -9,9 +11,17 @@ from test_search import exchanging, laid_out, of_experts, question
 from tpformer.config import read_toml
 from tpformer.ops.row_exchange import share_of_rank
 from tpformer.planner import search as planner
+from tpformer.planner.candidates import Question, shapes
 from tpformer.planner.comparison import within
 from tpformer.planner.layouts import layout_text, parse_layout
 from tpformer.planner.plan_report import parts
+
+
+def without_gathers(asked: Question) -> dict[str, int]:
+    """What a search says of tensor-parallel ranks that the experts cannot be divided among, and how often."""
+    dropped, words = Counter[str](), "tp does not divide the experts"
+    list(shapes(asked, dropped))
+    return {reason.removeprefix(words).lstrip(", "): n for reason, n in dropped.items() if reason.startswith(words)}
 
 
 @pytest.mark.parametrize("n_experts", [8, 6])
@@ -19,7 +29,7 @@ def test_experts_are_shared_by_ranks_that_divide_them(n_experts):
     asked = of_experts(n_experts, 40e9)
     sizes = {values["tp"] for values in planner.every_layout(asked)}
     assert sizes == {t for t in (1, 2, 3, 4, 6) if n_experts % t == 0 and 8 % t == 0}
-    assert planner.search(asked, 1).dropped["tp does not divide the experts"] == (n_experts == 6)
+    assert list(without_gathers(asked)) == ["and ep, whose ranks exchange tokens, was left out"] * (n_experts == 6)
     reason = planner.refusal_of(asked, laid_out(asked, "tp=4,dp=3"))
     assert ("whole experts" in str(reason)) == (n_experts == 6)
 
@@ -35,6 +45,10 @@ def test_experts_are_shared_by_ranks_that_exchange_tokens():
     assert config.parallel.expert_parallel == 6 and "dp=12,ep=6,zero=1" in layout_text(config)
     assert parse_layout("tp=2,ep=none") == {"tp": 2, "ep": None} and within(asked, "ep=none|6").space.ep == (None, 6)
     assert "cannot be divided among expert_parallel=4" in str(planner.refusal_of(asked, laid_out(asked, "dp=12,ep=4")))
+    assert without_gathers(asked) == {"without ep, whose ranks exchange tokens": 2}, "tp 4 and 12, which others serve"
+    layout = dataclasses.replace(asked.config.parallel, sequence_parallel=False)
+    same_tokens = asked._replace(config=dataclasses.replace(asked.config, parallel=layout))
+    assert without_gathers(same_tokens) == {"and ep takes sequence_parallel": 2}
     without = question(gpus=2)
     assert {each["ep"] for each in planner.every_layout(without)} == {None}
     assert "without experts would do nothing" in str(planner.refusal_of(without, laid_out(without, "dp=2,ep=2")))

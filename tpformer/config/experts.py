@@ -76,7 +76,8 @@ def check_expert_ranks(experts: int, ranks: int, name: str = "tensor_parallel") 
     """ValueError unless so many ranks can hold the same number of whole experts each. name: the key that sets them."""
     if experts % ranks:
         fitting = [n for n in range(1, experts + 1) if experts % n == 0]
+        exchange = ", or expert_parallel, whose ranks exchange tokens" if name == "tensor_parallel" else ""
         raise ValueError(
             f"n_experts={experts} cannot be divided among {name}={ranks} ranks, which hold whole experts: choose "
-            f"{name} from {fitting}"
+            f"{name}{exchange}, from {fitting}"
         )

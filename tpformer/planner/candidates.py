@@ -87,7 +87,7 @@ def shapes(question: Question, dropped: Counter[str]) -> Iterator[dict[str, Any]
             continue
         gathers = (model.n_experts or 0) % t == 0
         if not gathers:
-            dropped["tp does not divide the experts"] += 1
+            dropped[_no_gathers(question, t)] += 1
         for cp, p in itertools.product(divisors(question.gpus // t), divisors(question.gpus // t)):
             dp, rest = divmod(question.gpus, t * cp * p)
             if rest or not space.has(cp=cp, pp=p, dp=dp):
@@ -107,6 +107,15 @@ def shapes(question: Question, dropped: Counter[str]) -> Iterator[dict[str, Any]
                 for ep, recompute, pack in itertools.product(every_ep, space.recompute, packs):
                     sizes = {"tp": t, "cp": cp, "pp": p, "dp": dp, "ep": ep}
                     yield {**sizes, "microbatch": b, "recompute": recompute, "pack": pack}
+
+
+def _no_gathers(question: Question, tp: int) -> str:
+    """What is said of tensor-parallel ranks that cannot share the experts: whether ranks that exchange tokens can."""
+    if tp > 1 and not question.config.parallel.sequence_parallel:
+        return "tp does not divide the experts, and ep takes sequence_parallel"
+    if question.space.ep == (None,):
+        return "tp does not divide the experts, and ep, whose ranks exchange tokens, was left out"
+    return "tp does not divide the experts without ep, whose ranks exchange tokens"
 
 
 def expert_ranks(question: Question, tp: int, copies: int, gathers: bool) -> Iterator[int | None]:
