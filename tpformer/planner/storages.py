@@ -29,6 +29,7 @@ from tpformer.torch_private import without_torch_function
 OTHER, RESULT = "other", "result"
 Names = Mapping[str, Mapping[int | str, str]]
 NO_NAMES: Names = MappingProxyType({})
+OF_PYTHON = 10_000  # a program freezes more objects; Python 3.12 has some hundreds, the immortal ones, among the frozen
 
 
 def local(x: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ def live_storages(wanted: Callable[[Tensor], bool]) -> set[torch.UntypedStorage]
 def new_objects() -> Iterator[None]:
     """Within, the garbage collector and `live_storages` look at objects made since alone. Among all those of a process
     that has imported torch, each look takes a third of a second."""
-    if gc.get_freeze_count():  # whoever has frozen objects wants them to stay so
+    if gc.get_freeze_count() > OF_PYTHON:  # whoever has frozen objects wants them to stay so
         yield
         return
     gc.freeze()
