@@ -130,6 +130,13 @@ class Refusal:
         raise ValueError(self.words)
 
 
+def stops_recomputation(error: BaseException) -> bool:
+    """Whether an exception only ends the second run of torch.utils.checkpoint, which has all that it wants."""
+    from torch.utils.checkpoint import _StopRecomputationError
+
+    return isinstance(error, _StopRecomputationError)
+
+
 def leave_uncompiled(function: Callable, why: str) -> None:
     """Keep torch.compile out of a function, as torch.compiler.disable does, but without importing the compiler."""
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, why  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 rank has and wherever they go. What is sent and kept is as promised, to the byte; no decision is made twice."""
 
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import combinations
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tpformer import ops
-from tpformer.distributed import all_reduce, record_collectives
+from tpformer.distributed import all_reduce, groups, record_collectives
 from tpformer.ops.route import Balance, Routing, record_routing
 from tpformer.ops.row_exchange import Plan, RowExchange, plan_exchange, share_of_rank
 from tpformer.ops.transports.experts import weight_gradient
@@ -280,17 +281,35 @@ def noticed(case: Case) -> bool:
 
 
 def left_out(self: RowExchange, rows: Tensor) -> Tensor:
-    raise RuntimeError("a rank that does not go on, since what it did next would be taken for what it left out")
+    raise RuntimeError("a rank that does not go on")
 
 
-@pytest.mark.proof
-@on_every_rank(4)
-def test_a_rank_that_leaves_an_exchange_out_is_waited_for() -> None:
-    """Rank 0 has no token, but experts for which others wait."""
-    case = Case(group=dist.new_group(timeout=timedelta(seconds=5)))
-    with mock.patch.object(RowExchange, "home", RowExchange.home if dist.get_rank() else left_out):
-        with pytest.raises(RuntimeError):
-            ran(case)
+PLACES = {
+    # where rank 0 raises: what it leaves, the operation that is named, and whether ranks share memory for its calls
+    "rows back": ("home", "exchanged_experts", True),
+    "the backward": ("weights_home", "the backward of exchanged_experts", True),
+    "several hosts": ("home", "exchanged_experts", False),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@on_every_rank(2)
+def test_a_rank_that_leaves_an_exchange_out_ends_the_group(place: str) -> None:
+    """Rank 0 has no token, but experts for which the other waits: it hears why in vain, or waits until the timeout."""
+    method, named, told = PLACES[place]
+    case = Case((0, 5), group=dist.new_group(timeout=timedelta(seconds=60 if told else 2)))
+    words = f"^{named} was left by an exception on rank {{}}; the group cannot go on: restart from the last checkpoint$"
+    with nullcontext() if told else mock.patch.object(groups, "why_not_one_host", lambda group: "two hosts"):
+        ran(case)
+        own = words.format(0 if told else dist.get_rank())
+        first = "does not go on" if dist.get_rank() == 0 else own if told else "[Tt]imed out|closure"
+        before = getattr(RowExchange, method)
+        with mock.patch.object(RowExchange, method, before if dist.get_rank() else left_out):
+            with pytest.raises(RuntimeError, match=first):
+                ran(case)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=own):
+                ran(case)
 
 
 @pytest.mark.gpu

@@ -165,7 +165,7 @@ class Calls:
                 f"thread {names.get(thread, 'that has ended')} was in {text_of(held)}: call a group's operations from "
                 f"one thread at a time"
             )
-        self.fail(f"{reason}; the group cannot go on: restart from the last checkpoint")
+        self.fail(f"{reason}; {LAST}")
         raise RuntimeError(self.failure)
 
     def _judge(self, own: int, waited: bool) -> None:
@@ -232,6 +232,7 @@ class Calls:
         return str(rank) if whole == rank else f"{rank} (global rank {whole})"
 
 
+LAST = "the group cannot go on: restart from the last checkpoint"
 REMEDY = "every rank must make the same ones, in the same order, with equal shapes and dtypes"
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from .groups import REGISTRY, CollectiveState, collective_state
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+PATIENCE = timedelta(seconds=1)  # after which a rank that waits on a CPU looks whether it waits in vain
 TWO_SHOT_BYTES = 1 << 19  # measured on 4 CPU ranks: float32 breaks even at 0.5 to 1 MiB, bfloat16 at 0.25 MiB
 
 
@@ -193,10 +195,26 @@ def start_all_to_all(
         if not under_way:
             raise RuntimeError("an all-to-all that was waited for gives its result once: keep what the first call gave")
         work, output, _ = under_way.pop()  # so that this function, which may live on, keeps neither
-        work.wait()
+        _wait(work, group, output)
         return output
 
     return wait
+
+
+def _wait(work: dist.Work, group: dist.ProcessGroup, output: torch.Tensor) -> None:
+    """Wait for a collective of torch.distributed. On a CPU also look whether a peer has given the group up."""
+    calls = REGISTRY.calls.get(group) if output.is_cpu else None
+    if calls is None:
+        work.wait()
+        return
+    while True:
+        try:
+            work.wait(PATIENCE)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            calls.check()
 
 
 def _scatter_shared(x: torch.Tensor, group: dist.ProcessGroup, state: CollectiveState, name: str) -> torch.Tensor:

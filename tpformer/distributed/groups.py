@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import weakref
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -16,7 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .calls import Calls
+from tpformer.torch_private import stops_recomputation
+
+from .calls import LAST, Calls
 from .kernel_workspace import KernelState, KernelWorkspace, check_current_device, indexed
 from .listeners import Listeners
 from .shared_memory import TIMEOUT_SECONDS, SharedMemory, torch_backend, why_not_one_host, why_not_shared
@@ -50,6 +54,8 @@ class Registry:
         default_factory=weakref.WeakKeyDictionary
     )
     calls: weakref.WeakKeyDictionary[dist.ProcessGroup, Calls | None] = field(default_factory=weakref.WeakKeyDictionary)
+    left: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = field(default_factory=weakref.WeakKeyDictionary)
+    """Why groups without Calls cannot go on."""
     hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -183,6 +189,41 @@ def calls_of(group: dist.ProcessGroup) -> Calls | None:
         calls = Calls(SharedMemory(Calls.nbytes(), group), ranks)
     REGISTRY.calls[group] = calls
     return calls
+
+
+@contextmanager
+def unbroken(group: dist.ProcessGroup | None, operation: str) -> Iterator[None]:
+    """Within, this rank and others exchange several messages: an exception makes the operation the group's last one.
+
+    What this rank would send next, others would take for what they still wait for. So every later call of this rank
+    raises RuntimeError with the reason, and on one host each peer's, too, also while it waits for an all-to-all.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if group is not None and group.size() > 1 and not stops_recomputation(error):
+            _give_up(group, operation)
+        raise
+
+
+def note_call(group: dist.ProcessGroup, key: Hashable) -> None:
+    """Tell the other ranks of a group of a call (Calls.note). RuntimeError if it is another one there, or comes after
+    the group's last one."""
+    calls = calls_of(group)
+    if calls is not None:
+        calls.note(key)
+    elif (reason := REGISTRY.left.get(group)) is not None:
+        raise RuntimeError(reason)
+
+
+def _give_up(group: dist.ProcessGroup, operation: str) -> None:
+    calls, rank = REGISTRY.calls.get(group), group.rank()
+    named = str(rank) if calls is None else calls.named(rank)
+    reason = f"{operation} was left by an exception on rank {named}; {LAST}"
+    if calls is None:
+        REGISTRY.left[group] = reason
+    else:
+        calls.fail(reason)
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:

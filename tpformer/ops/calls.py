@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpformer.distributed.groups import calls_of
+from tpformer.distributed.groups import note_call
 
 
 def called(
@@ -34,8 +34,8 @@ def called(
     if torch.is_grad_enabled():
         of_inputs, of_weights = needs(inputs), needs(weights)
         gradients = GRADIENTS[of_inputs + 2 * of_weights]
-    if (communicates or gradients) and (calls := calls_of(group)) is not None:
-        calls.note((operation, shape, dtype, gradients, *more))
+    if communicates or gradients:
+        note_call(group, (operation, shape, dtype, gradients, *more))
 
 
 SCATTERED = "sequence parallel"

@@ -7,12 +7,14 @@ row_exchange.py. experts.py has the layer whose tensor-parallel ranks gather and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpformer.distributed.groups import unbroken
 from tpformer.kernels.finish import Dropout, Finish
 from tpformer.kernels.operands import FLOATS, require
 
@@ -105,8 +107,8 @@ class ExchangedExpertsFunction(torch.autograd.Function):
     @first_derivative
     def backward(ctx, dy, dbalance):
         saved = _Saved(ctx)
-        check_starts(ctx.call.dropout, ctx.versions)
-        with without_autocast(saved.x):
+        with unbroken(ctx.call.group, "the backward of exchanged_experts"), without_autocast(saved.x):
+            check_starts(ctx.call.dropout, ctx.versions)
             return _backward(saved, dy, dbalance)
 
 
@@ -187,7 +189,9 @@ def _gate_up_gradient(
     if deferred is not None and saved.wants.gate_up:
 
         def run() -> None:  # without the call, whose router has each token's sample
-            deferred.sinks[0](weight_gradient(dhidden, exchange.start(rows)(), exchange.arrived, x_of_tokens=True))
+            with unbroken(exchange.group, "the backward of exchanged_experts"):
+                arrived = exchange.start(rows)()
+            deferred.sinks[0](weight_gradient(dhidden, arrived, exchange.arrived, x_of_tokens=True))
 
         deferred.queue.add(run, rows, dhidden)
     return None
@@ -197,9 +201,11 @@ def _gate_up_gradient(
 def _begin(rows: Tensor, normed: Normed | None, router_weight: Tensor | None, call: _Call) -> _Begun:
     """Decide where own rows go, unless the routing is given, and send them."""
     rows, mean, rstd = normalised(rows, call.norm, normed)
+    exchanging = partial(unbroken, call.group, "exchanged_experts")
 
     def plan(routing: Routing) -> Plan:
-        return plan_exchange(routing, call.n_experts, call.group, call.once_a_rank)
+        with exchanging():
+            return plan_exchange(routing, call.n_experts, call.group, call.once_a_rank)
 
     def decision() -> tuple[Decided | None, Plan]:
         if router_weight is None:
@@ -211,7 +217,8 @@ def _begin(rows: Tensor, normed: Normed | None, router_weight: Tensor | None, ca
         return decided._replace(routing=None), plan(decided.routing)
 
     decided, planned = once(decision)
-    return _Begun(mean, rstd, decided, planned, RowExchange(planned, call.group).start(rows))
+    with exchanging():
+        return _Begun(mean, rstd, decided, planned, RowExchange(planned, call.group).start(rows))
 
 
 def _applied(
@@ -234,14 +241,20 @@ def _applied(
     called(
         call.group, "exchanged_experts", rows.shape[1:], rows.dtype, True, of_input + of_router, matrices, *agreed
     )  # fmt: skip
+    exchanging = partial(unbroken, call.group, "exchanged_experts")
     with without_autocast(rows):
         begun = _begin(rows, normed, of_router[0], call)
     private = None  # what nobody else reads
     if added is not None and not isinstance(added, Tensor):
-        check(private := added())
-        added = private
+        with exchanging():
+            added = private = added()
+        try:
+            check(private)
+        except ValueError:
+            begun.arriving()  # as on all ranks, so that they can go on
+            raise
     call = call._replace(routing=None, skip=leaves_out_end(private))
-    with without_autocast(rows):
+    with exchanging(), without_autocast(rows):
         inputs = *of_input, inside, autocast_to(added, rows.dtype), *of_router
         return ExchangedExpertsFunction.apply(*inputs, call, begun, *matrices[:2])
 
@@ -277,7 +290,8 @@ def exchanged_experts(
     groups of the router's Balance. Gradients of the norm's parameters and of router_weight are partial sums over own
     rows, those of experts without rows are zero. Under torch.autocast as `experts`.
     Errors:  ValueError as `experts`, and for a shared expert among the matrices. RuntimeError where ranks are known to
-             call with other options.
+             call with other options, and after an exception between two exchanges, also of the backward: the group
+             cannot be used any more, since other ranks would take what comes next for what they wait for.
     Source:  Lepikhin et al. 2020 (arXiv:2006.16668); once a rank: as once a node in DeepSeek-V3 (arXiv:2412.19437)
     """
     check_options(activation, dropout, routing, n_experts, len(matrices.gate_up), group)
