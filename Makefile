@@ -46,7 +46,7 @@ docs: .venv/ready  ## the documentation site in build/site, an error for a link 
 	$(PIP) --editable '.[docs]'
 	$(BIN)/mkdocs build --strict
 
-# what tests of extras need, in the turn that has them: lm-evaluation-harness, with its own adapter for transformers, pyarrow, and wandb
+# what tests of extras need, all of one turn: lm-evaluation-harness, with its own adapter for transformers, pyarrow, wandb
 .venv/eval: .venv/ready
 	$(PIP) --editable '.[eval,parquet,wandb]' 'lm_eval[hf]'
 	touch .venv/eval
@@ -58,8 +58,8 @@ PROOF := --proof --turn $(TURN)
 
 proofs: execute proofs-compiled proofs-together proofs-alone  ## the long checks: compiled and executed kernels, protocol model, random kills, README's commands
 
-# For sm_90, without float16, and one tile of a GEMM: a fifth of the cases, of which each turn compiles a sixth. A proof says
-# when the page of the whole check, `make compile-check`, is not of the code that launchers ask for now.
+# For sm_90, without float16, and one tile of a GEMM: a fifth of the cases, of which each turn compiles a sixth. A proof
+# says when the page of the whole check, `make compile-check`, is not of the code that launchers ask for now.
 proofs-compiled: .venv/ready $(if $(filter 2 all,$(TURN)),.venv/gpu/ready)
 	$(BIN)/python -m checks.compile --only '^(?!.* float16( |$$)).* sm_90 (\w+$$|.* 128x128x64 )' \
 		$(if $(filter all,$(TURN)),,--share $(TURN)/$(TURNS))
