@@ -1,9 +1,11 @@
 """Collectives equal plain arithmetic on both backends, reuse slots safely, and choose a backend that can serve."""
 
+import contextlib
 import itertools
 import random
 import re
 import time
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -11,8 +13,16 @@ import torch
 import torch.distributed as dist
 from testing import assert_identical, assert_kernel_close, on_every_rank
 
-from tpformer.distributed import all_gather, all_reduce, all_to_all, record_collectives, reduce_scatter, shared_memory
-from tpformer.distributed.groups import REGISTRY, backend_of, close, use_backend
+from tpformer.distributed import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    collectives,
+    record_collectives,
+    reduce_scatter,
+    shared_memory,
+)
+from tpformer.distributed.groups import REGISTRY, backend_of, close, note_call, unbroken, use_backend
 from tpformer.distributed.workspace import Workspace
 
 needs_shared = pytest.mark.skipif(not shared_memory.is_available(), reason="needs Linux with POSIX semaphores")
@@ -76,6 +86,24 @@ def check(backend: str, got: torch.Tensor, wanted: torch.Tensor, summands: list[
     else:
         oracle, baseline = (sum(terms[1:], start=terms[0]) for terms in ([x.double() for x in summands], summands))
         assert_kernel_close(got, oracle, baseline, what)
+
+
+@needs_shared
+@on_every_rank(2)
+def test_a_late_peer_is_waited_for_and_one_that_has_given_up_is_not() -> None:
+    rank, group = dist.get_rank(), dist.new_group()
+    x, parts = make((3, 2), torch.float32, rank), [1, 2]
+    with mock.patch.object(collectives, "PATIENCE", timedelta(milliseconds=1)):
+        time.sleep(0.05 * rank)
+        came = all_to_all(x, group, parts, [parts[rank]] * 2)
+        both = [make((3, 2), torch.float32, peer) for peer in range(2)]
+        assert_identical(came, torch.cat([each.split(parts)[rank] for each in both]))
+        with pytest.raises(RuntimeError, match="a step was left by an exception on rank 1; the group cannot go on"):
+            if rank == 0:
+                all_to_all(x, group, parts, [1, 1])
+            with contextlib.suppress(KeyboardInterrupt), unbroken(group, "a step"):
+                raise KeyboardInterrupt
+            note_call(group, ("next",))
 
 
 @needs_shared
