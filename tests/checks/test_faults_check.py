@@ -1,4 +1,4 @@
-"""Two of the kinds of faults of `python -m bench faults` in each turn, and what its table counts."""
+"""The kinds of faults of `python -m bench faults`, a part in a turn, and what its table counts."""
 
 import json
 import xml.etree.ElementTree as ElementTree
