@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from tpformer.config import RunConfig
+from tpformer.config import FP8, RunConfig
 from tpformer.distributed import indexed
 from tpformer.distributed.agreement import Decides
 from tpformer.models import GPT
@@ -214,7 +214,8 @@ def evaluate_rank(
     tasks: the name of the questions in the result. more: gives further rows of tasks. decided: as of load_model.
     """
     config = evaluation.config
-    facts = {"dtype": dtype_name(default_dtype(config)), "seq_length": config.model.seq_length}
+    facts = {"dtype": dtype_name(default_dtype(config)), "precision": config.train.precision}
+    facts["seq_length"] = config.model.seq_length
     notes, data, rows = list(evaluation.notes), [], []
     if evaluation.data:
         parts, source = start_model(config, step, decided)
@@ -230,7 +231,10 @@ def evaluate_rank(
 
 def show(found: dict[str, Any], console: Console) -> None:
     """Print the tables of a result."""
-    console.print(f"{found['model']}, {found['dtype']}, {found['seq_length']} tokens a sample", soft_wrap=True)
+    quantised = ", linears in FP8" * (found["precision"] == FP8)
+    console.print(
+        f"{found['model']}, {found['dtype']}{quantised}, {found['seq_length']} tokens a sample", soft_wrap=True
+    )
     counts = {"samples": ",d", "tokens": ",d", "bytes": ",d"}
     measures = {"loss": ".6f", "perplexity": ",.4f", "bits_per_byte": ".6f"}
     for rows, names, forms in (

@@ -47,8 +47,9 @@ class Token(NamedTuple):
 def load_model(config: RunConfig, *, step: int | None = None, decided: Decides | None = None) -> tuple[GPT, Source]:
     """The model in config.run.dir, in eval mode on tensor-parallel ranks, and where it came from.
 
-    config: that of training.source.source_config. Parameters are in the compute dtype, and activations are not sharded
-    between layers, so that a single token can be computed. step: of a run's checkpoint; unset, the newest good one.
+    config: that of training.source.source_config. Parameters are in the compute dtype, linears have the precision of
+    `train`, and activations are not sharded between layers, so that a single token can be computed. step: of a run's
+    checkpoint; unset, the newest good one.
     decided: what all ranks must have alike; unset, the configuration and the weights.
     Collective over the world, which this call enters; communication as open_source says.
     Errors: ValueError for a configuration that cannot run; those of open_source.
@@ -57,7 +58,7 @@ def load_model(config: RunConfig, *, step: int | None = None, decided: Decides |
     check_config(config, trains=False)
     device = device_type(config)
     join_ranks(device, group_timeout(config), decided or decides("a loaded model", config, source=config.run.dir))
-    tp = tensor_parallel(run_mesh(config, device), config.parallel)
+    tp = tensor_parallel(run_mesh(config, device), config.parallel, precision=config.train.precision)
     source = open_source(config.run.dir, step=step)
     ops.use_measured_table(config.parallel.transport_table or None)
     model = GPT(source.architecture, tp=tp, device="meta", dtype=default_dtype(config, device))
