@@ -1,4 +1,4 @@
-"""A model that is loaded to answer tasks computes in the precision of its configuration, as one that scores data does."""
+"""A model that is loaded to answer tasks has the precision of its configuration, as one that scores data has."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ def test_a_loaded_model_has_the_precision_that_is_asked_for() -> None:
         sections: dict[str, Any] = {"model": MODEL, "train": train, "parallel": {"tensor_parallel": 2}}
         config = build_config(sections)
         source = SimpleNamespace(architecture=config.model.architecture, load=lambda parts: parts[0].reset_parameters())
-        with mock.patch.object(generate, "open_source", lambda *_, **__: source):
+        with mock.patch.object(generate, "open_source", return_value=source):
             model, _ = generate.load_model(config)
         with torch.no_grad(), record_blocks() as made:
             model(torch.zeros(1, 3, dtype=torch.long))
