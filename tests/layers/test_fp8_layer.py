@@ -133,7 +133,11 @@ def test_other_sizes_and_layers_are_refused() -> None:
 def test_ranks_and_precision_go_with_copies() -> None:
     layer = ColumnParallelLinear(128, 128, tp=FP8)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert other.tp.precision == "fp8" and other.tp.in_16_bits.precision == "16"
+        assert (
+            repr(other).endswith("tp=1, in FP8)")
+            and other.tp.precision == "fp8"
+            and other.tp.in_16_bits.precision == "16"
+        )
         assert torch.equal(other(torch.ones(3, 128)), layer(torch.ones(3, 128)))
     assert FP8.with_all_rows.precision == TensorParallel(None, True, precision="fp8").with_all_rows.precision == "fp8"
 

@@ -214,8 +214,8 @@ def evaluate_rank(
     tasks: the name of the questions in the result. more: gives further rows of tasks. decided: as of load_model.
     """
     config = evaluation.config
-    facts = {"dtype": dtype_name(default_dtype(config)), "precision": config.train.precision}
-    facts["seq_length"] = config.model.seq_length
+    dtype, precision = dtype_name(default_dtype(config)), config.train.precision
+    facts = {"dtype": dtype, "precision": precision, "seq_length": config.model.seq_length}
     notes, data, rows = list(evaluation.notes), [], []
     if evaluation.data:
         parts, source = start_model(config, step, decided)

@@ -161,7 +161,10 @@ class ColumnParallelLinear(_Linear):
     def extra_repr(self) -> str:
         """Sizes and options, as repr() shows them."""
         gathered = ", gather_output=True" * self.gather_output
-        return f"in_features={self.in_features}, out_features={self.out_features}{gathered}, tp={self.tp.size}"
+        precision = ", in FP8" * (self.tp.precision == FP8)
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}{gathered}, tp={self.tp.size}{precision}"
+        )
 
 
 @uncompiled
@@ -302,4 +305,5 @@ class RowParallelLinear(_Linear):
     def extra_repr(self) -> str:
         """Sizes and options, as repr() shows them."""
         whole = ", input_is_parallel=False" * (not self.input_is_parallel)
-        return f"in_features={self.in_features}, out_features={self.out_features}{whole}, tp={self.tp.size}"
+        precision = ", in FP8" * (self.tp.precision == FP8)
+        return f"in_features={self.in_features}, out_features={self.out_features}{whole}, tp={self.tp.size}{precision}"
