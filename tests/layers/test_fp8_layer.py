@@ -91,6 +91,35 @@ def test_recompute_and_split_backwards_quantise_the_same_numbers(config: GPTConf
     assert_same([parameter.grad for parameter in model.parameters()], whole)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_reaches_the_loss_and_the_norm(value: float) -> None:
+    """One of a weight, and one of an activation's gradient."""
+    model = GPT(OLD, tp=FP8, dtype=torch.float64)
+    weights = [each.weight for each in model.modules() if isinstance(each, ColumnParallelLinear | RowParallelLinear)]
+    assert len(weights) == 6
+    for weight in weights:
+        kept = weight.detach().clone()
+        with torch.no_grad():
+            weight[5, 77] = value
+        assert not model(IDS, targets=IDS).isfinite(), weight.shape
+        with torch.no_grad():
+            weight.copy_(kept)
+    model.layers["0"].mlp.register_full_backward_hook(lambda *_: (torch.full((16, 128), value, dtype=torch.float64),))
+    norms = [gradient.norm() for gradient in gradients(model)]
+    assert any(not norm.isfinite() for norm in norms)
+
+
+def test_a_weight_is_quantised_anew_after_each_step() -> None:
+    model, other = (GPT(OLD, tp=FP8, dtype=torch.float64) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(IDS, targets=IDS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    other.load_state_dict(model.state_dict())
+    assert_identical(gradients(model), gradients(other))
+
+
 def test_what_is_kept_for_the_backward_is_what_16_bits_keep() -> None:
     """Blocks are made again from the inputs of norms and activations, so no more is saved: 20 bytes a value of sbh."""
 
