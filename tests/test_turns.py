@@ -1,5 +1,6 @@
 """Over all turns each proof that rotates runs once, and the Makefile's turns are those of tests/turns.py."""
 
+import os
 import subprocess
 from types import SimpleNamespace
 
@@ -41,10 +42,12 @@ def test_a_turn_that_no_commit_has_is_an_error(turn):
         of_another_turn(item(pytest.mark.rotates(*turn)), "all")
 
 
-def printed(target: str, *variables: str) -> str:
-    """The commands that make would run, if the environment were there."""
-    command = ["make", "--dry-run", "--old-file=.venv/ready", "--old-file=.venv/eval", target, *variables]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+def printed(target: str, *variables: str, given: str = "--old-file=.venv/ready --old-file=.venv/eval") -> str:
+    """The commands that make would run, if what is given were there. Nothing reaches it of a make that runs the tests,
+    which may have a TURN."""
+    own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES", "TURN")}
+    command = ["make", "--dry-run", *given.split(), target, *variables]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, env=own).stdout
 
 
 def test_the_commit_chooses_one_of_them():
@@ -54,10 +57,9 @@ def test_the_commit_chooses_one_of_them():
 
 
 def test_one_turn_installs_the_extras():
-    command = ["make", "--dry-run", "--old-file=.venv/ready", "--assume-new=.venv/ready", "proofs-together"]
     for turn in EVERY:
-        done = subprocess.run([*command, f"TURN={turn}"], cwd=ROOT, check=True, capture_output=True, text=True)
-        assert ("lm_eval" in done.stdout) == (turn == str(EXTRAS))
+        commands = printed("proofs-together", f"TURN={turn}", given="--old-file=.venv/ready --assume-new=.venv/ready")
+        assert ("lm_eval" in commands) == (turn == str(EXTRAS))
 
 
 def test_each_turn_compiles_its_share_and_one_has_another_triton():
