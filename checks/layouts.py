@@ -54,6 +54,7 @@ from .layout_cases import (
 )
 from .layout_report import bfloat16_table, draw, quantized_table, result_table, routing_table
 from .quantized_blocks import Step, differing, digests, joined_steps, run_hash_of
+from .quantized_errors import beyond, errors_table, precision_errors
 from .routing import Key, Routed, flips, joined, recording, run_hash
 from .scalings import scalings_table
 
@@ -314,6 +315,7 @@ def run(options: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory(prefix="tpformer-bench-") as directory:
         text, _ = build_stdlib(Path(directory), quiet=True)
         write_short_documents(text)
+        of_gemms = precision_errors(text) if options.fp8 else {}
         trained = train_all(plan(cases, not (quick or part), str(text)))
     rows = []
     for one in cases:
@@ -324,6 +326,7 @@ def run(options: argparse.Namespace) -> Report:
     quantized = [row for row in rows if "quantized" in row]
     tables, content = [result_table(rows), *([routing_table(routed)] if routed else [])], {}
     tables += [quantized_table(quantized), scalings_table()] if quantized else []
+    tables += [errors_table(of_gemms)] if of_gemms else []
     if not (quick or part):
         low = [
             bfloat16_row(one, trained[BFLOAT16, one], trained[BFLOAT16, one.alone][0], trained[FLOAT64, one.alone][0])
@@ -333,7 +336,8 @@ def run(options: argparse.Namespace) -> Report:
         tables.append(bfloat16_table(low))
         content = {"bounds": BOUNDS, "rows": rows, "bfloat16": low, "curves": curves_of(trained)}
     problem = f"{len(missed)} of {len(rows)} layouts are not the run of one process: {'; '.join(missed)}"
-    return Report(tables, content, [problem] if missed else [], f"all {len(rows)} layouts are the run of one process")
+    problems = [*([problem] if missed else []), *(beyond(of_gemms) if of_gemms else [])]
+    return Report(tables, content, problems, f"all {len(rows)} layouts are the run of one process")
 
 
 BENCH = Bench(

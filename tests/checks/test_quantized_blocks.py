@@ -4,6 +4,7 @@ shares a scale beyond a shard."""
 import torch
 
 from checks.quantized_blocks import LEAST, differing, digests, joined_steps, run_hash_of
+from checks.quantized_errors import MOST, Operands, beyond, errors_table, quantised, relative, results, rounded
 from checks.scalings import ACTIVATIONS, WEIGHTS, scalings_table
 from checks.scalings import differing as of_shards
 from tpformer.kernels.quantize.reference import quantize_rows, quantize_weight
@@ -43,3 +44,17 @@ def test_only_blocks_do_not_depend_on_shards() -> None:
         assert (rows > 0.5) == ("matrix" in name) and (cut > 0.5) == ("128" not in name), name
         assert rows == 0 or rows > 0.5
     assert of_shards(lambda x: x, X.repeat(8, 1), 0) == 0
+
+
+def test_errors_are_of_what_a_precision_rounds() -> None:
+    """e4m3 has four bits fewer than bfloat16: about 16 times the error. A scale for many rows would have more."""
+    drawn = torch.Generator().manual_seed(0)
+    each = Operands(*(torch.randn(128, 128, dtype=torch.float64, generator=drawn) for _ in range(3)))
+    exact = results(*each)
+    errors = {name: [relative(y, right) for y, right in zip(made(each), exact, strict=True)]
+              for name, made in {"bfloat16": rounded, "FP8": quantised}.items()}  # fmt: skip
+    whole = {name: [*some, 1.0] for name, some in errors.items()}
+    assert not beyond(whole) and all(8 < fp8 / bfloat16 for bfloat16, fp8 in zip(*errors.values(), strict=True))
+    twice = {**whole, "FP8": [whole["FP8"][0], 2 * whole["FP8"][1], float("nan"), 1.0]}
+    assert [text.split(", ")[1] for text in beyond(twice)] == ["gradient of the input", "gradient of the weight"]
+    assert len(errors_table(whole).rows) == 4 and max(MOST) < 20
