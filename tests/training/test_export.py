@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from pool import WorkerPool
 from safetensors import safe_open
 from safetensors.torch import load_file
 from small_runs import LAYOUTS, MODEL, build, everything, merged, run_config
@@ -16,6 +18,7 @@ from testing import assert_identical
 from tiny_runs import flip
 
 from tpformer.config import to_toml
+from tpformer.kernels.quantize.reference import dequantize_weight, quantize_weight
 from tpformer.models import GPT, GPTConfig
 from tpformer.parallel import local_part
 from tpformer.training.checkpoint import Checkpointer, CheckpointError
@@ -141,3 +144,69 @@ def test_two_commands_at_once_leave_one_directory_and_a_third_is_refused(command
     assert len(exported) == len(open_source(tmp_path / "out").tensors.shapes)
     assert exported["norm.weight"].dtype == torch.bfloat16
     assert "is not an empty directory" in refused(*arguments)
+
+
+WIDE = {"vocab_size": 100, "seq_length": 12, "n_layers": 2, "hidden_size": 128, "n_heads": 2, "head_dim": 128}
+WIDE |= {"n_kv_heads": 1, "ffn_hidden_size": 256, "tie_embeddings": False, "bias": False}
+LLAMA = WIDE | {"norm": "rmsnorm", "activation": "swiglu", "position": "rope"}
+
+
+def save(run: Path, model: dict) -> None:
+    part = GPT(GPTConfig(**model), seed=3)
+    checkpointer = Checkpointer(run / "checkpoints")
+    checkpointer.save(1, [part], [torch.optim.SGD(part.parameters())])
+    checkpointer.wait()
+
+
+def saved_run(ranks: WorkerPool, run: Path, model: dict) -> Path:
+    """A run with a checkpoint of its first weights."""
+    run.mkdir()
+    (run / "config.toml").write_text(to_toml(run_config({}, model)))
+    ranks(1).run(save, run, model)
+    return run
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("most", [10**9, 10**5], ids=["one file", "several files"])
+def test_weights_in_fp8_are_those_of_training_and_transformers_reads_them(ranks, dtype, most, tmp_path):
+    """A file of its own for a weight has its scales in another one."""
+    run = saved_run(ranks, tmp_path / "run", LLAMA)
+    plain, blocks = tmp_path / "plain", tmp_path / "blocks"
+    options = {"dtype": dtype, "file_format": "hf", "max_shard_bytes": most, "report": lambda _: None}
+    export(run, plain, **options)
+    export(run, blocks, weights="fp8", **options)
+    wanted, found = (
+        {n: x for f in out.glob("*.safetensors") for n, x in load_file(f).items()} for out in (plain, blocks)
+    )
+    linears = {name for name in wanted if name.endswith("_proj.weight")}
+    assert len(linears) == 2 * 7 and found.keys() - wanted.keys() == {f"{name}_scale_inv" for name in linears}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        blocks, quantization_config=transformers.FineGrainedFP8Config(dequantize=True), dtype=torch.float32
+    ).state_dict()
+    for name, weight in wanted.items():
+        if name in linears:
+            assert found[name].dtype == torch.float8_e4m3fn and found[f"{name}_scale_inv"].dtype == torch.float32
+            weight = dequantize_weight(quantize_weight(weight), torch.float32)
+        assert torch.equal(loaded[name], weight.float()), name
+    settings = json.loads((blocks / "config.json").read_text())
+    assert settings.pop("quantization_config")["weight_block_size"] == [128, 128]
+    assert settings == json.loads((plain / "config.json").read_text())
+    with pytest.raises(ValueError, match="quantized weights are not read: export the model in 16 or 32 bits"):
+        open_source(blocks)
+
+
+EXPERTS = {"n_experts": 4, "expert_ffn_size": 128}
+
+
+@pytest.mark.parametrize("model, file_format, words", [
+    (LLAMA, "tpformer", "weights in FP8 are of --format hf"),
+    (LLAMA | EXPERTS, "hf", "weights in FP8 of a model with experts are not written yet"),
+    (WIDE | {"head_dim": None, "n_kv_heads": 2, "bias": True, "tie_embeddings": True, "ffn_hidden_size": None}, "hf",
+     "files of gpt2 have no matrices of single linears"),
+    (LLAMA | {"ffn_hidden_size": 192}, "hf", "layers.0.mlp.gate_proj.weight's rows=192: 128 features share a scale"),
+])  # fmt: skip
+def test_weights_that_cannot_be_in_fp8_leave_nothing(ranks, model, file_format, words, tmp_path):
+    run = saved_run(ranks, tmp_path / "run", model)
+    with pytest.raises(ValueError, match=words):
+        export(run, tmp_path / "out", file_format=file_format, weights="fp8", report=lambda _: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

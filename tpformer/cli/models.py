@@ -281,6 +281,8 @@ class Export:
     """Unset: the dtype of the run's parameters."""
     format: Literal["tpformer", "hf"] = "tpformer"
     """hf: for transformers and vLLM, with the tokenizer. tpformer: with the names and settings of this library."""
+    weights: Literal["16", "fp8"] = "16"
+    """With hf. fp8: the layers' linears as blocks of e4m3 with scales, as DeepSeek-V3's files have them."""
 
 
 def export_command(arguments: Sequence[str]) -> None:
@@ -295,6 +297,7 @@ def export_command(arguments: Sequence[str]) -> None:
         step=options.step,
         dtype=options.dtype,
         file_format=options.format,
+        weights=options.weights,
         report=_report_line,
     )
     print(f"step {step} of {options.run_dir} -> {options.out}")

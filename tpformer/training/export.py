@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 
+from tpformer.config.fp8 import FP8
 from tpformer.processes.files import make_folder, naming
+from tpformer.weights.blocks import QUANTIZATION_CONFIG, SCALES, block_specs, quantised, write_blocks
 from tpformer.weights.families import family_for
 from tpformer.weights.files import MAX_FILE_BYTES, Spec, create_file, plan_files, write_index
 from tpformer.weights.tensors import Place, TensorMap, their_specs
@@ -41,6 +43,7 @@ def export(
     step: int | None = None,
     dtype: str | None = None,
     file_format: str = "tpformer",
+    weights: str = "16",
     max_shard_bytes: int = MAX_FILE_BYTES,
     report: Callable[[str], None] = print,
 ) -> int:
@@ -48,12 +51,13 @@ def export(
 
     step: unset, the newest good checkpoint; bad ones are reported. dtype: float32 or bfloat16; unset, that of the
     parameters. file_format: "tpformer", or "hf" for the names of the plainest family of transformers' models that can
-    say the architecture, with the tokenizer and the settings of generation where the run has them.
+    say the architecture, with the tokenizer and the settings of generation where the run has them. weights: "fp8" for
+    blocks of e4m3 in the linears of layers, of the numbers in `dtype` (weights.blocks); with "hf" alone.
     Vocabulary tables keep vocab_size rows: their padding rows are zero, never predicted, and left out.
     Memory: one saved shard of a tensor, or the stacked experts of a layer; the files are memory-mapped.
     Errors, before anything is written: FileNotFoundError without a run, a checkpoint or one of that step; ValueError if
-    `out` is not empty, and for an architecture that no family can say; CheckpointError for a damaged checkpoint. A
-    failure after that leaves no `out`.
+    `out` is not empty, for an architecture that no family can say, and for weights that cannot be in FP8;
+    CheckpointError for a damaged checkpoint. A failure after that leaves no `out`.
     """
     config = read_run_config(run)
     architecture = config.model.architecture
@@ -64,15 +68,20 @@ def export(
         saved = saved_tensors(source, MODEL)
         tensors = TensorMap(family, architecture)
         dtypes = {name: DTYPES[dtype] if dtype else entry.properties.dtype for name, entry in saved.items()}
-        specs = their_specs(tensors, dtypes)
+        specs, in_blocks = their_specs(tensors, dtypes), {}
+        if weights == FP8:
+            in_blocks = quantised(tensors)
+            specs = block_specs(specs, in_blocks)
         if family is None:
             facts = {"dtype": ", ".join(sorted(map(dtype_name, set(dtypes.values())))), "step": step}
             values = dataclasses.asdict(architecture) | facts | {"source": str(source.absolute())}
         else:
             values = family.write(architecture) | _companions(run, config.data.tokenizer, temporary, report)
             values["torch_dtype"] = dtype_name(functools.reduce(torch.promote_types, dtypes.values()))
+            values |= {"quantization_config": QUANTIZATION_CONFIG} if in_blocks else {}
         (temporary / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
-        _write(temporary, source, tensors, plan_files(specs, max_shard_bytes))
+        files = plan_files(specs, max_shard_bytes)
+        _write(temporary, source, tensors, files, {name: dtypes[name] for name in in_blocks})
     return step
 
 
@@ -88,15 +97,35 @@ def _companions(run: Path, tokenizer: str | None, out: Path, report: Callable[[s
     return token_ids(directory)
 
 
-def _write(directory: Path, source: Path, tensors: TensorMap, files: Mapping[str, Mapping[str, Spec]]) -> None:
+def _write(
+    directory: Path,
+    source: Path,
+    tensors: TensorMap,
+    files: Mapping[str, Mapping[str, Spec]],
+    in_blocks: Mapping[str, torch.dtype],
+) -> None:
+    """in_blocks: the dtypes whose numbers are quantised, of the parameters that are in FP8."""
     for file, specs in files.items():
         made = create_file(directory / file, specs)
         for name, places in tensors.places.items():
+            if name in in_blocks:
+                _write_quantised(source, name, places[0], in_blocks[name], made)
+                continue
             blocks = [place for place in places if place.theirs in made]
             _write_blocks(source, MODEL + name, blocks, made, whole=len(places) == 1)
         del made
         fsync(directory / file)
     write_index(directory, files)
+
+
+def _write_quantised(
+    source: Path, name: str, place: Place, dtype: torch.dtype, made: Mapping[str, torch.Tensor]
+) -> None:
+    """Write a parameter in FP8, and its scales, which another file may have."""
+    if place.theirs in made or place.theirs + SCALES in made:
+        weight = torch.empty(place.shape, dtype=dtype)
+        read_parts(source, [(MODEL + name, weight, place.begin)])
+        write_blocks(weight, place.theirs, made)
 
 
 def _write_blocks(

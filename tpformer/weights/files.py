@@ -26,6 +26,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8} | {
     "BOOL": torch.bool
 }
+WRITTEN = DTYPES | {"F8_E4M3": torch.float8_e4m3fn}
 MAX_FILE_BYTES = 5 * 10**9
 ALIGNMENT = 8
 
@@ -117,7 +118,7 @@ def create_file(path: Path, specs: Mapping[str, Spec]) -> dict[str, Tensor]:
     begins, offset = {}, 0
     for name in sorted(specs, key=lambda name: -specs[name].dtype.itemsize):  # so that each is aligned to its dtype
         begins[name], end = offset, offset + specs[name].nbytes
-        kind = next(kind for kind, dtype in DTYPES.items() if dtype == specs[name].dtype)
+        kind = next(kind for kind, dtype in WRITTEN.items() if dtype == specs[name].dtype)
         header[name] = {"dtype": kind, "shape": list(specs[name].shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
