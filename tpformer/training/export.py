@@ -21,7 +21,6 @@ import torch
 
 from tpformer.config.fp8 import FP8
 from tpformer.processes.files import make_folder, naming
-from tpformer.weights.blocks import QUANTIZATION_CONFIG, SCALES, block_specs, quantised, write_blocks
 from tpformer.weights.families import family_for
 from tpformer.weights.files import MAX_FILE_BYTES, Spec, create_file, plan_files, write_index
 from tpformer.weights.tensors import Place, TensorMap, their_specs
@@ -30,6 +29,7 @@ from tpformer.words import dtype_name
 from .checkpoint import choose_step
 from .checkpoint_files import MODEL, fsync, read_parts, saved_tensors, step_path
 from .companions import CONFIG, companions_of, copy_companions, token_ids, write_byte_tokenizer
+from .export_blocks import QUANTIZATION_CONFIG, SCALES, block_specs, quantised, write_blocks
 from .resolve import read_run_config
 
 LOCK = "tpformer.lock"
@@ -52,7 +52,7 @@ def export(
     step: unset, the newest good checkpoint; bad ones are reported. dtype: float32 or bfloat16; unset, that of the
     parameters. file_format: "tpformer", or "hf" for the names of the plainest family of transformers' models that can
     say the architecture, with the tokenizer and the settings of generation where the run has them. weights: "fp8" for
-    blocks of e4m3 in the linears of layers, of the numbers in `dtype` (weights.blocks); with "hf" alone.
+    blocks of e4m3 in the linears of layers, of the numbers in `dtype` (export_blocks.py); with "hf" alone.
     Vocabulary tables keep vocab_size rows: their padding rows are zero, never predicted, and left out.
     Memory: one saved shard of a tensor, or the stacked experts of a layer; the files are memory-mapped.
     Errors, before anything is written: FileNotFoundError without a run, a checkpoint or one of that step; ValueError if

@@ -112,6 +112,28 @@ def test_a_write_that_is_interrupted_or_refused_leaves_nothing_and_harms_nothing
         assert [*path.parent.iterdir()] == [path] and path.read_bytes() == b"precious"
 
 
+@pytest.mark.parametrize("after", ["open", "exists"])
+def test_a_signal_before_the_first_token_leaves_nothing(tmp_path, monkeypatch, after) -> None:
+    """It ends the call that made the file, or a later one. Another build's file stays."""
+    called = getattr(Path, after)
+
+    def interrupted(path: Path, *arguments: str) -> object:
+        result = called(path, *arguments)
+        if (tmp_path / "made.bin.tmp") in tmp_path.iterdir():
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(Path, after, interrupted)
+    with pytest.raises(KeyboardInterrupt), IndexedWriter(tmp_path / "made", np.dtype(np.uint16)):
+        raise AssertionError("the block has begun")
+    assert not [*tmp_path.iterdir()]
+    monkeypatch.undo()
+    (tmp_path / "made.bin.tmp").touch()
+    with pytest.raises(ValueError, match="another build"), IndexedWriter(tmp_path / "made", np.dtype(np.uint16)):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["made.bin.tmp"]
+
+
 def test_ids_that_do_not_fit_are_refused_where_they_are_written_and_where_they_are_read(tmp_path: Path) -> None:
     """R3: with a sidecar they became token 0, or were dropped. The position is that in the stream."""
     for ids, message in (

@@ -291,21 +291,22 @@ class IndexedWriter:
 
     def __enter__(self) -> "IndexedWriter":
         make_folder(self._paths.bin.parent)
+        own = not self._temporary_bin.exists()
         try:
             # exclusive creation makes the temporary a lock: two builds of one prefix cannot mix their tokens
             self._stream = self._temporary_bin.open("xb")
+            # a stale sidecar counts too: it would describe tokens that are no longer there
+            if existing := [str(path) for path in self._paths if path.exists()]:
+                raise ValueError(f"{', '.join(existing)} already exists; choose another --out or delete it first")
+            if self._masked:
+                self._mask_stream = self._temporary_mask.open("wb")
         except FileExistsError:
-            raise ValueError(
-                f"{self._temporary_bin} exists: another build of this dataset is running, or one was killed; "
-                "delete the file if none is running"
-            ) from None
-        # a stale sidecar counts too: it would describe tokens that are no longer there
-        existing = [str(path) for path in self._paths if path.exists()]
-        if existing:
-            self._discard()
-            raise ValueError(f"{', '.join(existing)} already exists; choose another --out or delete it first")
-        if self._masked:
-            self._mask_stream = self._temporary_mask.open("wb")
+            why = "another build of this dataset is running, or one was killed; delete the file if none is running"
+            raise ValueError(f"{self._temporary_bin} exists: {why}") from None
+        except BaseException:  # a signal, too, which may come as soon as the file is there
+            if own:
+                self._discard()
+            raise
         return self
 
     def add_document(self, ids: Sequence[int] | np.ndarray, mask: Sequence[bool] | np.ndarray | None = None) -> None:
@@ -391,9 +392,8 @@ class IndexedWriter:
             path.unlink(missing_ok=True)
 
     def _discard(self) -> None:
-        for stream in (self._stream, self._mask_stream):
+        for stream in filter(None, (getattr(self, "_stream", None), self._mask_stream)):
             with suppress(OSError):  # what is still to be written may not fit on the disk
-                if stream is not None:
-                    stream.close()
+                stream.close()
         for path in (self._temporary_bin, self._temporary_idx, self._temporary_mask):
             path.unlink(missing_ok=True)

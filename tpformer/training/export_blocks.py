@@ -1,7 +1,7 @@
 """Weights of linears in FP8 as DeepSeek-V3's files have them: blocks of e4m3, and a tensor of scales beside each one.
 
 Belongs here: which tensors of theirs are quantised, their names, shapes and values. How a matrix is quantised:
-kernels/quantize. https://huggingface.co/deepseek-ai/DeepSeek-V3 has the layout, which transformers and vLLM read.
+kernels/quantize. The layout is that of DeepSeek-V3 (arXiv:2412.19437), which transformers and vLLM read.
 """
 
 import re
@@ -14,9 +14,8 @@ from torch import Tensor
 from tpformer.config.fp8 import BLOCK, check_fp8_sizes
 from tpformer.kernels.quantize.format import VALUES
 from tpformer.kernels.quantize.reference import powers, quantize_weight
-
-from .files import Spec
-from .tensors import Place, TensorMap
+from tpformer.weights.files import Spec
+from tpformer.weights.tensors import Place, TensorMap
 
 SCALES = "_scale_inv"  # after the name of a weight: float32 (N / 128, K / 128), by which its values are multiplied
 LINEARS = re.compile(r"layers\.\d+\.(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj\.weight")
