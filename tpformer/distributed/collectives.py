@@ -10,7 +10,7 @@ nn.ReLU(inplace=True) does behind a row-parallel linear.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -207,14 +207,12 @@ def _wait(work: dist.Work, group: dist.ProcessGroup, output: torch.Tensor) -> No
     if calls is None:
         work.wait()
         return
-    while True:
-        try:
+    while not work.is_completed():
+        with suppress(RuntimeError):  # of the time, or its own one, which the last wait raises
             work.wait(PATIENCE)
-            return
-        except RuntimeError:
-            if work.is_completed():
-                raise
+        if not work.is_completed():
             calls.check()
+    work.wait()
 
 
 def _scatter_shared(x: torch.Tensor, group: dist.ProcessGroup, state: CollectiveState, name: str) -> torch.Tensor:
