@@ -156,7 +156,7 @@ def ratios(found: Mapping[str, list[float]]) -> list[float]:
 
 
 def beyond(found: Mapping[str, list[float]]) -> list[str]:
-    """The GEMMs of which FP8's error is more than is allowed."""
+    """The GEMMs whose error in FP8 is more than is allowed."""
     return [
         f"FP8's error, {name}, is {ratio:.1f} times bfloat16's, of at most {most:.1f}"
         for name, ratio, most in zip(NAMES, ratios(found), MOST, strict=False)

@@ -1,4 +1,4 @@
-"""How much of what is quantised depends on the layout, by what shares a scale: the table of `bench layouts --fp8`.
+"""Which share of the quantised numbers a layout changes, by what has one scale: a table of `bench layouts --fp8`.
 
 Belongs here: other ways to scale than the library's, each on a matrix and on its shards. Nothing trains by them.
 """

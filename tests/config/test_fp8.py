@@ -6,8 +6,9 @@ import pytest
 
 from tpformer.cli.plan import plan_command
 from tpformer.config import build_config, check_config, preset_config
-from tpformer.config.fp8 import check_precision
+from tpformer.config.fp8 import BLOCK, check_precision
 from tpformer.config.layout import Layout
+from tpformer.kernels.quantize import format
 
 WIDE = {"hidden_size": 256, "n_heads": 4, "n_kv_heads": 2, "head_dim": 128, "ffn_hidden_size": 768, "vocab_size": 256}
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -78,6 +79,11 @@ def most(name: str) -> int | None:
             continue
         fitting.append(tp)
     return max(fitting, default=None)
+
+
+def test_blocks_are_those_of_the_format() -> None:
+    """The configuration imports no torch, so it has the number a second time."""
+    assert BLOCK == format.BLOCK
 
 
 def test_a_plan_knows_no_times_of_fp8(tmp_path: Any) -> None:
