@@ -311,9 +311,17 @@ def _window_sizes(window: int | None, is_causal: bool) -> dict[str, int]:
 unscale = torch._amp_foreach_non_finite_check_and_unscale_  # what GradScaler does to gradients
 
 
-def laid_out_as(local: Tensor, like: DTensor) -> DTensor:
-    """A DTensor with this local part, and all else as another one has it. from_local takes six times as long."""
-    return type(like)(local, like._spec, requires_grad=False)
+def laid_out_as(local: Tensor, like: DTensor, partial: bool = False) -> DTensor:
+    """A DTensor with this local part, and all else as another one has it. from_local takes six times as long.
+
+    partial: each rank's part is a partial sum over the mesh.
+    """
+    spec = like._spec
+    if partial:
+        from torch.distributed.tensor import Partial
+
+        spec = type(spec)(spec.mesh, (Partial(),) * spec.mesh.ndim, tensor_meta=spec.tensor_meta)
+    return type(like)(local, spec, requires_grad=False)
 
 
 def allow_foreach(kind: type[Tensor]) -> None:

@@ -17,6 +17,7 @@ from tpformer.distributed.dtensor import check_own_part, is_dtensor
 from tpformer.kernels.philox.reference import philox_key, random_normal
 from tpformer.torch_private import is_own_parameter, own_part, own_slices, refuse_replicas
 
+from .local_part import LocalPart
 from .optimizers import watch_optimizers
 from .tensor_parallel import TensorParallel
 
@@ -141,9 +142,11 @@ class ParallelModule(nn.Module):
             )
         if computed:  # DTensor may have laid the result out in another way
             parameter = parameter.redistribute(placements=[self.placements[name]])
-        from torch.distributed.tensor import Partial
+        if torch.compiler.is_compiling():  # which knows to_local
+            from torch.distributed.tensor import Partial
 
-        return parameter.to_local(grad_placements=[Partial()] if partial else None)
+            return parameter.to_local(grad_placements=[Partial()] if partial else None)
+        return LocalPart.apply(parameter, partial, name != "bias")
 
     @torch.no_grad()
     def accumulate(self, name: str, gradient: Tensor, rows: slice | None = None) -> None:

@@ -26,11 +26,13 @@ def watch_optimizers() -> None:
     are the default, so such a group goes parameter by parameter, unless it asks for them.
     Adafactor's step sizes and factored statistics are those of whole tensors. For a sharded vector torch's Adafactor
     silently takes those of the shard; for a sharded matrix it raises from within. Optimizers that work element by
-    element, such as AdamW, are exact. A state that another rank has saved is refused.
+    element, such as AdamW, are exact. A state that another rank has saved is refused. What a step writes is counted, so
+    that a backward of a forward before it raises: torch's multi-tensor operations do not count it for DTensors.
     """
     register_optimizer_step_pre_hook(_part_by_part)
     register_optimizer_step_pre_hook(_refuse)
     register_optimizer_step_pre_hook(_check_loaded)
+    register_optimizer_step_pre_hook(_count_writes)
 
 
 def _part_by_part(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -43,6 +45,11 @@ def _part_by_part(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dic
                 f"{asked} out, or make a group of each kind"
             )
         group["foreach"] = False
+
+
+def _count_writes(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    torch.autograd.graph.increment_version([p for p in parameters if is_dtensor(p)])
 
 
 @torch.no_grad()
