@@ -19,6 +19,9 @@ TILES = {
     # the same, for few rows without a gather or a scatter: see select_narrow_tile
     "narrow": Tile(64, 64, 64, 6, 4, True),  # 96 KiB, 2 programs per SM
     "narrowest": Tile(64, 32, 64, 8, 4, True),  # 96 KiB, 2 programs per SM; on sm_100 the epilogue takes 8 KiB more
+    # sm_90 and sm_100, 8-bit blocks: a step of K is a block of 128, and bytes are m + n times k times stages
+    "quantized": Tile(128, 128, 128, 4, 8, True),  # 128 KiB; two sums in float32, which larger tiles would spill
+    "quantized_small": Tile(64, 128, 128, 4, 4, True),  # 96 KiB, 2 programs per SM: for few rows
     # sm_80, 16-bit: pointer loads through cp.async
     "ampere": Tile(128, 128, 32, 4, 8, False),
     "ampere_small": Tile(64, 64, 64, 3, 4, False),
@@ -39,6 +42,8 @@ WAVES = {
     "ampere": (20,),
     "ampere_small": (9,),
     "exact": (1,),
+    "quantized": (20,),
+    "quantized_small": (18, 23),
 }
 FEW_ROWS = 128  # a GEMM of so few rows waits for its weights, so the tile with the most loads in flight is the fastest
 BUSY = 0.9  # the share of the SMs that a narrow tile must give a program to
@@ -52,6 +57,8 @@ def tile_names(capability: int, itemsize: int, operands: int = 1) -> tuple[str, 
     """
     if itemsize == 4:
         return ("exact",)
+    if itemsize == 1:
+        return ("quantized", "quantized_small")
     datacenter = 90 <= capability < 120  # sm_120 has TMA, but too little shared memory for these tiles
     names = ("large", "medium", "small") if datacenter else ("ampere", "ampere_small")
     return names if operands == 1 else tuple(n for n in names if TILES[n].m * TILES[n].n <= MANY_OPERANDS_ELEMENTS)

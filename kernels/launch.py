@@ -136,24 +136,26 @@ def persistent_programs(
     programs: int | None = None,
     served: int = 1,
     spare: int = 0,
+    itemsize: int = 2,
 ) -> int:
     """How many programs walk the tiles of one rank: at most one per tile.
 
     By default the programs fill all SMs but `spare`, which the `served` ranks of the launch share. `programs` replaces
-    the default, which is 2 in the interpreter.
+    the default, which is 2 in the interpreter. itemsize: of the operands, as resident_programs takes it.
     """
     if programs is None:
-        programs = 2 if is_interpreted() else resident_programs(device, tile, spare) // served
+        programs = 2 if is_interpreted() else resident_programs(device, tile, spare, itemsize) // served
     return max(1, min(tiles, programs))
 
 
-def resident_programs(device: torch.device, tile: Tile, spare: int = 0) -> int:
+def resident_programs(device: torch.device, tile: Tile, spare: int = 0, itemsize: int = 2) -> int:
     """How many programs with this tile are resident at once on all SMs but `spare`.
 
-    Two things limit them: registers, as each thread may take all that it can address, and the stages' shared memory.
+    Two things limit them: registers, as each thread may take all that it can address, and the stages' shared memory, of
+    operands with itemsize bytes a value.
     """
     properties = torch.cuda.get_device_properties(device)
-    shared = (tile.m + tile.n) * tile.k * 2 * tile.stages
+    shared = (tile.m + tile.n) * tile.k * itemsize * tile.stages
     registers = tile.warps * 32 * (MAXIMUM_REGISTERS + 1)
     per_sm = max(1, min(properties.shared_memory_per_multiprocessor // shared, REGISTERS // registers))
     return per_sm * max(1, properties.multi_processor_count - spare)

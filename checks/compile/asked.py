@@ -8,7 +8,7 @@ import ast
 import contextlib
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from unittest import mock
 
@@ -37,10 +37,13 @@ class Asked:
 
     @functools.cache  # noqa: B019 - there are few
     def jitted(self, kernel: str) -> str:
-        """Jitted functions and constants of the kernel's file and of all that this imports, without comments."""
+        """Jitted functions of the kernel's file and of all that this imports, and the constants that they name, without
+        comments."""
         defining = [path for path, text in self._texts.items() if f"def {kernel}(" in text]
         files = reached(defining, self._imports.__getitem__)
-        return "\n".join(ast.unparse(node) for path in sorted(files) for node in compiled(self._texts[path]))
+        return "\n".join(
+            map(ast.unparse, named([node for path in sorted(files) for node in compiled(self._texts[path])]))
+        )
 
 
 def compiled(text: str) -> list[ast.stmt]:
@@ -51,6 +54,24 @@ def compiled(text: str) -> list[ast.stmt]:
         if isinstance(node, ast.Assign | ast.AnnAssign)
         or (isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list))
     ]
+
+
+def named(nodes: list[ast.stmt]) -> list[ast.stmt]:
+    """The functions among these statements, and the values that they name, or that values name that they name."""
+    kept = {node for node in nodes if isinstance(node, ast.FunctionDef)}
+    while True:
+        names = {name for node in kept for name in names_in(node)}
+        more = {node for node in nodes if node not in kept and names & set(names_in(node, ast.Store))}
+        if not more:
+            return [node for node in nodes if node in kept]
+        kept |= more
+
+
+def names_in(node: ast.stmt, context: type[ast.expr_context] = ast.Load) -> Iterator[str]:
+    """Names of variables, and of attributes, that a statement loads, or stores."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name | ast.Attribute) and isinstance(each.ctx, context):
+            yield each.id if isinstance(each, ast.Name) else each.attr
 
 
 def launched(case: Case) -> list[str]:

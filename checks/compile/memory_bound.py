@@ -18,14 +18,6 @@ from tpformer.kernels.dropout.kernel import finish_backward, finish_forward
 from tpformer.kernels.finish import Dropout, Finish, Norm
 from tpformer.kernels.norm.kernel import WIDEST_BACKWARD, finish_norm_forward, norm_backward, norm_forward
 from tpformer.kernels.pack.kernel import pack, unpack
-from tpformer.kernels.quantize.format import BLOCK, EXPONENTS, VALUES, Blocks
-from tpformer.kernels.quantize.kernel import (
-    dequantize,
-    dequantize_weight,
-    quantize_rows,
-    quantize_weight,
-    quantize_weight_twice,
-)
 from tpformer.kernels.rope.kernel import rope_rotate
 from tpformer.kernels.route.kernel import route_backward, route_forward
 from tpformer.kernels.route.reference import Policy
@@ -210,23 +202,6 @@ def pack_cases() -> Iterator[Case]:
                 yield Case(name=name, kernel=kernel, launch=backward, **same)
 
 
-def quantize_cases() -> Iterator[Case]:
-    """Rows and weights there and back, for the architectures that have e4m3."""
-    for capability in CAPABILITIES:
-        for dtype in DTYPES if capability >= 90 else ():
-            x, values = meta(8192, 4096, dtype=dtype), meta(8192, 4096, dtype=VALUES)
-            rows, weight = meta(4096 // BLOCK, 8192, dtype=EXPONENTS), meta(64, 4096 // BLOCK, dtype=EXPONENTS)
-            launches = {
-                ("quantize_rows_kernel", ""): partial(quantize_rows, x),
-                ("quantize_weight_kernel", "one copy"): partial(quantize_weight, x),
-                ("quantize_weight_kernel", "two copies"): partial(quantize_weight_twice, x),
-                ("dequantize_kernel", "rows"): partial(dequantize, Blocks(values, rows), dtype),
-                ("dequantize_kernel", "weight"): partial(dequantize_weight, Blocks(values, weight), dtype),
-            }
-            for (kernel, name), launch in launches.items():
-                yield Case(name=name, kernel=kernel, dtype=dtype, capability=capability, launch=launch)
-
-
 def update_cases() -> Iterator[Case]:
     """Gradients of each dtype. With copies, without them, and where memory begins anywhere, which is not vectorised."""
     scalar, elements = NUMBERS(), 1 << 20
@@ -296,6 +271,5 @@ MEMORY_BOUND: tuple[Callable[[], Iterator[Case]], ...] = (
     combine_cases,
     route_cases,
     pack_cases,
-    quantize_cases,
     update_cases,
 )

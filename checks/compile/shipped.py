@@ -32,6 +32,7 @@ from tpformer.kernels.protocol import ERROR_WORDS, Channel, bump, poll_in_vain
 
 from .cases import CAPABILITIES, DTYPES, Case, meta, meta_packed
 from .memory_bound import MEMORY_BOUND
+from .quantized import QUANTIZED
 
 WORLD = 8
 M, N, K = 8192, 4096, 2048
@@ -390,6 +391,7 @@ KERNELS: tuple[Callable[[], Iterator[Case]], ...] = (
     matmul_all_reduce_cases,
     gather_cases,
     *MEMORY_BOUND,
+    *QUANTIZED,
 )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tpformer.cli.plan import plan_command
 from tpformer.config import build_config, check_config, preset_config
-from tpformer.config.fp8 import BLOCK, check_precision
+from tpformer.config.fp8 import BLOCK, check_fp8_run, check_precision
 from tpformer.config.layout import Layout
 from tpformer.kernels.quantize import format
 
@@ -20,7 +20,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"parallel.tensor_parallel": 4}, "fewer key-value heads than tensor-parallel ranks"),
     ({"model.n_experts": 4, "model.activation": "swiglu", "model.bias": False}, "FP8 with experts"),
-    ({"train.device": "cuda"}, "FP8 on a GPU has no kernels yet"),
+    ({"train.device": "cuda", "train.dtype": "float32"}, "FP8 with float32 on a GPU: its GEMMs give bfloat16"),
     ({"train.dtype": "float16"}, "FP8 with float16"),
     ({"parallel.transport": "pipelined", "parallel.tensor_parallel": 2}, "FP8 with transport='pipelined'"),
     ({"parallel.transport": "fused", "parallel.tensor_parallel": 2}, "FP8 with transport='fused'"),
@@ -34,6 +34,14 @@ def values(changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
         section, name = key.split(".")
         sections[section][name] = value
     return sections
+
+
+def test_gpus_that_have_no_gemm_of_blocks_are_refused() -> None:
+    for capability in ((8, 0), (8, 9), (12, 0)):
+        with pytest.raises(ValueError, match=f"FP8 on a GPU of sm_{capability[0]}{capability[1]}: .* sm_90 and sm_100"):
+            check_fp8_run("cuda", "bfloat16", "auto", capability)
+    for capability in ((9, 0), (10, 0), (10, 3)):
+        check_fp8_run("cuda", "bfloat16", "auto", capability)
 
 
 @pytest.mark.parametrize("changes, message", REFUSED)

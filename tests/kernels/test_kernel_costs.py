@@ -40,6 +40,7 @@ CASES: list[tuple[str, tuple, dict, tuple[int, int]]] = [
     # x, a byte a value, one for each of 3 x 2 blocks; then two copies of 2 x 1 blocks of 128 x 128
     ("quantize", (3, 256, 2), {}, (2 * 768, 3 * 768 + 6)),
     ("quantize", (256, 128, 4, 128, 2), {}, (2 * 32768, 6 * 32768 + 4)),
+    ("quantized_matmul", (3, 128, 256, 2), {}, (6 * 32768, 3 * 256 + 32768 + 6 + 2 + 768)),
     # 3 flops an element; q and k in and out, and 8 bytes of position and cos + sin of d / 2 float32 a token
     ("rope", (2, 3, 1, 4, 2), {}, (96, 176)),
     # 5 flops a score, and in the forward one for each expert chosen; logits and scores 4 bytes each (backward: scores

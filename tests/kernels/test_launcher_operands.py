@@ -128,6 +128,9 @@ ROWS: dict[tuple[str, str], Callable[[], tuple]] = {
     ("quantize", "quantize_weight"): lambda: ((floats(256, 128),), {}),
     ("quantize", "quantize_weight_twice"): lambda: ((floats(128, 256),), {}),
     ("quantize", "dequantize"): lambda: ((quantize_rows(floats(3, 256)), torch.bfloat16), {}),
+    ("quantized_matmul", "quantized_matmul"): lambda: (
+        (quantize_rows(floats(3, 256)), quantize_weight(floats(128, 256)), floats(128)), {"dtype": torch.float32}
+    ),
     ("quantize", "dequantize_weight"): lambda: ((quantize_weight(floats(128, 256)), torch.float16), {}),
     ("update", "adamw_"): lambda: (
         updated(2), {**NUMBERS, "skipped": torch.zeros(()), "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}

@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from tpformer import ops
 from tpformer.config import GPTConfig
 from tpformer.in_place import parallelize
+from tpformer.kernels.quantize import reference
+from tpformer.kernels.quantize.reference import quantize_rows
 from tpformer.layers import MoE, TensorParallel, keep, linear_plans, transformer_block
 from tpformer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpformer.models import GPT
-from tpformer.ops.transports import quantized
 from tpformer.ops.transports.quantized import record_blocks
 
 FP8 = TensorParallel(precision="fp8")
@@ -56,7 +57,7 @@ def test_the_linears_of_blocks_are_quantised_and_nothing_else(config: GPTConfig)
 
 def test_16_bits_run_nothing_of_it() -> None:
     model = GPT(OLD, tp=TensorParallel(precision="16"), dtype=torch.float64)
-    with record_blocks() as made, mock.patch.object(quantized, "quantize_rows", None):
+    with record_blocks() as made, mock.patch.object(reference, "quantize_rows", None):
         model(IDS, targets=IDS).backward()
         assert not made
     plain = GPT(OLD, dtype=torch.float64)
@@ -185,7 +186,7 @@ def test_autocast_quantises_what_it_casts() -> None:
         with torch.autocast("cpu", torch.bfloat16), record_blocks() as made:
             results.append(layer(x))
         assert results[-1].dtype == torch.bfloat16
-        expected = quantized.quantize_rows(x.bfloat16())
+        expected = quantize_rows(x.bfloat16())
         assert any(torch.equal(each.values.view(torch.uint8), expected.values.view(torch.uint8)) for each in made)
     assert_identical(*results)
     assert dist.get_world_size() == 2

@@ -20,6 +20,7 @@ from testing import differ_on_a_rank, on_every_rank
 from torch import Tensor
 
 from checks.quantized_blocks import digests
+from tpformer.kernels.quantize import reference
 from tpformer.kernels.quantize.format import Blocks
 from tpformer.ops.transports import quantized
 from tpformer.ops.transports.quantized import Quantized, record_blocks
@@ -177,41 +178,60 @@ def exponents_by_row(rows: Tensor) -> Blocks:
     return Blocks(values, exponents.t().reshape(exponents.shape).contiguous())
 
 
-unpacked_rows, dequantize = quantized.unpacked_rows, quantized.dequantize
-GATHERS: dict[str, tuple[str, Callable]] = {
-    "right": ("dequantize", dequantize),
-    "own exponents": ("unpacked_rows", own_exponents),
-    "exponents by row": ("unpacked_rows", exponents_by_row),
-    "no exponents": ("dequantize", lambda blocks, dtype: blocks.values.to(dtype)),
+def no_exponents(rows: Tensor) -> Blocks:
+    values, exponents = unpacked_rows(rows)
+    return Blocks(values, torch.zeros_like(exponents))
+
+
+unpacked_rows = quantized.unpacked_rows
+GATHERS: dict[str, Callable] = {
+    "right": unpacked_rows,
+    "own exponents": own_exponents,
+    "exponents by row": exponents_by_row,
+    "no exponents": no_exponents,
 }
 
 
 @on_every_rank(2)
 def test_gathered_rows_are_what_their_ranks_quantised() -> None:
     x = ROWS.chunk(2)[dist.get_rank()]
-    for name, (target, function) in GATHERS.items():
-        with mock.patch.object(quantized, target, function):
+    for name, function in GATHERS.items():
+        with mock.patch.object(quantized, "unpacked_rows", function):
             gathered = opened(dist.group.WORLD, x, transport="quantized").start_gather(x)()
-        assert torch.equal(gathered, rounded(ROWS, 1, 128)) == (name == "right"), name
+        found = reference.dequantize(gathered, torch.float64)
+        assert torch.equal(found, rounded(ROWS, 1, 128)) == (name == "right"), name
 
 
-def one_scale(x: Tensor) -> Blocks:
+def of_one_scale(x: Tensor) -> Blocks:
     """Blocks with the largest scale of them all, as one scale a matrix gives."""
-    scale = 2.0 ** quantize_rows(x).exponents.max()
-    exponents = torch.full((x.shape[1] // 128, len(x)), int(scale.log2()), dtype=torch.int8)
-    return Blocks(nearest(x / scale).to(torch.float8_e4m3fn), exponents)
+    exponents = quantize_rows(x).exponents
+    exponent = int(exponents.max())
+    return Blocks(nearest(x * 2.0**-exponent).to(torch.float8_e4m3fn), torch.full_like(exponents, exponent))
 
 
-quantize_rows = quantized.quantize_rows
+def cut_off(x: Tensor) -> Blocks:
+    """Blocks whose values have lost their last bit."""
+    values, exponents = quantize_rows(x)
+    return Blocks((values.view(torch.uint8) & 0xFE).view(values.dtype), exponents)
+
+
+quantize_rows, quantize_weight = reference.quantize_rows, reference.quantize_weight
+twice = reference.quantize_weight_twice
 MISTAKES: dict[str, tuple[Any, str, Callable]] = {
-    "right": (quantized, "quantize_rows", quantize_rows),
-    "what the operation quantises stays in 16 bits": (Quantized, "factor", lambda self, x: x),
-    "what is gathered stays in 16 bits": (Quantized, "_gathered", lambda self, x: x),
-    "weights stay in 16 bits": (quantized, "_factor_of", lambda weight: weight),
-    "weights have blocks of rows": (quantized, "_factor_of", lambda weight: rounded(weight, 1, 128)),
-    "rows have blocks of columns": (Quantized, "factor", lambda self, x: rounded(x.t().contiguous(), 1, 128).t()),
-    "one scale a matrix": (quantized, "quantize_rows", one_scale),
-}
+    "right": (reference, "quantize_rows", quantize_rows),
+    "rows share a scale": (reference, "quantize_rows", of_one_scale),
+    "what the operation quantises loses a bit": (Quantized, "factor", lambda self, x: cut_off(x)),
+    "what is gathered loses a bit": (Quantized, "_gathered", lambda self, x: cut_off(x)),
+    "a weight forgets its scales": (
+        reference, "quantize_weight", lambda w: Blocks(quantize_weight(w).values, 0 * quantize_weight(w).exponents)
+    ),
+    "the gradient of the input takes the weight as it stood": (
+        reference, "quantize_weight_twice", lambda w: (twice(w)[0], twice(w.flip(0))[1])
+    ),
+    "the weight gradient forgets the scales": (
+        Quantized, "weight_gradient", lambda self, dy, x, dtype: dy.values.to(dtype).t() @ x.values.to(dtype)
+    ),
+}  # fmt: skip
 
 
 @on_every_rank(1)

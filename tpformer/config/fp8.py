@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from .architecture import GPTConfig
 from .layout import Layout
 
+CAPABILITIES = (9, 0), (12, 0)  # of GPUs with GEMMs of blocks: from the first to below the second
 PRECISIONS = ("16", "fp8")
 FP8 = "fp8"
 BLOCK = 128  # numbers along features that share a scale (kernels/quantize/format.py)
@@ -31,12 +32,20 @@ def check_fp8_sizes(sizes: Mapping[str, tuple[int, int]]) -> None:
             )
 
 
-def check_fp8_run(device: str, dtype: str, transport: str) -> None:
-    """ValueError for a device, a dtype of activations or a transport that no linear in FP8 has."""
-    if device == "cuda":
+def check_fp8_run(device: str, dtype: str, transport: str, capability: tuple[int, int] | None = None) -> None:
+    """ValueError for a device, a dtype of activations or a transport that no linear in FP8 has.
+
+    capability: of the GPU, where it is known.
+    """
+    if capability is not None and not CAPABILITIES[0] <= capability < CAPABILITIES[1]:
         raise ValueError(
-            "FP8 on a GPU has no kernels yet: what there is proves on a CPU that layouts agree; leave precision = "
-            '"fp8" out, or set train.device = "cpu"'
+            f"FP8 on a GPU of sm_{capability[0]}{capability[1]}: its GEMMs are written for sm_90 and sm_100, such as "
+            f"H100 and B200; leave FP8 out"
+        )
+    if device == "cuda" and dtype != "bfloat16":
+        raise ValueError(
+            f"FP8 with {dtype} on a GPU: its GEMMs give bfloat16 there; use bfloat16, or leave FP8 out, or set "
+            f'train.device = "cpu"'
         )
     if dtype == "float16":
         raise ValueError(
@@ -69,7 +78,7 @@ def check_planned(precision: str) -> None:
 
 def check_precision(model: GPTConfig, layout: Layout, device: str | None, dtype: str | None) -> None:
     """ValueError for a run in FP8 that cannot be. device, dtype: None where the configuration names none yet."""
-    check_fp8_run(device or "cpu", dtype or "float32", layout.transport)
+    check_fp8_run(device or "cpu", dtype or ("bfloat16" if device == "cuda" else "float32"), layout.transport)
     tp = layout.tensor_parallel
     if model.n_experts is not None:
         check_no_fp8_experts(FP8)

@@ -1,9 +1,10 @@
 """column_linear: [norm ->] gather -> GEMM(s), the entry of a tensor-parallel region."""
 
 from collections.abc import Sequence
-from itertools import compress
+from functools import partial
+from itertools import chain, compress
 from operator import and_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from .norm import Norm, Normed, check_normed, normalised, parameters, restored
 from .norm import norm as normalise
 from .packing import keep, kept
 from .sequence import flat_rows, with_leading_dims
-from .transports.interface import Transport
+from .transports.interface import Factor, Transport, tensors_of
 from .transports.sequential import LOCAL
 from .uncompiled import uncompiled
 from .weight_gradients import Deferred, check_sinks
@@ -77,7 +78,7 @@ class ColumnLinearFunction(torch.autograd.Function):
         wanted, wanted_biases = ([*map(and_, used, wants)] for wants in (needed[5:n], needed[n:]))
         begins = call.deferred is None and any(wanted)
         gathering = call.transport.gathering.start_gather(normed_shard) if begins else None
-        factors: list = [None if dy is None else call.transport.factor(dy) for dy in dys]
+        factors: list[Any] = [None if dy is None else call.transport.factor(dy) for dy in dys]
         dx_shard, dnorm_weight, dnorm_bias = (None if any(used) else dcarried), None, None
         if any(needed[:3]) and any(used):
             some = [list(compress(each, used)) for each in (factors, weights)]
@@ -91,13 +92,14 @@ class ColumnLinearFunction(torch.autograd.Function):
         dweights = [None] * len(dys)
         if gathering is not None:
             normed_gathered = gathering()
-            dweights = [dy.t() @ normed_gathered if wants else None for dy, wants in zip(factors, wanted, strict=True)]
+            make = partial(call.transport.weight_gradient, x=normed_gathered, dtype=x_shard.dtype)
+            dweights = [make(dy) if wants else None for dy, wants in zip(factors, wanted, strict=True)]
         elif call.deferred is not None:
             _defer(call, normed_shard, factors, wanted)
         return dx_shard, dnorm_weight, dnorm_bias, None, None, *dweights, *dbiases
 
 
-def _defer(call: _Call, normed_shard: Tensor, dys: Sequence[Tensor], wanted: Sequence[bool]) -> None:
+def _defer(call: _Call, normed_shard: Tensor, dys: Sequence[Factor], wanted: Sequence[bool]) -> None:
     """Queue the weight gradients, together with the gather that they need."""
     assert call.deferred is not None
     queue, sinks = call.deferred
@@ -107,10 +109,10 @@ def _defer(call: _Call, normed_shard: Tensor, dys: Sequence[Tensor], wanted: Seq
     def make() -> None:
         normed_gathered = gather(normed_shard)()
         for sink, dy in pairs:
-            sink(dy.t() @ normed_gathered)
+            sink(call.transport.weight_gradient(dy, normed_gathered, normed_shard.dtype))
 
     if pairs:
-        queue.add(make, normed_shard, *(dy for _, dy in pairs))
+        queue.add(make, normed_shard, *chain.from_iterable(tensors_of(dy) for _, dy in pairs))
 
 
 @uncompiled

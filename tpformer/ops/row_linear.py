@@ -20,7 +20,7 @@ from .norm import Norm, Normed, parameters
 from .packing import keep, kept, unpacked
 from .recompute import leaves_out_end, made
 from .sequence import flat_rows, with_leading_dims
-from .transports.interface import Transport
+from .transports.interface import Transport, tensors_of
 from .transports.sequential import LOCAL
 from .uncompiled import uncompiled
 from .unsaved import versions
@@ -89,11 +89,12 @@ class RowLinearFunction(torch.autograd.Function):
         held = dy_shard if dy_gathered is None else dy_gathered  # so that a queue keeps one of the two alive, not both
 
         def weight_gradient() -> Tensor:
-            return (gathering.start_gather(held)() if dy_gathered is None else held).t() @ a
+            dy = gathering.start_gather(held)() if dy_gathered is None else held
+            return call.transport.weight_gradient(dy, a, dy_shard.dtype)
 
         if call.deferred is not None and wants_weight:
             queue, (sink,) = call.deferred
-            queue.add(lambda: sink(weight_gradient()), held, a)
+            queue.add(lambda: sink(weight_gradient()), *tensors_of(held), *tensors_of(a))
         elif wants_weight:
             dweight = weight_gradient()
         return dx, dgate, dweight, dbias, dresidual_shard, None, None

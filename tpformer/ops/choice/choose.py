@@ -90,7 +90,8 @@ def choose_transport(request: Request) -> Decision:
 
 
 def _quantized(request: Request) -> Decision:
-    check_fp8_run(request.device.type, dtype_name(request.dtype), request.transport)
+    capability = torch.cuda.get_device_capability(request.device) if request.device.type == "cuda" else None
+    check_fp8_run(request.device.type, dtype_name(request.dtype), request.transport, capability)
     gathers = "blocks are gathered, and " * (request.ranks > 1 and request.sequence_parallel)
     return Decision("quantized", f"FP8: {gathers}the GEMM multiplies what blocks stand for")
 

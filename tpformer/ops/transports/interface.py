@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -19,6 +20,7 @@ from tpformer.config.transport_table import OPERATIONS, TransportTable
 from tpformer.distributed.listeners import Listeners
 from tpformer.kernels.finish import NOTHING, Finish
 from tpformer.kernels.pack.format import Packed
+from tpformer.kernels.quantize.format import Blocks
 
 from ..implementation import implementation
 from ..norm import Normed
@@ -37,6 +39,7 @@ def finish_rows(y: Tensor, finish: Finish) -> tuple[Tensor, Normed | None]:
 
 
 Kept: TypeAlias = Tensor | Packed  # what a forward has kept
+Factor: TypeAlias = Tensor | Blocks  # a matrix as a transport's GEMMs take it
 
 
 class Transport(ABC):
@@ -61,12 +64,17 @@ class Transport(ABC):
         self.untold = group
         """The group whose ranks a linear has to tell of its call. Fused operations tell them as they begin."""
 
-    def factor(self, x: Tensor) -> Tensor:
-        """x (M, K) as this transport's GEMMs multiply it: x itself, unless they multiply quantised numbers.
+    def factor(self, x: Tensor) -> Factor:
+        """x (M, K) as this transport's GEMMs take it: x itself, or its blocks if they multiply quantised numbers.
 
         A weight gradient is made of factors. `matmul_reduce` takes them; the gathers take rows and make them.
         """
         return x
+
+    def weight_gradient(self, dy: Factor, x: Factor, dtype: torch.dtype) -> Tensor:
+        """dy^T x (N, K) of two factors, dy (M, N) and x (M, K), in the dtype of the rows that they are of."""
+        assert isinstance(dy, Tensor) and isinstance(x, Tensor)
+        return dy.t() @ x
 
     @abstractmethod
     def gather_matmul(
@@ -81,7 +89,7 @@ class Transport(ABC):
     @abstractmethod
     def gather_matmul_derivative(
         self, dy_shard: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Factor, Factor]:
         """(dx, dgate, a, dy_gathered): the backward of a @ W^T, a = act(x) or act(gate) * x.
 
         Shapes: dy_shard (M / t, N); weight (N, K); x, gate, dx, dgate and the rebuilt a (M, K); dy_gathered (M, N).
@@ -94,7 +102,7 @@ class Transport(ABC):
     @abstractmethod
     def matmul_reduce(
         self,
-        inputs: Sequence[Tensor],
+        inputs: Sequence[Factor],
         weights: Sequence[Tensor],
         *,
         transposed: bool,
@@ -109,12 +117,17 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def start_gather(self, x_shard: Tensor) -> Callable[[], Tensor]:
+    def start_gather(self, x_shard: Tensor) -> Callable[[], Factor]:
         """Begin to gather x_shard (M / t, K); the function returned waits for x_gathered (M, K), a factor.
 
         A matmul_reduce of the same group may come between. The group's next gather may overwrite the rows.
         Communication: one all-gather of M * K * itemsize bytes.
         """
+
+
+def tensors_of(factor: Factor) -> tuple[Tensor, ...]:
+    """The tensors of a factor."""
+    return (factor,) if isinstance(factor, Tensor) else tuple(factor)
 
 
 @dataclass

@@ -18,23 +18,21 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import all_gather
-from tpformer.kernels.finish import NOTHING, Finish
 from tpformer.kernels.quantize.format import BLOCK, EXPONENTS, VALUES, Blocks
-from tpformer.kernels.quantize.reference import dequantize, dequantize_weight, quantize_rows, quantize_weight
 
 from ..implementation import implementation
-from ..norm import Normed
-from .interface import GATHER, REGISTRY, Kept
+from ..quantized_product import quantized_product
+from .interface import GATHER, REGISTRY, Factor, Kept
 from .sequential import Sequential
 
 
 class Quantized(Sequential):
-    """Serves CPU tensors of any dtype but float16. Without a group it quantises alike and communicates nothing.
+    """Serves CPU tensors of any dtype but float16, and bfloat16 on GPUs that have e4m3. Without a group it quantises
+    alike and communicates nothing.
 
     A gather sends a byte a value and a byte a block of 128: 129 / 256 of the bytes in 16 bits. Reductions send what
     Sequential sends.
@@ -45,49 +43,58 @@ class Quantized(Sequential):
         self.name = "quantized"
         self.gathering = self if sequence_parallel else Quantized(None)
 
-    def factor(self, x: Tensor) -> Tensor:
-        """Transport.factor: x rounded to its blocks."""
-        return dequantize(_told(quantize_rows(x)), x.dtype)
+    def factor(self, x: Tensor) -> Blocks:
+        """Transport.factor: the blocks of x."""
+        return _told(implementation("quantize", x).quantize_rows(x))
+
+    def weight_gradient(self, dy: Factor, x: Factor, dtype: torch.dtype) -> Tensor:
+        """Transport.weight_gradient: a GEMM in this dtype of what both stand for, which bfloat16 has exactly."""
+        assert isinstance(dy, Blocks) and isinstance(x, Blocks)
+        dequantize = implementation("quantize", x.values.new_empty(0, dtype=dtype)).dequantize
+        return dequantize(dy, dtype).t() @ dequantize(x, dtype)
 
     def gather_matmul(
         self, x_shard: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """Transport.gather_matmul: all-gather of blocks, then F.linear for each weight."""
+        """Transport.gather_matmul: all-gather of blocks, then a GEMM for each weight."""
         self._record(GATHER)
         x_gathered = self._gathered(x_shard)
-        return [F.linear(x_gathered, _factor_of(weight), bias) for weight, bias in zip(weights, biases, strict=True)]
+        return [self._linear(x_gathered, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
     def gather_matmul_derivative(
         self, dy_shard: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Factor, Factor]:
         """Transport.gather_matmul_derivative: all-gather of blocks, GEMM, then the activation's derivative."""
         self._record(GATHER)
         dy_gathered = self._gathered(dy_shard)
         backward = implementation("activation", x).activation_backward
-        dx, dgate, a = backward(dy_gathered @ _factor_of(weight), x, activation, gate)
+        dx, dgate, a = backward(self._sum_of_products([dy_gathered], [weight], False), x, activation, gate)
         return dx, dgate, self.factor(a), dy_gathered
 
-    def matmul_reduce(
-        self,
-        inputs: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        *,
-        transposed: bool,
-        finish: Finish = NOTHING,
-    ) -> tuple[Tensor, Normed | None]:
-        """Transport.matmul_reduce: that of Sequential, by quantised weights."""
-        return super().matmul_reduce(inputs, list(map(_factor_of, weights)), transposed=transposed, finish=finish)
-
-    def start_gather(self, x_shard: Tensor) -> Callable[[], Tensor]:
+    def start_gather(self, x_shard: Tensor) -> Callable[[], Blocks]:
         """Transport.start_gather: gathers blocks when it is waited for."""
         return lambda: self._gathered(x_shard)
 
-    def _gathered(self, x_shard: Tensor) -> Tensor:
-        """The factor of all ranks' rows, from one gather of their blocks."""
-        blocks = _told(quantize_rows(x_shard))
-        if self.group is not None:
-            blocks = unpacked_rows(all_gather(packed_rows(blocks), self.group))
-        return dequantize(blocks, x_shard.dtype)
+    def _gathered(self, x_shard: Tensor) -> Blocks:
+        """The blocks of all ranks' rows."""
+        blocks = self.factor(x_shard)
+        return blocks if self.group is None else unpacked_rows(all_gather(packed_rows(blocks), self.group))
+
+    def _linear(self, x: Blocks, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return quantized_product(x, _told(implementation("quantize", weight).quantize_weight(weight)), bias, weight)
+
+    def _sum_of_products(self, inputs: Sequence[Blocks], weights: Sequence[Tensor], transposed: bool) -> Tensor:
+        y = None
+        for x, weight in zip(inputs, weights, strict=True):
+            if transposed:
+                product = self._linear(x, weight, None)
+            else:  # matrix units multiply e4m3 along rows only
+                blocks, turned = implementation("quantize", weight).quantize_weight_twice(weight)
+                _told(blocks)
+                product = quantized_product(x, turned, None, weight)
+            y = product if y is None else y.add_(product)
+        assert y is not None
+        return y
 
 
 def packed_rows(blocks: Blocks) -> Tensor:
@@ -104,10 +111,6 @@ def unpacked_rows(rows: Tensor) -> Blocks:
     columns = rows.shape[1] // (BLOCK + 1) * BLOCK
     values, exponents = rows[:, :columns].contiguous(), rows[:, columns:].t().contiguous()
     return Blocks(values.view(VALUES), exponents.view(EXPONENTS))
-
-
-def _factor_of(weight: Tensor) -> Tensor:
-    return dequantize_weight(_told(quantize_weight(weight)), weight.dtype)
 
 
 def _told(blocks: Blocks) -> Blocks:

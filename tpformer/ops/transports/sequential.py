@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import repeat
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +13,7 @@ from tpformer.kernels.finish import NOTHING, Finish
 
 from ..implementation import implementation
 from ..norm import Normed
-from .interface import ALL_REDUCE, GATHER, SCATTER, Kept, Transport, finish_rows, record_transport
+from .interface import ALL_REDUCE, GATHER, SCATTER, Factor, Kept, Transport, finish_rows, record_transport
 
 
 class Sequential(Transport):
@@ -37,7 +38,7 @@ class Sequential(Transport):
 
     def gather_matmul_derivative(
         self, dy_shard: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Factor, Factor]:
         """Transport.gather_matmul_derivative: all-gather, GEMM, then the activation's derivative."""
         self._record(GATHER)
         dy_gathered = all_gather(dy_shard, self.group)
@@ -46,7 +47,7 @@ class Sequential(Transport):
 
     def matmul_reduce(
         self,
-        inputs: Sequence[Tensor],
+        inputs: Sequence[Factor],
         weights: Sequence[Tensor],
         *,
         transposed: bool,
@@ -55,15 +56,22 @@ class Sequential(Transport):
         """Transport.matmul_reduce: GEMMs, the collective, then a pass for what follows."""
         if self.group is None and transposed and len(inputs) == 1:
             # bias inside the GEMM: bit-identical to nn.Linear
-            return finish_rows(F.linear(inputs[0], weights[0], finish.bias), Finish(None, *finish[1:]))
+            return finish_rows(self._linear(inputs[0], weights[0], finish.bias), Finish(None, *finish[1:]))
         self._record(SCATTER if self.sequence_parallel else ALL_REDUCE)
+        y = self._sum_of_products(inputs, weights, transposed)
+        return finish_rows((reduce_scatter if self.sequence_parallel else all_reduce)(y, self.group), finish)
+
+    def _linear(self, x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def _sum_of_products(self, inputs: Sequence[Any], weights: Sequence[Tensor], transposed: bool) -> Tensor:
         first, *rest = (weight.t() if transposed else weight for weight in weights)
         y = inputs[0] @ first
         for x, weight in zip(inputs[1:], rest, strict=True):
             y.addmm_(x, weight)
-        return finish_rows((reduce_scatter if self.sequence_parallel else all_reduce)(y, self.group), finish)
+        return y
 
-    def start_gather(self, x_shard: Tensor) -> Callable[[], Tensor]:
+    def start_gather(self, x_shard: Tensor) -> Callable[[], Factor]:
         """Transport.start_gather: gathers when it is waited for, so that one collective is under way at a time."""
         return lambda: all_gather(x_shard, self.group)
 

@@ -1,0 +1,69 @@
+"""The cases of kernels that make blocks of e4m3, or multiply them, for the architectures that have e4m3.
+
+Belongs here: what KERNELS of shipped.py lists of them.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from torch import Tensor
+
+from tpformer.kernels.configurations import TILES, tile_names
+from tpformer.kernels.quantize.format import EXPONENTS, VALUES, Blocks, row_exponents, weight_exponents
+from tpformer.kernels.quantize.kernel import (
+    dequantize,
+    dequantize_weight,
+    quantize_rows,
+    quantize_weight,
+    quantize_weight_twice,
+)
+from tpformer.kernels.quantized_matmul.kernel import quantized_matmul
+
+from .cases import CAPABILITIES, DTYPES, Case, meta
+
+PROGRAMS = 132
+
+
+def rows_of(m: int, k: int) -> Blocks:
+    """Blocks of rows, without memory."""
+    return Blocks(meta(m, k, dtype=VALUES), meta(*row_exponents(m, k), dtype=EXPONENTS))
+
+
+def weight_of(n: int, k: int) -> Blocks:
+    """Blocks of a weight, without memory."""
+    return Blocks(meta(n, k, dtype=VALUES), meta(*weight_exponents(n, k), dtype=EXPONENTS))
+
+
+def quantize_cases() -> Iterator[Case]:
+    """Rows and weights there and back, for the architectures that have e4m3."""
+    for capability in CAPABILITIES:
+        for dtype in DTYPES if capability >= 90 else ():
+            x = meta(8192, 4096, dtype=dtype)
+            launches = {
+                ("quantize_rows_kernel", ""): partial(quantize_rows, x),
+                ("quantize_weight_kernel", "one copy"): partial(quantize_weight, x),
+                ("quantize_weight_kernel", "two copies"): partial(quantize_weight_twice, x),
+                ("dequantize_kernel", "rows"): partial(dequantize, rows_of(8192, 4096), dtype),
+                ("dequantize_kernel", "weight"): partial(dequantize_weight, weight_of(8192, 4096), dtype),
+            }
+            for (kernel, name), launch in launches.items():
+                yield Case(name=name, kernel=kernel, dtype=dtype, capability=capability, launch=launch)
+
+
+def quantized_matmul_cases() -> Iterator[Case]:
+    """Products with and without a bias, with each tile."""
+
+    def product(bias: Tensor | None, **options) -> None:
+        quantized_matmul(rows_of(8192, 2048), weight_of(4096, 2048), bias, programs=PROGRAMS, **options)
+
+    for capability in CAPABILITIES:
+        for dtype in DTYPES if capability >= 90 else ():
+            for tile in (TILES[name] for name in tile_names(capability, VALUES.itemsize)):
+                for name, bias in (("plain", None), ("bias", meta(4096, dtype=dtype))):
+                    yield Case(
+                        name=name, kernel="quantized_matmul_kernel", dtype=dtype, capability=capability, tile=tile,
+                        launch=partial(product, bias, dtype=dtype, tile=tile),
+                    )  # fmt: skip
+
+
+QUANTIZED: tuple[Callable[[], Iterator[Case]], ...] = (quantize_cases, quantized_matmul_cases)
