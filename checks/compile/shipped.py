@@ -1,8 +1,7 @@
 """The cases of every GEMM and gather, for each architecture, dtype, tile and variant, and the list of all cases.
 
-Belongs here: one function per kernel that communicates or multiplies, listed in KERNELS; memory_bound.py has the
-others. Launchers take tensors of device meta with the sizes of a model, as Triton compiles another kernel for integers
-that are no multiples of 16.
+Belongs here: one function per kernel that communicates or multiplies, listed in KERNELS; the files imported below have
+others. Launchers take meta tensors of a model's sizes: for integers no multiples of 16 Triton compiles other kernels.
 """
 
 from collections.abc import Callable, Iterator, Sequence
