@@ -225,8 +225,14 @@ def test_rows_are_kept_while_their_code_is_the_same(
     assert Cache(check).get(good) == row, "another operation, and what a launcher does before its launch"
     asks = replace(good, launch=case("no fence").launch)
     assert Cache(check).get(asks) is None, "a launch that asks for other code"
-    (check.kernels / "toy.py").write_text(toy + "LIMIT = 3\n")
-    assert Cache(check).get(good) is None
+    (check.kernels / "toy.py").write_text(toy + "LIMIT = 3\nTWICE = 2 * LIMIT\n")
+    assert Cache(check).get(good) == row, "constants that no jitted function names"
+    found = set()
+    for limit in (3, 4):
+        (check.kernels / "toy.py").write_text(toy.replace("pass", "TWICE") + f"LIMIT = {limit}\nTWICE = 2 * LIMIT\n")
+        assert Cache(check).get(good) is None
+        found.add(Cache(check).fingerprint(good))
+    assert len(found) == 2, "a constant by which another is named"
 
 
 def test_the_command_lists_what_is_wrong(forked: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
