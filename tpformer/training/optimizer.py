@@ -1,8 +1,9 @@
-"""AdamW and SGD with weight-decay groups, and their updates of DTensors."""
+"""AdamW and SGD with weight-decay groups, their updates of DTensors, and which optimizer a configuration asks for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpformer.config import OptimizerSection
+from tpformer.distributed.mesh import DEFAULT_TIMEOUT
 from tpformer.ops.implementation import implementation
 from tpformer.parallel import MasterWeights, local_part
 
@@ -37,6 +39,10 @@ class LocalUpdate(torch.optim.Optimizer):
     _scale: float | Tensor = 1.0
     _step_group: Callable[..., None]
     """Update the parameters of a group by a module of kernels/update. The arguments are what `_groups` gives."""
+
+    def state_names(self, parameter: Tensor) -> tuple[str, ...]:
+        """The keys of the state that it may keep for this parameter."""
+        return self.STATE_NAMES
 
     def update(self, lr: float | Tensor, skipped: Tensor, scale: float | Tensor = 1.0) -> None:
         """Take a step with this learning rate, and drop the gradients. The host waits for nothing.
@@ -118,9 +124,18 @@ class LocalSGD(LocalUpdate, torch.optim.SGD):
         kernels.sgd_(*map(local_parts, (parameters, gradients, buffers)), **options)
 
 
-def build_optimizer(model: nn.Module, config: OptimizerSection) -> LocalUpdate:
+def build_optimizer(
+    model: nn.Module, config: OptimizerSection, groups: dict | None = None, timeout: timedelta = DEFAULT_TIMEOUT
+) -> LocalUpdate:
     """The fused optimizer of a configuration. Weight decay applies to matrices, not to vectors (biases, norm weights).
-    No communication."""
+
+    groups: process groups by their ranks, which parts of a model share; timeout: that of new ones. Muon makes those,
+    collectively over the ranks of a pipeline stage; others communicate nothing.
+    """
+    if config.name == "muon":
+        from .muon import build_muon  # which is made of what is here
+
+        return build_muon(model, config, groups, timeout)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -128,13 +143,16 @@ def build_optimizer(model: nn.Module, config: OptimizerSection) -> LocalUpdate:
     ]
     groups = [group for group in groups if group["params"]]
     if config.name == "sgd":
-        return LocalSGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
+        return LocalSGD(groups, lr=config.lr, momentum=config.kept_momentum, nesterov=config.nesterov, fused=True)
     return LocalAdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
-def build_optimizers(model: ModelParts, config: OptimizerSection) -> list[LocalUpdate]:
-    """build_optimizer of each part, which keeps the part's copies to compute with up to date. No communication."""
-    optimizers = [build_optimizer(part, config) for part in model.parts]
+def build_optimizers(
+    model: ModelParts, config: OptimizerSection, timeout: timedelta = DEFAULT_TIMEOUT
+) -> list[LocalUpdate]:
+    """build_optimizer of each part, which keeps the part's copies to compute with up to date."""
+    groups: dict = {}
+    optimizers = [build_optimizer(part, config, groups, timeout) for part in model.parts]
     for optimizer, masters in zip(optimizers, model.masters, strict=True):
         optimizer.masters = masters
         if masters is not None:
