@@ -1,4 +1,4 @@
-"""Does Muon reach AdamW's best loss in half of the steps? A byte GPT, each optimizer at four learning rates, three seeds.
+"""Does Muon reach AdamW's best loss in half of the steps? A byte GPT, each at four learning rates, three seeds.
 
 Belongs here: the runs, the bar, table and picture. That layouts do not matter is shown by `python -m bench layouts`.
 """
@@ -36,12 +36,12 @@ MODEL: dict[str, Any] = {
     **{"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False},
 }
 NOTE = (
-    f"Validation loss in nats a byte over {VALIDATION} samples of {MODEL['seq_length']} bytes of the standard library, of "
-    f"a GPT of {MODEL['n_layers']} layers of {MODEL['hidden_size']} in float32, {BATCH} samples a step, warm-up of a tenth "
-    f"of the steps, then a cosine to a twentieth of the rate. Mean over {len(SEEDS)} seeds. half: runs of half as many "
-    f"steps, with a schedule of their own. passed: the first validation, every {INTERVAL} steps of the whole runs, that is "
-    "at most AdamW's best at the end of its own, in the mean over the seeds. The bar: half of the steps with Muon at its "
-    "best rate end at most where AdamW ends at its best rate, for every seed."
+    f"Validation loss in nats a byte over {VALIDATION} samples of {MODEL['seq_length']} bytes of the standard library, "
+    f"of a GPT of {MODEL['n_layers']} layers of {MODEL['hidden_size']} in float32, {BATCH} samples a step, warm-up of "
+    f"a tenth of the steps, then a cosine to a twentieth of the rate. Mean over {len(SEEDS)} seeds. half: runs of half "
+    f"as many steps, with a schedule of their own. passed: the first validation, every {INTERVAL} steps of the whole "
+    "runs, that is at most AdamW's best at the end of its own, in the mean over the seeds. The bar: half of the steps "
+    "with Muon at its best rate end at most where AdamW ends at its best rate, for every seed."
 )
 
 Row = dict[str, Any]

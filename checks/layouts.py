@@ -79,9 +79,9 @@ NOTE = (
     "of every (step, layer, token) -> experts is that of one process in float64; float32 may send a token elsewhere "
     f"if the scores were nearer than {FLIP_GAP:g} in one process. 8 experts: 2 for each token. 16: 4, a shared one, a "
     "dense layer first, sigmoid scores, 2 of 4 groups, a bias that each step moves, and a balance loss. SGD: with "
-    f"Nesterov's momentum and 100 times the rate, in place of AdamW. Muon: with 10 times the rate. FP8: {FP8_STEPS} "
-    "steps; all quantised blocks in float64 are those of one process, and float32 is not judged: where its sums are rounded otherwise, a value may be "
-    "quantised to its neighbour, and all later ones change with it."
+    "Nesterov's momentum and 100 times the rate, in place of AdamW. Muon: with 10 times the rate. FP8: "
+    f"{FP8_STEPS} steps; all quantised blocks in float64 are those of one process, and float32 is not judged: where "
+    "its sums are rounded otherwise, a value may be quantised to its neighbour, and all later ones change with it."
 )
 Row = dict[str, Any]
 

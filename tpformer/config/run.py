@@ -90,7 +90,7 @@ class OptimizerSection:
     """[optimizer]: AdamW, SGD or Muon, and the learning rate, which rises linearly and then follows the schedule."""
 
     name: str = "adamw"
-    """adamw, sgd, or muon: orthogonalised steps of the layers' matrices, with adamw for all else (docs/optimizers.md)."""
+    """adamw, sgd, or muon: orthogonalised steps of layers' matrices, beside adamw for all else (docs/optimizers.md)."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr_ratio: float = 0.1
@@ -113,7 +113,7 @@ class OptimizerSection:
     muon_scale: str = "rms"
     """With muon: what a matrix's step is multiplied by: rms, for steps as large as adamw's, or spectral (Jordan's)."""
     muon_dtype: str | None = None
-    """With muon: the dtype of the iterations and of what travels for them. Unset: bfloat16 on CUDA, else parameters'."""
+    """With muon: the dtype of the iterations and of what travels. Unset: bfloat16 on CUDA, else the parameters'."""
     weight_decay: float = 0.1
     """Decay of matrices, not of biases and norms. sgd adds it to the gradient, others take it off the parameter."""
     clip_norm: float = 1.0

@@ -168,8 +168,8 @@ def assign(parameters: Sequence[Laid], stacked: Sequence[int], cost: Cost) -> li
     """An owner for each matrix of parameters that lie on the same ranks.
 
     The costliest matrix first, each to the rank that has least to do (Graham's LPT rule): of equals to the one that
-    holds most of it. A rank that holds all of it takes it, if that makes it no busier than another one with as large a
-    matrix more: then nobody sends anything to it. stacked: how many matrices stand one below the other in the rows of
+    holds most of it. A rank that holds all of it takes it before, if that makes it no busier than the mean: then nobody
+    sends anything to it. stacked: how many matrices stand one below the other in the rows of
     each parameter, as experts' gate and up do. ValueError if they do not divide them.
     """
     for laid, number in zip(parameters, stacked, strict=True):
@@ -181,6 +181,7 @@ def assign(parameters: Sequence[Laid], stacked: Sequence[int], cost: Cost) -> li
     ranks = sorted(parameters[0].ranks) if parameters else []
     load, known, jobs = dict.fromkeys(ranks, 0.0), _Holders(), []
     every = [each for i, laid in enumerate(parameters) for each in _matrices(i, laid, stacked[i])]
+    mean = math.fsum(cost(each.rows, each.columns) for each in every) / max(1, len(ranks))
     for matrix in sorted(every, key=lambda each: -cost(each.rows, each.columns)):
         laid, own = parameters[matrix.parameter], cost(matrix.rows, matrix.columns)
         holders = known.holders(laid, matrix)
@@ -188,7 +189,7 @@ def assign(parameters: Sequence[Laid], stacked: Sequence[int], cost: Cost) -> li
         idle = [rank for rank in ranks if load[rank] == least]
         owner = max(idle, key=lambda rank: holders[rank].size if rank in holders else 0)
         whole = [rank for rank, part in holders.items() if part.size == matrix.rows * matrix.columns]
-        if whole and load[best := min(whole, key=load.__getitem__)] <= least + own:
+        if whole and load[best := min(whole, key=load.__getitem__)] + own <= mean * (1 + 1e-9):
             owner = best
         load[owner] += own
         jobs.append(Job(matrix, owner, holders, known.senders(laid, holders, owner)))

@@ -30,8 +30,8 @@ class WholeMatrices:
     next round's parts come while this one is computed with, and the last one's results go back.
     Memory: on a rank two matrices that it owns and parts of those of three rounds, beside what `compute` takes.
     Communicates, in a run: two all-to-alls a round, of parts. With ZeRO and tensor parallelism on P ranks each sends
-    2 (E / P) (P - 1) / P elements of E in all, if the matrices can be shared evenly. Replicas do not send to an owner in
-    another one; its results go to all of them. Nothing travels for a matrix that its owner alone holds.
+    2 (E / P) (P - 1) / P elements of E in all, if the matrices can be shared evenly. Replicas do not send to an owner
+    in another one; its results go to all of them. Nothing travels for a matrix that its owner alone holds.
 
     stacked: as of assign. cost: of a matrix of (rows, columns). groups: process groups by their ranks, to which those
     that are made are added: making one is collective over its ranks.

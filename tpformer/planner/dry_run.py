@@ -268,6 +268,7 @@ class _Rank:
                 optimizer.step()
                 for state in optimizer.state.values():
                     moments += nbytes(value for value in state.values() if value.ndim)
+            calls += recorder.take()  # Muon's
             if self.pipelined:
                 calls += self._messages()
         for axis, numbers in (("dp_replicate", 2), ("dp_shard", 2), ("pp", 1)):

@@ -6,7 +6,7 @@ is in tpformer.parallel, the orthogonalisation in kernels/newton_schulz.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -69,12 +69,10 @@ class Muon(LocalAdamW):
     Communicates: constructing it makes a process group of the ranks of each mesh with several axes, so all ranks of it
     do that in the same order. A step: as WholeMatrices, in dtype. In the first one also an all-reduce of a flag a
     matrix, for which the host waits.
-    Errors: ValueError for names that are no matrices of the module. RuntimeError for a matrix without a gradient, before
-    anything is sent: on all ranks if it has none in the first step, and later where it has none.
+    Errors: ValueError for names that are no matrices of the module. RuntimeError for a matrix without a gradient,
+    before anything is sent: on all ranks if it has none in the first step, and later where it has none.
     Source: Jordan et al. 2024; Liu et al., arXiv:2502.16982 (scale, and AdamW beside it with one rate).
     """
-
-    STATE_NAMES = (*LocalAdamW.STATE_NAMES, "momentum_buffer")
 
     def __init__(
         self,
@@ -125,14 +123,9 @@ class Muon(LocalAdamW):
         taken = any(parameter is each for group in self.param_groups if group.get("muon") for each in group["params"])
         return ("momentum_buffer",) if taken else LocalAdamW.STATE_NAMES
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters. closure: called before; its result is returned."""
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+    def _groups(self) -> Iterator[tuple]:
         self._check_gradients()
-        super().step()
-        return loss
+        yield from super()._groups()
 
     def _check_gradients(self) -> None:
         """RuntimeError for a matrix that has no gradient. Ranks would wait for its parts for ever."""
@@ -199,9 +192,11 @@ class _Update:
     def finish(self, matrix: Matrix, part: Tensor) -> None:
         """Take the step of this rank's part, unless it is skipped."""
         held = self.whole.local(matrix, self.held[matrix.parameter])
-        rate = self.lr * muon_scale(matrix.rows, matrix.columns, self.scale)
-        stepped = held * (1 - self.lr * self.decay) - part.to(held.device, held.dtype) * rate
-        held.copy_(torch.where(self.options["skipped"] > 0, held, stepped))
+        counts = 1 - self.options["skipped"].to(torch.float64)
+        rate = counts * self.lr * muon_scale(matrix.rows, matrix.columns, self.scale)
+        held.mul_(1 - counts * self.lr * self.decay)
+        # a step that is skipped has zeros here: what was orthogonalised are zeros, too
+        held.addcmul_(part.to(held.device, held.dtype), rate.to(held.dtype), value=-1)
         if self.copies is not None:
             self.whole.local(matrix, self.copies[matrix.parameter]).copy_(held)
 

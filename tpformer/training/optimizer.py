@@ -31,7 +31,7 @@ class LocalUpdate(torch.optim.Optimizer):
     """
 
     STATE_NAMES: tuple[str, ...] = ()
-    """The keys of the state that it may keep for a parameter."""
+    """The keys of the state that it may keep for a parameter, where state_names says nothing else."""
     masters: MasterWeights | None = None
     """The float32 masters whose 16-bit copies an update writes, too; None without copies."""
     found_inf: Tensor | None = None
@@ -137,14 +137,14 @@ def build_optimizer(
 
         return build_muon(model, config, groups, timeout)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups: list[dict[str, Any]] = [
+    of_decay: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    of_decay = [group for group in of_decay if group["params"]]
     if config.name == "sgd":
-        return LocalSGD(groups, lr=config.lr, momentum=config.kept_momentum, nesterov=config.nesterov, fused=True)
-    return LocalAdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+        return LocalSGD(of_decay, lr=config.lr, momentum=config.kept_momentum, nesterov=config.nesterov, fused=True)
+    return LocalAdamW(of_decay, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
 def build_optimizers(
