@@ -223,7 +223,7 @@ def test_names_that_are_no_matrices_are_refused(matrices, words):
 MODEL = {"vocab_size": 60, "seq_length": 8, "n_layers": 2, "hidden_size": 16, "n_heads": 2, "dropout": 0.1}
 RESUMED = {
     "bfloat16": {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3},
-    "float32": {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "data_parallel_shard": 2},
+    "float32": {"pipeline_parallel": 2, "data_parallel_replicate": 2},
 }
 
 

@@ -18,6 +18,9 @@ import torch
 from tpformer.config import RunConfig
 from tpformer.distributed.links import Link, all_to_all_seconds
 from tpformer.models import GPTConfig
+from tpformer.parallel.owners import busiest
+from tpformer.training.muon import Muon
+from tpformer.training.muon import cost as flops
 
 from .devices import Device
 from .roofline import gemm_seconds
@@ -38,17 +41,13 @@ def stage_matrices(model: GPTConfig, layers: range) -> tuple[Shapes, Shapes]:
     """(the matrices of these layers that Muon takes, but for experts'; those of experts), whole ones."""
     h, dense, experts = model.hidden_size, Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for layer in layers:
-        dense.update({(model.query_size, h): 1, (h, model.query_size): 1})
-        dense.update({(model.kv_size, h): 2})
-        width = model.shared_expert_size if model.has_experts(layer) else model.ffn_size
+        dense.update([(model.query_size, h), (h, model.query_size), *[(model.kv_size, h)] * 2])
+        width, inputs = model.ffn_size, model.hidden_features // model.ffn_size
         if model.has_experts(layer):
-            number, f = model.n_experts or 0, model.expert_size
-            experts.update({(f, h): 2 * number})
-            experts.update({(h, f): number})
-        if width:
-            inputs = 2 if model.has_experts(layer) else model.hidden_features // model.ffn_size
-            dense.update({(width, h): inputs})
-            dense.update({(h, width): 1})
+            f, number = model.expert_size, model.n_experts or 0
+            experts.update([*[(f, h)] * 2 * number, *[(h, f)] * number])
+            width, inputs = model.shared_expert_size, 2
+        dense.update([*[(width, h)] * inputs, (h, width)] if width else [])
     return tuple(sorted(dense.items())), tuple(sorted(experts.items()))
 
 
@@ -137,6 +136,33 @@ def muon_seconds(config: RunConfig, stages: Iterable[range], device: Device) -> 
             elements = sum(rows * columns * number for (rows, columns), number in dense + experts)
             seconds += 2 * size * elements / ranks * max(1, layout.replicas) / device.host
     return seconds
+
+
+class Counted(NamedTuple):
+    """What was counted of a stage's matrices, by who really owns them."""
+
+    busiest: float
+    """FLOPs of the owner that has most to do."""
+    mean: float
+    rounds: int
+    to_owners: int
+    """Bytes that this rank sends in a step."""
+    back: int
+
+
+def counted(optimizer: Muon, rank: int, nbytes: int) -> Counted:
+    """Of a built optimizer. nbytes: of an element that travels."""
+    most = mean = 0.0
+    turns = sent = back = 0
+    for _, whole in optimizer.sets:
+        owned = busiest(whole.jobs, len(whole.ranks), flops)
+        most, mean, turns = most + owned[0], mean + owned[1], turns + len(whole.rounds)
+        for job in whole.jobs:
+            if rank == job.owner:
+                back += sum(part.size for other, part in job.holders.items() if other != rank)
+            elif rank in job.senders:
+                sent += job.senders[rank].size
+    return Counted(most, mean, turns, sent * nbytes, back * nbytes)
 
 
 def muon_workspace(config: RunConfig, layers: Iterable[int]) -> float:

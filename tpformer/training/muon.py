@@ -130,13 +130,15 @@ class Muon(LocalAdamW):
     def _check_gradients(self) -> None:
         """RuntimeError for a matrix that has no gradient. Ranks would wait for its parts for ever."""
         taken = [each for group in self.param_groups if group.get("muon") for each in group["params"]]
-        missing = torch.tensor([float(each.grad is None) for each in taken])
+        missing = [each.grad is None for each in taken]
         for own, whole in self.sets if not self._agreed else ():
             if whole.group is not None and dist.get_backend(whole.group) != "fake":
-                flags = missing[own].to(indexed(torch.device(taken[own[0]].device_mesh.device_type)))
-                missing[own] = all_reduce(flags, whole.group, "max").cpu()
+                device = indexed(torch.device(taken[own[0]].device_mesh.device_type))
+                flags = torch.tensor([float(missing[index]) for index in own], device=device)
+                for index, flag in zip(own, all_reduce(flags, whole.group, "max").tolist(), strict=True):
+                    missing[index] = bool(flag)
         self._agreed = True
-        if names := [name for name, flag in zip(self._names, missing.tolist(), strict=True) if flag]:
+        if names := [name for name, lacks in zip(self._names, missing, strict=True) if lacks]:
             raise RuntimeError(
                 f"{listed(names)} has no gradient, and Muon needs those of all its matrices on all ranks: freeze it "
                 f"before the optimizer is made, or leave it out of the matrices"
