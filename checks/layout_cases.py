@@ -66,7 +66,8 @@ class LayoutCase(NamedTuple):
         if self.optimizer == "sgd":
             optimizer = replace(optimizer, name="sgd", lr=100 * lr, momentum=0.9, nesterov=True)
         elif self.optimizer == "muon":
-            optimizer = replace(optimizer, name="muon", lr=10 * lr)
+            low = dtype if dtype == "bfloat16" else None  # on a CPU the iterations are in the parameters' dtype
+            optimizer = replace(optimizer, name="muon", lr=10 * lr, muon_dtype=low)
         data = DataSection(train=(train,))
         if self.documents:
             data = DataSection(train=(train + SHORT,), separate_documents=True, end_of_document=END)

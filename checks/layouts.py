@@ -53,7 +53,7 @@ from .layout_cases import (
     LayoutCase,
 )
 from .layout_report import bfloat16_table, draw, quantized_table, result_table, routing_table, sent_table
-from .muon_cases import MUON_CASES, QUICK_MUON_CASES, Sent, all_sent, counting, formula
+from .muon_cases import BFLOAT16_MUON_CASES, MUON_CASES, QUICK_MUON_CASES, Sent, all_sent, counting, formula
 from .quantized_blocks import Step, differing, digests, joined_steps, run_hash_of
 from .quantized_errors import beyond, errors_table, precision_errors
 from .routing import Key, Routed, flips, joined, recording, run_hash
@@ -276,13 +276,17 @@ def curves_of(trained: Results) -> Row:
     return {"losses": losses[FLOAT64][ALONE].round(5).tolist(), "differences": differences}
 
 
-def plan(cases: Sequence[LayoutCase], complete: bool, train: str) -> dict[int, dict[tuple[str, LayoutCase], RunConfig]]:
-    """World size -> its runs, by purpose (a dtype, or a curve's) and layout. ValueError for one that cannot run."""
+def plan(
+    cases: Sequence[LayoutCase], complete: bool, train: str, low: Sequence[LayoutCase] = ()
+) -> dict[int, dict[tuple[str, LayoutCase], RunConfig]]:
+    """World size -> its runs, by purpose (a dtype, or a curve's) and layout. ValueError for one that cannot run.
+
+    complete: with the curves. low: those that are trained in bfloat16.
+    """
     wanted = {(dtype, one) for dtype in COMPARED for one in cases}
     wanted |= {(dtype, one.alone) for dtype, one in wanted}
+    wanted |= {(BFLOAT16, each) for one in low for each in (one, one.alone)}
     if complete:
-        low = [*BFLOAT16_CASES, *BFLOAT16_MOE_CASES]
-        wanted |= {(BFLOAT16, each) for one in low for each in (one, one.alone)}
         wanted |= {(f"curve {dtype}", one) for dtype in BOUNDS for one in CURVES.values()}
     worlds: dict[int, dict[tuple[str, LayoutCase], RunConfig]] = {}
     for purpose, one in sorted(wanted, key=str):
@@ -327,11 +331,13 @@ def run(options: argparse.Namespace) -> Report:
     asked = [name for name in every if name and getattr(options, name)]
     quick, part = options.quick, bool(asked)
     cases = [one for name in asked or every for one in every[name]]
+    in_low: tuple[LayoutCase, ...] = () if part else (*BFLOAT16_CASES, *BFLOAT16_MOE_CASES)
+    in_low = () if quick else BFLOAT16_MUON_CASES if options.muon else in_low
     with tempfile.TemporaryDirectory(prefix="tpformer-bench-") as directory:
         text, _ = build_stdlib(Path(directory), quiet=True)
         write_short_documents(text)
         of_gemms = precision_errors(text) if options.fp8 else {}
-        trained = train_all(plan(cases, not (quick or part), str(text)))
+        trained = train_all(plan(cases, not (quick or part), str(text), in_low))
     rows = []
     for one in cases:
         runs, expected = ({dtype: trained[dtype, each] for dtype in COMPARED} for each in (one, one.alone))
@@ -343,13 +349,13 @@ def run(options: argparse.Namespace) -> Report:
     tables += [quantized_table(quantized), scalings_table()] if quantized else []
     tables += [errors_table(of_gemms)] if of_gemms else []
     tables += [sent_table(muon)] if muon else []
+    low = [
+        bfloat16_row(one, trained[BFLOAT16, one], trained[BFLOAT16, one.alone][0], trained[FLOAT64, one.alone][0])
+        for one in in_low
+    ]
+    missed += [f"{row['layout']} in bfloat16" for row in low if not row["ok"]]
+    tables += [bfloat16_table(low)] if low else []
     if not (quick or part):
-        low = [
-            bfloat16_row(one, trained[BFLOAT16, one], trained[BFLOAT16, one.alone][0], trained[FLOAT64, one.alone][0])
-            for one in (*BFLOAT16_CASES, *BFLOAT16_MOE_CASES)
-        ]
-        missed += [f"{row['layout']} in bfloat16" for row in low if not row["ok"]]
-        tables.append(bfloat16_table(low))
         content = {"bounds": BOUNDS, "rows": rows, "bfloat16": low, "curves": curves_of(trained)}
     problem = f"{len(missed)} of {len(rows)} layouts are not the run of one process: {'; '.join(missed)}"
     problems = [*([problem] if missed else []), *(beyond(of_gemms) if of_gemms else [])]

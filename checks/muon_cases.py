@@ -53,6 +53,7 @@ MUON_CASES: tuple[LayoutCase, ...] = (
     case(1, cp=2, tp=2, shard=2, ep=8, zero=3, recompute="full", model=SIXTEEN),
     case(1, pp=2, cp=2, shard=2, ep=2, schedule="ZBVZeroBubble", model=SIXTEEN),
 )
+BFLOAT16_MUON_CASES = (case(2, tp=2, shard=2, zero=3), case(2, shard=2, zero=3, ep=2, model=SIXTEEN))
 QUICK_MUON_CASES = (case(2, tp=2, shard=2, zero=3), case(2, shard=2, zero=3, ep=2, model=SIXTEEN))
 
 Sent = dict[str, int]

@@ -19,6 +19,7 @@ from tpformer.distributed.dtensor import full_tensor
 from tpformer.kernels.newton_schulz.reference import muon_scale, newton_schulz
 from tpformer.models import GPT, GPTConfig
 from tpformer.parallel import local_part, whole_matrices
+from tpformer.training import muon
 from tpformer.training.checkpoint import Checkpointer
 from tpformer.training.checkpoint_tensors import model_tensors, optimizer_tensors
 from tpformer.training.muon import Muon, hidden_matrices
@@ -107,6 +108,34 @@ def test_ranks_take_the_step_of_whole_matrices(scale):
             assert isinstance(buffer, DTensor) == isinstance(parameter, DTensor)
     decayed = full_tensor(started.zeros.detach()) * (1 - LR * DECAY) ** STEPS
     assert_same(full_tensor(model.zeros.detach()), decayed, "a gradient of zeros gives no update but the decay")
+
+
+@on_every_rank(3)
+def test_what_travels_is_in_the_dtype_of_the_iterations_and_the_next_round_is_under_way():
+    """Parts are rounded before they leave, which gives the bits of rounding whole matrices: those of one process."""
+    events, start, compute = [], whole_matrices.start_all_to_all, muon.newton_schulz
+
+    def started(x, *args):
+        events.append(x.dtype)
+        return start(x, *args)
+
+    def computed(x, *args):
+        events.append("NS")
+        return compute(x, *args)
+
+    models = [model_of(mesh, torch.float32) for mesh in (init_device_mesh("cpu", (3,)), None)]
+    for model in models:
+        optimizer = optimizer_of(model, dtype=torch.bfloat16)
+        patched = mock.patch.object(muon, "newton_schulz", computed)
+        with mock.patch.object(whole_matrices, "start_all_to_all", started), patched:
+            for step in range(1, STEPS + 1):
+                give_gradients(model, step)
+                optimizer.update(LR, torch.tensor(0.0))
+        if model is models[0]:
+            assert set(events) == {torch.bfloat16, "NS"}
+            assert events[:2] == [torch.bfloat16] * 2, "the second round's parts leave before the first is computed"
+    for name, parameter in models[0].named_parameters():
+        assert_identical(full_tensor(parameter.detach()), models[1].get_parameter(name).detach(), name)
 
 
 @on_every_rank(3)
