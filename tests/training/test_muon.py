@@ -23,7 +23,8 @@ from tpformer.training import muon
 from tpformer.training.checkpoint import Checkpointer
 from tpformer.training.checkpoint_tensors import model_tensors, optimizer_tensors
 from tpformer.training.muon import Muon, hidden_matrices
-from tpformer.training.optimizer import LocalAdamW, build_optimizer
+from tpformer.training.optimizer import build_optimizer
+from tpformer.training.updates import LocalAdamW
 
 LR, DECAY, MOMENTUM, STEPS = 0.1, 0.2, 0.9, 3
 # name -> (shape, matrices in its rows, how three ranks hold it)

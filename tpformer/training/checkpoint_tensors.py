@@ -22,7 +22,7 @@ from tpformer.words import listed
 
 from .checkpoint_files import MODEL, OPTIMIZER, SUMS, read_tensors, saved_tensors
 from .checkpoint_metadata import CheckpointError
-from .optimizer import LocalUpdate
+from .updates import LocalUpdate
 
 
 def first_not_finite(parts: Sequence[nn.Module]) -> str | None:

@@ -30,7 +30,7 @@ from tpformer.parallel.owners import Laid, Matrix
 from tpformer.parallel.whole_matrices import Groups
 from tpformer.words import listed
 
-from .optimizer import LocalAdamW
+from .updates import LocalAdamW
 
 ROUTER = "mlp.gate.weight"  # a classifier of tokens, whose rows are experts
 
