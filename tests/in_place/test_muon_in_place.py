@@ -1,6 +1,7 @@
 """tpformer.Muon of a model that parallelize has cut, with and without FSDP2, and the refusal of torch's."""
 
 from copy import deepcopy
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 import tpformer
 from tpformer.distributed import build_mesh
 from tpformer.distributed.dtensor import full_tensor
+from tpformer.kernels.update import reference as update
 
 X = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 MATRICES = {"0.up.weight": 1, "0.down.weight": 1, "1.up.weight": 3, "1.down.weight": 1}  # of one, three that are fused
@@ -50,6 +52,10 @@ def test_it_is_the_step_of_one_process():
     further, _ = trained(model, deepcopy(state))
     mesh = build_mesh("cpu", tensor_parallel=2, data_parallel_shard=2)
     cut = tpformer.parallelize(whole(), mesh["tp"], example=X)
+    seen = []
+    with mock.patch.object(update, "adamw_", lambda *lists, **options: seen.extend(map(type, lists[0]))):
+        trained(tpformer.parallelize(whole(), mesh["tp"], example=X))
+    assert set(seen) == {torch.Tensor} and len(seen) == 3 * 8, "kernels get this rank's parts"
     assert_same(trained(cut)[0], expected)
     assert_same(trained(cut, state)[0], further, "from the momentum of one process")
     sharded = tpformer.parallelize(whole(), mesh["tp"], example=X)

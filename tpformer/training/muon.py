@@ -95,12 +95,14 @@ class Muon(LocalAdamW):
         check_choice("scale", scale, SCALES)
         named = {name: each for name, each in model.named_parameters() if each.requires_grad}
         others = [each for name, each in named.items() if name not in stacked]
+        # torch wants no group of plain parameters and DTensors
+        kinds = [[each for each in others if isinstance(each, DTensor) is cut] for cut in (False, True)]
         self._names = [name for name in named if name in stacked]
         taken = [named[name] for name in self._names]
         made = [
             {"params": taken, "weight_decay": weight_decay, "muon": True},
-            {"params": [each for each in others if each.ndim > 1], "weight_decay": weight_decay},
-            {"params": [each for each in others if each.ndim <= 1], "weight_decay": 0.0},
+            *({"params": [p for p in kind if p.ndim > 1], "weight_decay": weight_decay} for kind in kinds),
+            *({"params": [p for p in kind if p.ndim <= 1], "weight_decay": 0.0} for kind in kinds),
         ]
         super().__init__([group for group in made if group["params"]], lr=lr, betas=betas, eps=eps, fused=True)
         self.momentum, self.scale, self.dtype = momentum, scale, dtype

@@ -18,7 +18,8 @@ from tpformer.parallel import MasterWeights, local_part
 
 def local_parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """local_part of each tensor."""
-    return [local_part(each) for each in tensors] if DTensor in set(map(type, tensors)) else tensors
+    whole = not any(issubclass(kind, DTensor) for kind in set(map(type, tensors)))
+    return tensors if whole else [local_part(each) for each in tensors]
 
 
 class LocalUpdate(torch.optim.Optimizer):
