@@ -114,7 +114,7 @@ def test_cells_of_families_are_right_and_divided():
     ("data_parallel", "strategies 0 valid 0", math.nan, "synchronous ends at no number"),
     ("data_parallel", "depths 2 versions", [1, 2, 2, 1], "4 stages hold [1, 2, 2, 1] versions"),
     ("families", "rows 0 cells", {"verdict": WRONG, "reason": "a gradient"}, "Llama, tp 2: WRONG: a gradient"),
-    ("optimizers", "rows 27 valid 4 1", 2.3, "seed 1234: 2.3000 after 125 steps of Muon at 0.024, and 2.2751 after 250"),
+    ("optimizers", "rows 27 valid 4 1", 2.3, "seed 1234: 2.3000 after 125 steps of Muon at 0.024, and 2.2751"),
     ("planner", "rows 11 predicted", 1e-3, "4 layers of 256: Spearman 0.40 < 0.8"),
     ("planner", "rows 6 predicted", 1e-3, "schedule=ZBVZeroBubble takes 12.0% longer than tp=2,microbatch=8"),
     ("pretrain", "rows 0 final_loss", 2.59, "final loss 2.5900, not below 0.8 of 3.2265"),

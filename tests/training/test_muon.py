@@ -1,6 +1,7 @@
 """Muon on ranks is Muon on whole matrices: shards, stacks, copies and uneven rows; steps that are skipped, gradients of
 zeros, and matrices without a gradient. Layouts of whole runs are in `python -m bench layouts --muon`."""
 
+import dataclasses
 import math
 from unittest import mock
 
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tpformer
-from tpformer.config import OptimizerSection
+from tpformer.config import PRESETS, OptimizerSection, preset_config
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.kernels.newton_schulz.reference import muon_scale, newton_schulz
 from tpformer.models import GPT, GPTConfig
@@ -230,6 +231,21 @@ def test_which_parameters_of_a_model_it_takes():
     optimizer = build_optimizer(GPT(GPTConfig(**sizes)), OptimizerSection(name="muon", weight_decay=0.3))
     decays = {group.get("muon", False): group["weight_decay"] for group in optimizer.param_groups}
     assert decays == {True: 0.3, False: 0.0} and isinstance(optimizer, LocalAdamW)
+
+
+LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2", "gate_proj", "up_proj", "down_proj", "gate_up_proj"}
+
+
+def test_of_every_preset_it_takes_the_linears_of_layers_and_nothing_else():
+    for name in PRESETS:
+        config = preset_config(name)
+        layers = (config.first_dense_layers or 0) + 1
+        part = GPT(dataclasses.replace(config, n_layers=layers), device="meta")
+        found, named = hidden_matrices(part), dict(part.named_parameters())
+        assert {each.removesuffix(".weight").split(".")[-1] for each in found} <= LINEARS, name
+        rest = {each for each in named.keys() - found.keys() if named[each].ndim > 1}
+        tables = {each for each in rest if not each.startswith("layers.")}
+        assert all(each.endswith("mlp.gate.weight") for each in rest - tables) and "embed_tokens.weight" in tables, name
 
 
 @pytest.mark.parametrize(
