@@ -285,7 +285,7 @@ def plan(
     """
     wanted = {(dtype, one) for dtype in COMPARED for one in cases}
     wanted |= {(dtype, one.alone) for dtype, one in wanted}
-    wanted |= {(BFLOAT16, each) for one in low for each in (one, one.alone)}
+    wanted |= {each for one in low for each in ((BFLOAT16, one), (BFLOAT16, one.alone), (FLOAT64, one.alone))}
     if complete:
         wanted |= {(f"curve {dtype}", one) for dtype in BOUNDS for one in CURVES.values()}
     worlds: dict[int, dict[tuple[str, LayoutCase], RunConfig]] = {}

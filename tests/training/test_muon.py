@@ -233,6 +233,20 @@ def test_which_parameters_of_a_model_it_takes():
     assert decays == {True: 0.3, False: 0.0} and isinstance(optimizer, LocalAdamW)
 
 
+def test_the_state_of_adamw_is_refused_and_copies_are_the_same():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    groups = [{"params": [model[0].weight]}, {"params": [model[1].weight]}, {"params": [model[0].bias, model[1].bias]}]
+    optimizer = Muon(model, ["0.weight"])
+    with pytest.raises(ValueError, match="of an optimizer with other groups, so matrices would be AdamW's"):
+        optimizer.load_state_dict(torch.optim.AdamW(groups).state_dict())
+    optimizer = Muon(model, ["0.weight"])
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    again = Muon(model, ["0.weight"])
+    again.load_state_dict(optimizer.state_dict())
+    assert_identical(again.state_dict(), optimizer.state_dict())
+
+
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2", "gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 
 

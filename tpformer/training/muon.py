@@ -104,7 +104,9 @@ class Muon(LocalAdamW):
             *({"params": [p for p in kind if p.ndim > 1], "weight_decay": weight_decay} for kind in kinds),
             *({"params": [p for p in kind if p.ndim <= 1], "weight_decay": 0.0} for kind in kinds),
         ]
-        super().__init__([group for group in made if group["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+        made = [group for group in made if group["params"]]
+        self._marks = ["muon" in group for group in made]
+        super().__init__(made, lr=lr, betas=betas, eps=eps, fused=True)
         self.momentum, self.scale, self.dtype = momentum, scale, dtype
         self.coefficients, self._stacked = COEFFICIENTS[newton_schulz], [stacked[name] for name in self._names]
         self._agreed, groups = False, {} if groups is None else groups
@@ -119,6 +121,11 @@ class Muon(LocalAdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # Adam's asks the state of every parameter for its "step"
+        if [bool(group.get("muon")) for group in self.param_groups] != self._marks:
+            raise ValueError(
+                "this state is of an optimizer with other groups, so matrices would be AdamW's: load that of a "
+                "tpformer.Muon with the same matrices"
+            )
 
     def state_names(self, parameter: Tensor) -> tuple[str, ...]:
         """The keys of the state that it may keep for a parameter."""
