@@ -21,6 +21,7 @@ from tpformer.distributed.mesh import DEFAULT_TIMEOUT, joining
 from .owners import Cost, Job, Laid, Matrix, Part, assign, rounds
 
 Groups = dict[tuple[int, ...], dist.ProcessGroup]
+Prepare = Callable[[Sequence[Matrix]], Sequence[Tensor]]
 
 
 class WholeMatrices:
@@ -65,16 +66,17 @@ class WholeMatrices:
 
     def run(
         self,
-        prepare: Callable[[Matrix], Tensor],
+        prepare: Prepare,
         compute: Callable[[Matrix, Tensor], Tensor],
         finish: Callable[[Matrix, Tensor], None],
         like: Tensor,
     ) -> None:
         """Compute with every matrix. All ranks call it.
 
-        prepare(matrix): this rank's part of what is to be computed with. It is asked for every part that this rank
-        holds, once. compute(matrix, whole): the result, of the same shape and dtype, on its owner. finish(matrix,
-        part): takes this rank's part of the result. like: of the dtype and on the device of what prepare gives.
+        prepare(matrices): this rank's part of each, of what is to be computed with. It is asked for every matrix of
+        which this rank holds some, once, those of a round together. compute(matrix, whole): the result, of the same
+        shape and dtype, on its owner. finish(matrix, part): takes this rank's part of the result. like: of the dtype
+        and on the device of what prepare gives.
         """
         under_way: Callable[[], None] | None = None
         arriving = self._gather(self.rounds[0], prepare, like) if self.rounds else None
@@ -92,11 +94,11 @@ class WholeMatrices:
         if under_way is not None:
             under_way()
 
-    def _gather(
-        self, jobs: Sequence[Job], prepare: Callable[[Matrix], Tensor], like: Tensor
-    ) -> Callable[[], Tensor | None]:
+    def _gather(self, jobs: Sequence[Job], prepare: Prepare, like: Tensor) -> Callable[[], Tensor | None]:
         """Send this rank's parts of a round's matrices to their owners. What it returns waits for the own matrix."""
-        parts = {job.owner: prepare(job.matrix) for job in jobs if self.rank in job.holders}
+        held = [job for job in jobs if self.rank in job.holders]
+        found = prepare([job.matrix for job in held]) if held else []
+        parts = {job.owner: part for job, part in zip(held, found, strict=True)}
         own = next((job for job in jobs if job.owner == self.rank), None)
         if all(job.senders.keys() == {job.owner} for job in jobs):
             return lambda: parts.get(self.rank)

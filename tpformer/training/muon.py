@@ -6,7 +6,7 @@ is in tpformer.parallel, the orthogonalisation in kernels/newton_schulz.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -184,17 +184,19 @@ class _Update:
         dtype = muon.dtype or (torch.bfloat16 if device.type == "cuda" else self.held[0].dtype)
         self.like = torch.empty(0, dtype=dtype, device=device)
 
-    def prepare(self, matrix: Matrix) -> Tensor:
-        """Add this rank's part of a gradient to its momentum. What is to be orthogonalised, in the dtype of that."""
-        gradient, buffer = (
-            self.whole.local(matrix, tensors[matrix.parameter]) for tensors in (self.gradients, self.buffers)
+    def prepare(self, matrices: Sequence[Matrix]) -> list[Tensor]:
+        """Add this rank's parts of gradients to their momenta. What is to be orthogonalised, in the dtype of that."""
+        gradients, buffers = (
+            [self.whole.local(each, tensors[each.parameter]) for each in matrices]
+            for tensors in (self.gradients, self.buffers)
         )
-        found = torch.zeros_like(buffer)  # a step of SGD from here, with the rate -1
+        found = [torch.zeros_like(each) for each in buffers]  # a step of SGD from here, with the rate -1
+        kept, momentum = buffers if self.momentum else [], self.momentum
         self.kernels.sgd_(
-            [found], [gradient], [buffer], None, lr=-1.0, weight_decay=0.0, momentum=self.momentum, nesterov=True,
+            found, gradients, kept, None, lr=-1.0, weight_decay=0.0, momentum=momentum, nesterov=momentum > 0,
             **self.options,
         )  # fmt: skip
-        return found.to(self.like.dtype).to(self.like.device, non_blocking=True)
+        return [each.to(self.like.dtype).to(self.like.device, non_blocking=True) for each in found]
 
     def compute(self, matrix: Matrix, whole: Tensor) -> Tensor:
         """Orthogonalise a whole matrix."""
