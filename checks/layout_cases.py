@@ -43,7 +43,7 @@ FP8_MODEL, FP8_NEWER = list(MODELS)[-2:]
 class LayoutCase(NamedTuple):
     """A layout, and the settings that it is trained with. microbatch_size None: the configuration derives it.
 
-    model: the name of its options in MODELS; without a name it is a GPT-2. sgd: it trains by SGD in the place of AdamW.
+    model: the name of its options in MODELS; without a name it is a GPT-2. optimizer: the one that trains it.
     documents: its samples have several, and attention stays within one.
     """
 
@@ -52,7 +52,7 @@ class LayoutCase(NamedTuple):
     tied: bool = True
     layers: int = LAYERS
     model: str = ""
-    sgd: bool = False
+    optimizer: str = "adamw"
     documents: bool = False
 
     def config(self, dtype: str, train: str, steps: int, lr: float) -> RunConfig:
@@ -63,8 +63,11 @@ class LayoutCase(NamedTuple):
             balance_loss=0.01 if self.model == SIXTEEN else 0.0, precision="fp8" if self.in_fp8 else "16",
         )  # fmt: skip
         optimizer = OptimizerSection(lr=lr, warmup_steps=steps // 5)
-        if self.sgd:
+        if self.optimizer == "sgd":
             optimizer = replace(optimizer, name="sgd", lr=100 * lr, momentum=0.9, nesterov=True)
+        elif self.optimizer == "muon":
+            low = dtype if dtype == "bfloat16" else None  # on a CPU the iterations are in the parameters' dtype
+            optimizer = replace(optimizer, name="muon", lr=10 * lr, muon_dtype=low)
         data = DataSection(train=(train,))
         if self.documents:
             data = DataSection(train=(train + SHORT,), separate_documents=True, end_of_document=END)
@@ -105,7 +108,7 @@ class LayoutCase(NamedTuple):
         words += [layout.exchange] if layout.exchange != "library" else []
         words += [] if self.tied else ["untied"]
         words += [self.model] if self.model else []
-        words += ["SGD"] if self.sgd else []
+        words += [] if self.optimizer == "adamw" else [{"sgd": "SGD", "muon": "Muon"}[self.optimizer]]
         words += ["documents"] if self.documents else []
         return ", ".join(words) or ALONE
 
@@ -114,7 +117,7 @@ def case(
     microbatch_size: int | None = None,
     tied: bool = True,
     model: str = "",
-    sgd: bool = False,
+    optimizer: str = "adamw",
     documents: bool = False,
     **layout: object,
 ) -> LayoutCase:
@@ -130,7 +133,7 @@ def case(
         "zero": "zero_stage",
     }
     made = Layout(**{short.get(key, key): value for key, value in layout.items()})  # type: ignore[arg-type]
-    return LayoutCase(made, microbatch_size, tied, max(LAYERS, made.n_stages), model, sgd, documents)
+    return LayoutCase(made, microbatch_size, tied, max(LAYERS, made.n_stages), model, optimizer, documents)
 
 
 ONE = case()
@@ -179,11 +182,14 @@ CASES = (
     ),
     case(1, pp=2, replicate=2, shard=2, schedule="ZBVZeroBubble", exchange="halving_doubling"),
     # another optimizer: on each axis, and on all
-    *(case(4, sgd=True), case(tp=2, sgd=True), case(2, tp=4, sequence_parallel=False, sgd=True)),
-    *(case(2, pp=2, schedule="ZBVZeroBubble", sgd=True), case(2, pp=4, schedule="1F1B", sgd=True)),
-    *(case(2, shard=2, zero=1, sgd=True), case(2, shard=4, zero=3, sgd=True)),
-    *(case(1, replicate=2, shard=2, zero=2, sgd=True), case(4, shard=2, zero=3, cpu_offload=True, sgd=True)),
-    case(2, tp=2, pp=2, shard=2, zero=3, recompute="full", sgd=True),
+    *(case(4, optimizer="sgd"), case(tp=2, optimizer="sgd"), case(2, tp=4, sequence_parallel=False, optimizer="sgd")),
+    *(case(2, pp=2, schedule="ZBVZeroBubble", optimizer="sgd"), case(2, pp=4, schedule="1F1B", optimizer="sgd")),
+    *(case(2, shard=2, zero=1, optimizer="sgd"), case(2, shard=4, zero=3, optimizer="sgd")),
+    *(
+        case(1, replicate=2, shard=2, zero=2, optimizer="sgd"),
+        case(4, shard=2, zero=3, cpu_offload=True, optimizer="sgd"),
+    ),
+    case(2, tp=2, pp=2, shard=2, zero=3, recompute="full", optimizer="sgd"),
     # documents that attention separates
     case(2, tp=2, pp=2, schedule="ZBVZeroBubble", documents=True),
 )
@@ -240,7 +246,7 @@ CONTEXT_CASES = (
     case(2, cp=2, shard=2, zero=3, model=NEWER_MODEL, documents=True),
     # ten of thirty that chance chose
     case(4, cp=2, tp=2, shard=2, sequence_parallel=False, cpu_offload=True, model=NEWER_MODEL),
-    case(1, cp=2, tp=2, zero=0, recompute="mlp", model=EIGHT, sgd=True),
+    case(1, cp=2, tp=2, zero=0, recompute="mlp", model=EIGHT, optimizer="sgd"),
     case(1, cp=2, replicate=2, shard=2, zero=1, recompute="mlp"),
     case(1, cp=2, tp=2, replicate=2, zero=0, recompute="mlp", transport="pipelined", exchange="butterfly", model=EIGHT),
     case(4, cp=2, tp=2, pp=2, schedule="LoopedBFS", zero=3, recompute="mlp", transport="pipelined"),
@@ -248,7 +254,7 @@ CONTEXT_CASES = (
     case(1, cp=2, pp=2, schedule="GPipe", zero=2),
     case(1, cp=2, pp=2, schedule="DualPipeV", zero=0, recompute="mlp", model=SIXTEEN),
     case(2, cp=4, tp=2, zero=3, recompute="mlp", tied=False, model=EIGHT),
-    case(4, cp=4, cpu_offload=True, sgd=True),
+    case(4, cp=4, cpu_offload=True, optimizer="sgd"),
 )
 QUICK_CONTEXT_CASES = (case(2, cp=2, model=NEWER_MODEL), case(2, cp=2, tp=2))
 # experts over the data axes: the ranks exchange tokens
@@ -275,7 +281,7 @@ EXCHANGE_CASES = (
     # ten of thirty that chance chose
     case(4, cp=4, replicate=2, ep=4, zero=1, model=SIXTEEN),
     case(2, pp=4, tp=2, ep=1, schedule="1F1B", zero=1, model=EIGHT),
-    case(2, shard=2, ep=2, model=EIGHT, sgd=True),
+    case(2, shard=2, ep=2, model=EIGHT, optimizer="sgd"),
     case(2, cp=2, ep=2, zero=0, recompute="mlp", model=EIGHT),
     case(1, pp=2, cp=2, replicate=2, ep=2, schedule="1F1B", zero=3, recompute="full", model=SIXTEEN),
     case(1, tp=2, pp=4, ep=1, schedule="GPipe", zero=0, recompute="mlp", model=SIXTEEN),
@@ -289,11 +295,11 @@ EXCHANGE_CASES = (
         cpu_offload=True,
         transport="pipelined",
         model=SIXTEEN,
-        sgd=True,
+        optimizer="sgd",
     ),
-    case(1, shard=2, cp=2, ep=4, zero=3, recompute="full", model=EIGHT, sgd=True),
+    case(1, shard=2, cp=2, ep=4, zero=3, recompute="full", model=EIGHT, optimizer="sgd"),
     case(2, cp=2, pp=2, ep=2, schedule="Interleaved1F1B", zero=0, transport="pipelined", model=SIXTEEN),
-    case(2, cp=4, shard=2, ep=2, zero=1, recompute="mlp", cpu_offload=True, model=EIGHT, sgd=True),
+    case(2, cp=4, shard=2, ep=2, zero=1, recompute="mlp", cpu_offload=True, model=EIGHT, optimizer="sgd"),
 )
 QUICK_EXCHANGE_CASES = (case(2, shard=2, ep=2, model=SIXTEEN), case(2, tp=4, ep=2, model=EIGHT))
 # FP8: the matrix multiplications of all layouts are of the same quantised numbers

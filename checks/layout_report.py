@@ -65,6 +65,17 @@ def quantized_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def sent_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A line for each layout by Muon: the elements that all ranks together send of matrices in a step, within replicas
+    and from one to others, and what they should be; - where no formula says it."""
+    table = columns(["elements of matrices sent in a step"], ("within", "formula", "over dp_replicate", "formula"))
+    for row in rows:
+        sent, wanted = row["muon"]["sent"], row["muon"]["formula"]
+        cells = [[f"{sent[key]:,}", "-" if wanted is None else f"{wanted[key]:,}"] for key in sent]
+        table.add_row(row["layout"], *cells[0], *cells[1])
+    return table
+
+
 def bfloat16_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """A line for each layout in bfloat16; errors as maximum and RMS."""
     names = ("ranks", "loss", "norm", "loss error", "of one process", "allowed", "norm error", "of one process")

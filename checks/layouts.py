@@ -52,7 +52,8 @@ from .layout_cases import (
     SHORT,
     LayoutCase,
 )
-from .layout_report import bfloat16_table, draw, quantized_table, result_table, routing_table
+from .layout_report import bfloat16_table, draw, quantized_table, result_table, routing_table, sent_table
+from .muon_cases import BFLOAT16_MUON_CASES, MUON_CASES, QUICK_MUON_CASES, Sent, all_sent, counting, formula
 from .quantized_blocks import Step, differing, digests, joined_steps, run_hash_of
 from .quantized_errors import beyond, errors_table, precision_errors
 from .routing import Key, Routed, flips, joined, recording, run_hash
@@ -78,9 +79,9 @@ NOTE = (
     "of every (step, layer, token) -> experts is that of one process in float64; float32 may send a token elsewhere "
     f"if the scores were nearer than {FLIP_GAP:g} in one process. 8 experts: 2 for each token. 16: 4, a shared one, a "
     "dense layer first, sigmoid scores, 2 of 4 groups, a bias that each step moves, and a balance loss. SGD: with "
-    f"Nesterov's momentum and 100 times the rate, in place of AdamW. FP8: {FP8_STEPS} steps; all quantised blocks in "
-    "float64 are those of one process, and float32 is not judged: where its sums are rounded otherwise, a value may be "
-    "quantised to its neighbour, and all later ones change with it."
+    "Nesterov's momentum and 100 times the rate, in place of AdamW. Muon: with 10 times the rate. FP8: "
+    f"{FP8_STEPS} steps; all quantised blocks in float64 are those of one process, and float32 is not judged: where "
+    "its sums are rounded otherwise, a value may be quantised to its neighbour, and all later ones change with it."
 )
 Row = dict[str, Any]
 
@@ -94,6 +95,7 @@ class RankRun(NamedTuple):
     seconds: float
     routed: dict[Key, Routed] = {}  # noqa: RUF012  (of a model with experts: where its tokens went)
     quantized: list[Step] = []  # noqa: RUF012  (in FP8: the blocks of each step)
+    sent: Sent = {}  # noqa: RUF012  (by Muon: the elements that this rank sends in all steps)
 
 
 Results = dict[tuple[str, LayoutCase], list[RankRun]]  # by purpose (a dtype, or a curve's) and layout: every rank's
@@ -106,7 +108,7 @@ def train(config: RunConfig, mesh: DeviceMesh, keep_parameters: bool) -> RankRun
     data = open_data(config).train
     losses, norms, quantized, steps = [], [], [], config.train.steps
     start = time.perf_counter()
-    with recording(model, BATCH) as routed, record_blocks() as made:
+    with recording(model, BATCH) as routed, record_blocks() as made, counting(mesh) as sent:
         for step in range(1, steps + 1):
             first, share = model.own_samples((step - 1) * BATCH, BATCH)
             lr = learning_rate(step, steps, config.optimizer)
@@ -121,7 +123,7 @@ def train(config: RunConfig, mesh: DeviceMesh, keep_parameters: bool) -> RankRun
     if keep_parameters:
         named = [one for part in model.parts for one in part.state_dict(keep_vars=True).items()]
         parameters = {name: full_tensor(parameter.detach()).cpu().numpy() for name, parameter in named}
-    return RankRun(losses, norms, parameters, seconds, routed, quantized)
+    return RankRun(losses, norms, parameters, seconds, routed, quantized, dict(sent))
 
 
 def setup(runs: Mapping[str, RunConfig]) -> Calls:
@@ -189,7 +191,9 @@ def make_row(one: LayoutCase, runs: Mapping[str, Sequence[RankRun]], expected: M
     for dtype, each in found.items():
         kept = each if dtype == FLOAT64 else ("loss", "norm", "seconds")
         sizes[dtype] = {key: rounded(each[key]) for key in kept}
-    sections = {"routing": routing, "quantized": quantized}
+    sent = sent_of(one, runs[FLOAT64]) if one.optimizer == "muon" else {}
+    ok &= not sent or sent["formula"] is None or sent["sent"] == sent["formula"]
+    sections = {"routing": routing, "quantized": quantized, "muon": sent}
     return {**sizes, **{name: section for name, section in sections.items() if section}, "ok": ok}
 
 
@@ -219,6 +223,15 @@ def quantized_of(runs: Mapping[str, Sequence[RankRun]], expected: Mapping[str, R
         single = joined_steps([rank.quantized for rank in runs[FLOAT32]])
         row["float32"] = rounded(differing(single[0], expected[FLOAT32].quantized[0]))
     return row
+
+
+def sent_of(one: LayoutCase, ranks: Sequence[RankRun]) -> Row:
+    """The elements of matrices that all ranks together send in a step by Muon, and what they should be."""
+    steps = len(ranks[0].losses)
+    return {
+        "sent": all_sent([rank.sent for rank in ranks], steps),
+        "formula": formula(one.config(FLOAT64, "", steps, LR)),
+    }
 
 
 def errors(values: Sequence[Sequence[float]], oracle: Sequence[float]) -> list[float]:
@@ -263,13 +276,17 @@ def curves_of(trained: Results) -> Row:
     return {"losses": losses[FLOAT64][ALONE].round(5).tolist(), "differences": differences}
 
 
-def plan(cases: Sequence[LayoutCase], complete: bool, train: str) -> dict[int, dict[tuple[str, LayoutCase], RunConfig]]:
-    """World size -> its runs, by purpose (a dtype, or a curve's) and layout. ValueError for one that cannot run."""
+def plan(
+    cases: Sequence[LayoutCase], complete: bool, train: str, low: Sequence[LayoutCase] = ()
+) -> dict[int, dict[tuple[str, LayoutCase], RunConfig]]:
+    """World size -> its runs, by purpose (a dtype, or a curve's) and layout. ValueError for one that cannot run.
+
+    complete: with the curves. low: those that are trained in bfloat16.
+    """
     wanted = {(dtype, one) for dtype in COMPARED for one in cases}
     wanted |= {(dtype, one.alone) for dtype, one in wanted}
+    wanted |= {each for one in low for each in ((BFLOAT16, one), (BFLOAT16, one.alone), (FLOAT64, one.alone))}
     if complete:
-        low = [*BFLOAT16_CASES, *BFLOAT16_MOE_CASES]
-        wanted |= {(BFLOAT16, each) for one in low for each in (one, one.alone)}
         wanted |= {(f"curve {dtype}", one) for dtype in BOUNDS for one in CURVES.values()}
     worlds: dict[int, dict[tuple[str, LayoutCase], RunConfig]] = {}
     for purpose, one in sorted(wanted, key=str):
@@ -309,31 +326,36 @@ def run(options: argparse.Namespace) -> Report:
         }
     if options.fp8:
         every = {"fp8": FP8_CASES}
+    if options.muon:
+        every = {"muon": QUICK_MUON_CASES if options.quick else MUON_CASES}
     asked = [name for name in every if name and getattr(options, name)]
     quick, part = options.quick, bool(asked)
     cases = [one for name in asked or every for one in every[name]]
+    in_low: tuple[LayoutCase, ...] = () if part else (*BFLOAT16_CASES, *BFLOAT16_MOE_CASES)
+    in_low = () if quick else BFLOAT16_MUON_CASES if options.muon else in_low
     with tempfile.TemporaryDirectory(prefix="tpformer-bench-") as directory:
         text, _ = build_stdlib(Path(directory), quiet=True)
         write_short_documents(text)
         of_gemms = precision_errors(text) if options.fp8 else {}
-        trained = train_all(plan(cases, not (quick or part), str(text)))
+        trained = train_all(plan(cases, not (quick or part), str(text), in_low))
     rows = []
     for one in cases:
         runs, expected = ({dtype: trained[dtype, each] for dtype in COMPARED} for each in (one, one.alone))
         rows.append(make_row(one, runs, {dtype: single for dtype, (single,) in expected.items()}))
     missed = [row["layout"] for row in rows if not row["ok"]]
     routed = [row for row in rows if "routing" in row]
-    quantized = [row for row in rows if "quantized" in row]
+    quantized, muon = ([row for row in rows if name in row] for name in ("quantized", "muon"))
     tables, content = [result_table(rows), *([routing_table(routed)] if routed else [])], {}
     tables += [quantized_table(quantized), scalings_table()] if quantized else []
     tables += [errors_table(of_gemms)] if of_gemms else []
+    tables += [sent_table(muon)] if muon else []
+    low = [
+        bfloat16_row(one, trained[BFLOAT16, one], trained[BFLOAT16, one.alone][0], trained[FLOAT64, one.alone][0])
+        for one in in_low
+    ]
+    missed += [f"{row['layout']} in bfloat16" for row in low if not row["ok"]]
+    tables += [bfloat16_table(low)] if low else []
     if not (quick or part):
-        low = [
-            bfloat16_row(one, trained[BFLOAT16, one], trained[BFLOAT16, one.alone][0], trained[FLOAT64, one.alone][0])
-            for one in (*BFLOAT16_CASES, *BFLOAT16_MOE_CASES)
-        ]
-        missed += [f"{row['layout']} in bfloat16" for row in low if not row["ok"]]
-        tables.append(bfloat16_table(low))
         content = {"bounds": BOUNDS, "rows": rows, "bfloat16": low, "curves": curves_of(trained)}
     problem = f"{len(missed)} of {len(rows)} layouts are not the run of one process: {'; '.join(missed)}"
     problems = [*([problem] if missed else []), *(beyond(of_gemms) if of_gemms else [])]
@@ -349,6 +371,7 @@ BENCH = Bench(
         "--context": {"action": "store_true", "help": "only layouts with context parallelism, nothing written"},
         "--exchange": {"action": "store_true", "help": "only layouts with expert parallelism, nothing written"},
         "--fp8": {"action": "store_true", "help": "only layouts in FP8, which no other option has, nothing written"},
+        "--muon": {"action": "store_true", "help": "only layouts by Muon, which no other option has, nothing written"},
     },
     run=run,
     draw=draw,

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench import planner, pretrain
+from bench import optimizers, planner, pretrain
 from bench.__main__ import BENCHES
 from bench.data_parallel import page as data_parallel
 from bench.data_parallel import servers, strategies
@@ -84,6 +84,7 @@ def of_planner(result: dict[str, Any]) -> list[str]:
 PROBLEMS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "data_parallel": lambda result: [*servers.problems(result["servers"]), *strategies.problems(result)],
     "families": lambda result: families.problems(result["rows"]),
+    "optimizers": lambda result: optimizers.problems(result["rows"], optimizers.STEPS),
     "planner": of_planner,
     "pretrain": lambda result: pretrain.problems(result["rows"][0]),
 }
@@ -113,6 +114,7 @@ def test_cells_of_families_are_right_and_divided():
     ("data_parallel", "strategies 0 valid 0", math.nan, "synchronous ends at no number"),
     ("data_parallel", "depths 2 versions", [1, 2, 2, 1], "4 stages hold [1, 2, 2, 1] versions"),
     ("families", "rows 0 cells", {"verdict": WRONG, "reason": "a gradient"}, "Llama, tp 2: WRONG: a gradient"),
+    ("optimizers", "rows 27 valid 4 1", 2.3, "seed 1234: 2.3000 after 125 steps of Muon at 0.024, and 2.2751"),
     ("planner", "rows 11 predicted", 1e-3, "4 layers of 256: Spearman 0.40 < 0.8"),
     ("planner", "rows 6 predicted", 1e-3, "schedule=ZBVZeroBubble takes 12.0% longer than tp=2,microbatch=8"),
     ("pretrain", "rows 0 final_loss", 2.59, "final loss 2.5900, not below 0.8 of 3.2265"),

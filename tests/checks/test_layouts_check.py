@@ -70,6 +70,13 @@ def test_what_the_matrix_covers() -> None:
     assert values_of(fp8, "tensor_parallel") == {1, 2, 4} and values_of(fp8, "zero") == {0, 1, 2, 3}
     assert values_of(fp8, "context_parallel") == {1, 2} and values_of(fp8, "recompute") == {"none", "mlp", "full"}
     assert values_of(fp8, "pipeline_parallel") == {1, 2, 4} and values_of(fp8, "sequence_parallel") == {False, True}
+    muon = layouts.MUON_CASES
+    layouts.plan(muon, False, "unused", layouts.BFLOAT16_MUON_CASES)
+    assert len({str(one) for one in muon}) == len(muon) >= 40 and {one.optimizer for one in muon} == {"muon"}
+    assert values_of(muon, "tensor_parallel") == {1, 2, 4} and values_of(muon, "zero") == {0, 1, 2, 3}
+    assert values_of(muon, "context_parallel") == {1, 2} and values_of(muon, "expert_parallel") == {None, 2, 4, 8}
+    assert values_of(muon, "cpu_offload") == {False, True} and values_of(muon, "data_parallel_replicate") == {1, 2, 4}
+    assert values_of(muon, "pipeline_schedule") >= {"1F1B", "ZBVZeroBubble", "DualPipeV", "Interleaved1F1B"}
     assert {one.tied for one in cases} == {False, True} and len(layouts.BFLOAT16_CASES) == 4
     assert len({str(one) for one in moe_cases}) == len(moe_cases)
     for model in (EIGHT, SIXTEEN):
@@ -285,6 +292,27 @@ def test_every_block_of_layouts_in_fp8(tmp_path: Path, part: int) -> None:
         re.findall(rf"^{re.escape(str(one))} +([0-9a-f]{{16}})  ([0-9a-f]{{16}}) ", printed, re.M) for one in cases
     ]
     assert all(len(found) == 1 and found[0][0] == found[0][1] for found in hashes), printed
+
+
+# a part of the layouts by Muon, likewise
+BY_MUON = f"""
+import sys
+from pathlib import Path
+from harness.runner import main
+from checks import layouts
+layouts.MUON_CASES = layouts.MUON_CASES[int(sys.argv[2])::{PARTS}]
+layouts.STEPS, layouts.COMPARED = {STEPS}, ("float64",)
+sys.exit(main(["layouts", "--muon"], [layouts.BENCH], Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", in_parts())
+def test_layouts_by_muon(tmp_path: Path, part: int) -> None:
+    """They train as one process does, and send the bytes of the formula."""
+    printed = python("-c", BY_MUON, tmp_path, part)
+    assert f"all {len(layouts.MUON_CASES[part::PARTS])} layouts are the run of one process" in printed
 
 
 @pytest.mark.alone

@@ -15,7 +15,7 @@ from tpformer.lessons.algorithms import ALGORITHMS
 from tpformer.lessons.all_reduces import ranks_of_a_node
 from tpformer.training.checkpoint import Checkpointer
 from tpformer.training.model import ModelParts
-from tpformer.training.optimizer import LocalUpdate
+from tpformer.training.updates import LocalUpdate
 
 MODEL = {"vocab_size": 128, "seq_length": 8, "hidden_size": 16, "n_heads": 2, "position": "rope"}
 

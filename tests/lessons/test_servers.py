@@ -25,6 +25,7 @@ IMPOSSIBLE = [
     (served("stale_server arrivals=0,1,2,3"), "must name each of the 3 workers, 0 to 2"),
     (served("stale_server staleness=2 arrivals=0,0,0,0,1,2"), "worker 1, whose parameters are 4 updates old"),
     (served("sync_server") | {"log": {"norm_interval": 2}}, "not with log.norm_interval=2: leave that out"),
+    (served("sync_server") | {"optimizer": {"name": "muon"}}, "not with optimizer.name=muon: leave that out"),
     (served("sync_server", train={"dtype": "bfloat16"}), "not with train.dtype=bfloat16: leave that out"),
     (served("sync_server", train={"device": "cuda"}), "not with train.device=cuda: leave that out"),
 ]

@@ -23,7 +23,7 @@ UNEVEN = {**LLAMA, "n_heads": 6, "head_dim": 32, "n_kv_heads": 3}
 MOE = {**LLAMA, "n_experts": 8, "experts_per_token": 2, "expert_ffn_size": 128, "router_bias": True}
 SHARED = {**MOE, "n_layers": 3, "first_dense_layers": 1, "shared_expert_size": 96, "router_score": "sigmoid"}
 ROUTED = {**SHARED, "n_layers": 2, "hidden_size": 32, "experts_per_token": 8}  # sends many indices
-FOUR = {"n_layers": 4}
+FOUR, MUON = {"n_layers": 4}, {"name": "muon"}
 CP2, EP2 = {"context_parallel": 2}, {"expert_parallel": 2}
 PACKED, OFFLOADED = {"pack_activations": True}, {"offload_activations": True}
 REGIONS = {"recompute": "full", "recompute_interval": 2}
@@ -39,7 +39,7 @@ LAYOUTS = [
     (ROUTED, TP2),
     (SHARED, {**REGIONS, **FEW, "recompute_layers": "0:2", "balance_loss": 0.01}),
     ({**SHARED, **FOUR}, {**ZBV, **TP2, **PACKED, "sequence_parallel": False}),
-    (GPT, {**TP2, **ZERO1, "data_parallel_replicate": 2}),
+    (GPT, {**TP2, **ZERO1, "data_parallel_replicate": 2, "optimizer": MUON}),
     (LLAMA, {**CP2, **ZERO3, **FEW, "recompute": "full"}),
     (SHARED, {**EP2, **ZERO1, **TP2, **FEW, "recompute": "mlp", "balance_loss": 0.01}),
 ]
@@ -76,6 +76,8 @@ OTHERS = [
     (MOE, {"expert_parallel": 2, "data_parallel_replicate": 4, "zero_stage": 0, "dtype": "float32"}),
     ({**SHARED, **FOUR}, {**EP2, **ZB, **TP2}),
     (MOE, {"expert_parallel": 2, **TP2, "data_parallel_shard": 4, "cpu_offload": True}),
+    (SHARED, {**EP2, **ZERO3, **TP2, **FEW, "recompute": "full", "optimizer": MUON}),
+    ({**GPT, **FOUR}, {**ZBV, "data_parallel_replicate": 2, "optimizer": MUON}),
 ]
 
 

@@ -15,8 +15,9 @@ from tpformer.distributed import build_mesh
 from tpformer.models import GPT, GPTConfig
 from tpformer.parallel import reduce_partial_gradients
 from tpformer.training.checkpoint import Checkpointer, CheckpointError
-from tpformer.training.optimizer import LocalAdamW, LocalSGD, build_optimizer
+from tpformer.training.optimizer import build_optimizer
 from tpformer.training.schedules import batch_size, learning_rate, samples_before, warmup_notice
+from tpformer.training.updates import LocalAdamW, LocalSGD
 
 NESTEROV = {"momentum": 0.9, "nesterov": True}
 

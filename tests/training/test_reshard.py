@@ -33,10 +33,11 @@ EXPERTS = {  # of a run with them: a dense layer first, a shared expert, and a b
 
 
 def config_of(parallel: dict) -> RunConfig:
-    """The run in a layout; with the key "experts" its model has some."""
+    """The run in a layout; with the key "experts" its model has some, with "muon" it trains by that."""
     parallel = dict(parallel)
+    optimizer = {"name": "muon"} if parallel.pop("muon", False) else {}
     model = MODEL | (EXPERTS if parallel.pop("experts", False) else {})
-    return run_config(parallel, model, dtype="float64", global_batch_size=BATCH, microbatch_size=1)
+    return run_config(parallel, model, optimizer, dtype="float64", global_batch_size=BATCH, microbatch_size=1)
 
 
 def train(model: ModelParts, optimizers, first_step: int, last_step: int) -> list[tuple[float, float]]:
@@ -95,7 +96,9 @@ HYBRID = {"data_parallel_replicate": 2, "data_parallel_shard": 2, "zero_stage": 
 CONTEXT = {"context_parallel": 2, "tensor_parallel": 2, "zero_stage": 3}
 ALONE: dict = {}
 MOE: dict = {"experts": True}
+MUON: dict = {"muon": True}
 MATRIX = [
+    ({"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3, **MUON}, {"pipeline_parallel": 2, **MUON}),
     (SMALL, {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 1}), (SMALL, ALONE),
     ({"context_parallel": 2, **MOE}, {"tensor_parallel": 2, **MOE}),
     ({"data_parallel_shard": 4, "expert_parallel": 2, **MOE}, {"tensor_parallel": 2, "zero_stage": 0, **MOE}),
@@ -118,7 +121,11 @@ PROOFS = [
         {"data_parallel_replicate": 2, "data_parallel_shard": 2, "expert_parallel": 2, **MOE},
         {"tensor_parallel": 4, "expert_parallel": 2, **MOE},
     ),
-    (MOE, {"data_parallel_replicate": 4, "expert_parallel": 2, **MOE}),
+    (MOE, {"data_parallel_replicate": 4, "expert_parallel": 2, **MOE}), (FULL | MUON, MUON), (MUON, HYBRID | MUON),
+    (
+        {"data_parallel_shard": 4, "zero_stage": 3, "expert_parallel": 2, **MOE, **MUON},
+        {"context_parallel": 2, "tensor_parallel": 2, **MOE, **MUON},
+    ),
 ]  # fmt: skip
 
 

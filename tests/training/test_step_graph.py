@@ -72,8 +72,9 @@ def assert_same_run(take, steps=5, **options) -> None:
 
 
 @pytest.mark.parametrize("options", [
+    {"optimizer": "muon", "dtype": torch.bfloat16},
     {"optimizer": "sgd", "recompute": "mlp"}, {"config": LLAMA, "dtype": torch.bfloat16, "recompute": "full"},
-], ids=["sgd", "llama"])  # fmt: skip
+], ids=["muon", "sgd", "llama"])  # fmt: skip
 def test_a_replayed_step_is_the_step(options):
     """AdamW in float32, and a step of one microbatch, are in the tests below."""
     assert_same_run(Run.take, **options)

@@ -87,10 +87,10 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
-    """[optimizer]: AdamW or SGD, and the learning rate, which rises linearly and then follows the schedule."""
+    """[optimizer]: AdamW, SGD or Muon, and the learning rate, which rises linearly and then follows the schedule."""
 
     name: str = "adamw"
-    """adamw or sgd."""
+    """adamw, sgd, or muon: orthogonalised steps of layers' matrices, beside adamw for all else (docs/optimizers.md)."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr_ratio: float = 0.1
@@ -104,19 +104,35 @@ class OptimizerSection:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    momentum: float = 0.0
-    """With sgd: share of the sum of earlier gradients that a step keeps."""
+    momentum: float | None = None
+    """With sgd and muon: share of the sum of earlier gradients that a step keeps. Unset: 0 with sgd, 0.95 with muon."""
     nesterov: bool = False
     """With sgd and momentum: step as if the sum had the gradient twice (Nesterov's accelerated gradient)."""
+    newton_schulz: str = "quintic"
+    """With muon: the five iterations that orthogonalise: quintic, or polar_express (arXiv:2505.16932)."""
+    muon_scale: str = "rms"
+    """With muon: what a matrix's step is multiplied by: rms, for steps as large as adamw's, or spectral (Jordan's)."""
+    muon_dtype: str | None = None
+    """With muon: the dtype of the iterations and of what travels. Unset: bfloat16 on CUDA, else the parameters'."""
     weight_decay: float = 0.1
-    """Decay of matrices, not of biases and norms. sgd adds it to the gradient, adamw takes it off the parameter."""
+    """Decay of matrices, not of biases and norms. sgd adds it to the gradient, others take it off the parameter."""
     clip_norm: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
 
     @property
+    def kept_momentum(self) -> float:
+        """momentum, or what stands for it while it is unset."""
+        return self.momentum if self.momentum is not None else 0.95 if self.name == "muon" else 0.0
+
+    @property
     def moments(self) -> int:
-        """Tensors as large as a parameter that the optimizer keeps for it."""
-        return 2 if self.name == "adamw" else int(self.momentum > 0)
+        """Tensors as large as a parameter that the optimizer keeps for it; muon: for one that adamw trains."""
+        return int(self.kept_momentum > 0) if self.name == "sgd" else 2
+
+    @property
+    def matrix_moments(self) -> int:
+        """The same for a matrix of a layer."""
+        return 1 if self.name == "muon" else self.moments
 
 
 @dataclass(frozen=True, kw_only=True)

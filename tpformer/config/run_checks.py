@@ -13,7 +13,17 @@ from .transport_table import DTYPES, read_transport_table
 
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 CUDA_GRAPHS = ("auto", "on", "off")
-OPTIMIZERS = {"adamw": ("beta1", "beta2", "eps"), "sgd": ("momentum", "nesterov")}  # and their own settings
+MOMENTS = ("beta1", "beta2", "eps")
+OPTIMIZERS = {  # and their own settings
+    "adamw": MOMENTS,
+    "sgd": ("momentum", "nesterov"),
+    "muon": ("momentum", "newton_schulz", "muon_scale", "muon_dtype", *MOMENTS),
+}
+MUON: dict[str, tuple[str, ...]] = {
+    "newton_schulz": ("quintic", "polar_express"),
+    "muon_scale": ("rms", "spectral"),
+    "muon_dtype": ("bfloat16", "float32", "float64"),  # float16 makes small momenta 0
+}
 GROWTHS = 10_000  # of a batch, because every step goes through them
 
 
@@ -62,14 +72,18 @@ def check_config(config: RunConfig, *, trains: bool = True) -> None:
 def _check_optimizer(optimizer: OptimizerSection) -> None:
     check_choice("optimizer.schedule", optimizer.schedule, SCHEDULES)
     check_choice("optimizer.name", optimizer.name, OPTIMIZERS)
+    for key, choices in MUON.items():
+        if (value := getattr(optimizer, key)) is not None:
+            check_choice(f"optimizer.{key}", value, choices)
     for name, settings in OPTIMIZERS.items():
         for key in settings if name != optimizer.name else ():
-            if (value := getattr(optimizer, key)) != getattr(OptimizerSection, key):
+            value, unset = getattr(optimizer, key), (getattr(OptimizerSection, key), 0.0 if key == "momentum" else None)
+            if key not in OPTIMIZERS[optimizer.name] and value not in unset:
                 raise ValueError(
                     f"optimizer.{key}={value} is of {name}, and optimizer.name={optimizer.name!r} has none: leave it "
                     f'out, or set optimizer.name = "{name}"'
                 )
-    if optimizer.nesterov and optimizer.momentum == 0:
+    if optimizer.nesterov and optimizer.kept_momentum == 0:
         raise ValueError("optimizer.nesterov=True needs a momentum: set optimizer.momentum, such as to 0.9")
 
 

@@ -26,8 +26,9 @@ def watch_optimizers() -> None:
     are the default, so such a group goes parameter by parameter, unless it asks for them.
     Adafactor's step sizes and factored statistics are those of whole tensors. For a sharded vector torch's Adafactor
     silently takes those of the shard; for a sharded matrix it raises from within. Optimizers that work element by
-    element, such as AdamW, are exact. A state that another rank has saved is refused. What a step writes is counted, so
-    that a backward of a forward before it raises: torch's multi-tensor operations do not count it for DTensors.
+    element, such as AdamW, are exact. torch's Muon orthogonalises whatever it is given, which is the shard of a sharded
+    matrix. A state that another rank has saved is refused. What a step writes is counted, so that a backward of a
+    forward before it raises: torch's multi-tensor operations do not count it for DTensors.
     """
     register_optimizer_step_pre_hook(_part_by_part)
     register_optimizer_step_pre_hook(_refuse)
@@ -81,12 +82,16 @@ def _own_part(name: str, whole: Tensor, like: DTensor) -> Tensor:
 
 
 def _refuse(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if all(kind.__name__ != "Adafactor" for kind in type(optimizer).__mro__):  # transformers has one, too
+    if isinstance(optimizer, getattr(optim, "Muon", ())):
+        why = "it would orthogonalise this rank's shard; use tpformer.Muon"
+    elif any(kind.__name__ == "Adafactor" for kind in type(optimizer).__mro__):  # transformers has one, too
+        why = "its statistics are of whole tensors; use AdamW"
+    else:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if is_dtensor(parameter) and any(place.is_shard() for place in parameter.placements):
                 raise ValueError(
-                    f"Adafactor cannot step a parameter of {tuple(parameter.shape)} that is sharded over ranks: "
-                    f"its statistics are of whole tensors; use AdamW"
+                    f"{type(optimizer).__name__} cannot step a parameter of {tuple(parameter.shape)} that is sharded "
+                    f"over ranks: {why}"
                 )

@@ -51,6 +51,7 @@ class SyncServer(Lesson):
             "train.dtype": train.dtype if train.dtype in ("bfloat16", "float16") else None,
             "train.device": train.device if train.device == "cuda" else None,
             "model.n_experts": run.model.n_experts,
+            "optimizer.name": run.optimizer.name if run.optimizer.name == "muon" else None,
             "log.norm_interval": run.log.norm_interval or None,
             "log.noise_interval": run.log.noise_interval or None,
         }

@@ -14,6 +14,7 @@ from .recording import Action, gather_actions
 from .sequential import pipeline_sequential
 from .split import split_stages
 from .tied import TiedParameter
+from .whole_matrices import WholeMatrices
 from .zero import apply_zero, prepare_backward, reshard
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "MasterWeights",
     "Pipeline",
     "TiedParameter",
+    "WholeMatrices",
     "apply_zero",
     "exchange_named",
     "exchange_of",

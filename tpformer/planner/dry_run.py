@@ -31,6 +31,7 @@ from tpformer.parallel.zero import reduce_accumulated, take_weight_gradients
 from tpformer.torch_private import forget_meshes
 from tpformer.training.data import read_sidecar
 from tpformer.training.model import ModelParts
+from tpformer.training.muon import Muon
 from tpformer.training.optimizer import build_optimizer
 from tpformer.training.resolve import resolve, with_vocab_size
 from tpformer.training.setup import build_parts, check_run, default_dtype, run_mesh
@@ -38,6 +39,7 @@ from tpformer.words import dtype_name
 
 from .counting import Collective, CollectiveCounter, SavedBytes, StageCount, live_bytes
 from .memory import boundary_bytes, microbatch_rows
+from .muon import Counted, counted, itemsize
 from .storages import nbytes, new_objects, storages
 
 
@@ -46,7 +48,8 @@ class RankCount(NamedTuple):
 
     coordinates: the rank's index on each mesh axis. gradients: those that are reduced. copies: the parameters that
     FSDP2 gathers to compute with. accumulated: gradients that wait for their reduction. collectives: how often each is
-    called in an optimizer step.
+    called in an optimizer step. matrices: of each stage, who owns them and what they send, if Muon trains them: beside
+    all other numbers.
     """
 
     rank: int
@@ -58,6 +61,7 @@ class RankCount(NamedTuple):
     copies: int
     accumulated: int
     collectives: dict[Collective, int]
+    matrices: Sequence[Counted] = ()
 
 
 def plan_config(config: RunConfig) -> RunConfig:
@@ -259,15 +263,18 @@ class _Rank:
 
     def count(self, rank: int) -> RankCount:
         """Run one optimizer step and count it."""
+        # before the mode, in which nobody could read the ranks of a mesh
+        optimizers = [build_optimizer(part, self.config.optimizer) for part in self.model.parts]
         with self.mode, CollectiveCounter(self.mesh, self.layout) as recorder:
             stages, accumulated, calls = self._step(recorder)
             gradients = nbytes(parameter.grad for parameter in self.model.parameters())
-            moments = 0
-            for part in self.model.parts:
-                optimizer = build_optimizer(part, self.config.optimizer)
+            moments, matrices = 0, list[Counted]()
+            for optimizer in optimizers:
                 optimizer.step()
                 for state in optimizer.state.values():
                     moments += nbytes(value for value in state.values() if value.ndim)
+                if isinstance(optimizer, Muon):
+                    matrices.append(counted(optimizer, rank, itemsize(self.config)))
             if self.pipelined:
                 calls += self._messages()
         for axis, numbers in (("dp_replicate", 2), ("dp_shard", 2), ("pp", 1)):
@@ -275,4 +282,4 @@ class _Rank:
                 calls[Collective(axis, "all_reduce", 8)] += numbers  # the loss, and the number of targets
         coordinates = {axis: self.mesh[axis].get_local_rank() for axis in AXES}
         held = self.parameters, gradients, moments, sum(self.copies) + self.passing, accumulated
-        return RankCount(rank, coordinates, stages, *held, dict(calls))
+        return RankCount(rank, coordinates, stages, *held, dict(calls), matrices)

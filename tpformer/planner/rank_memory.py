@@ -36,6 +36,7 @@ from .memory import (
     reduction_workspace,
     schedule_peak,
 )
+from .muon import muon_workspace
 from .software import OURS, Software
 from .states import Elements, Precision, State, accumulates, elements, exchanging_ranks, model_states, most_at_once
 
@@ -242,6 +243,9 @@ def rank_memory(
     if (workspaces := _workspaces(config)) > 0:
         parts.append(("fused workspaces *", float(workspaces)))
     parts.append(("temporaries *", _temporaries(config, stages, of_rank, peak.saved, worst)))
+    if config.optimizer.name == "muon":  # when it steps, activations and temporaries are gone
+        more = muon_workspace(config, (layer for stage in stages for layer in stage.layers)) - peak.saved - parts[-1][1]
+        parts += [("matrices of Muon *", more)] if more > 0 else []
     return RankMemory(states, peak, parts, host)
 
 

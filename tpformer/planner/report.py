@@ -140,6 +140,11 @@ def rank_lines(config: RunConfig, count: RankCount, order: Order | None, device_
     for call, times in sorted(count.collectives.items(), key=lambda item: (order_of(item[0].axis), item[0])):
         name = f"{call.axis} {call.operation}"
         yield f"  {name:24} {times:8,d} {call.nbytes:18,d} {size(times * call.nbytes):>12}"
+    for stage, own in zip(count.stages, count.matrices, strict=False):
+        yield (
+            f"  Muon, stage {stage.stage}: the busiest owner has {own.busiest / own.mean:.2f} times the mean, in "
+            f"{own.rounds} rounds; this rank sends {size(own.to_owners)} to owners and {size(own.back)} back (counted)"
+        )
     yield f"  {'memory at its peak':24} {'':>8} {'bytes':>18}"
     for name, nbytes in plan.parts:
         yield f"  {name:24} {'':>8} {nbytes:18,.0f} {size(nbytes):>12}"

@@ -5,7 +5,8 @@ and requires them to be within 3 %. Activations and workspaces are in memory.py.
 
 M: elements of this rank's stages after tensor and expert parallelism, before ZeRO; N: Layout.shards, which is
 data_parallel_shard times context_parallel. X: those of M that are of experts which exchange tokens. ZeRO divides them
-among other ranks than the rest, Layout.expert_shards.
+among other ranks than the rest, Layout.expert_shards. H: those of M that are layers' matrices, for which Muon keeps
+less.
 """
 
 from __future__ import annotations
@@ -84,6 +85,10 @@ class Elements(NamedTuple):
         """How many of all elements ZeRO leaves a rank."""
         return _shared(self.total, self.exchanged, layout)
 
+    def matrix_shard(self, layout: Layout) -> float:
+        """How many of the layers' matrices' elements ZeRO leaves a rank."""
+        return _shared(self.matrices, self.exchanged, layout)
+
     def layer_shard(self, layout: Layout) -> float:
         """How many of the largest layer's elements ZeRO leaves a rank."""
         return _shared(*max(zip(self.sizes, self.experts or (0.0,) * self.n_layers, strict=True)), layout)
@@ -142,12 +147,13 @@ def _elements(config: GPTConfig, stages: tuple[range, ...], tp: int, ep: int | N
 
 class Precision(NamedTuple):
     """master: the dtype of parameters and optimizer. compute: of the computation. reduce: in which gradients add up.
-    moments: tensors as large as a parameter that the optimizer keeps for it."""
+    moments: tensors as large as a parameter that the optimizer keeps for it; matrix_moments: for a layer's matrix."""
 
     master: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
     moments: int = 2
+    matrix_moments: int = 2
 
     @classmethod
     def of(cls, config: RunConfig) -> Precision:
@@ -156,7 +162,7 @@ class Precision(NamedTuple):
         low = compute.itemsize < 4
         master = torch.float32 if low else compute
         reduce = getattr(torch, config.parallel.reduce_dtype) if low else master
-        return cls(master, compute, reduce, config.optimizer.moments)
+        return cls(master, compute, reduce, config.optimizer.moments, config.optimizer.matrix_moments)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -196,6 +202,9 @@ def model_states(size: Elements, layout: Layout, precision: Precision, *, accumu
     w, c, r = precision.sizes
     sizes = {PARAMETERS: w, GRADIENTS: w, OPTIMIZER: precision.moments * w}
     states = [State(name, _formula(nbytes, size, layout), nbytes * shard) for name, nbytes in sizes.items()]
+    if (less := (precision.moments - precision.matrix_moments) * w) > 0:
+        words = f"{states[2].formula} - {_formula(less, size, layout, 'H')}"
+        states[2] = State(OPTIMIZER, words, states[2].nbytes - less * size.matrix_shard(layout))
     if narrow_gradients(layout, precision, accumulates=accumulates):
         wide = f" + {w - c} (tied table)" if size.tied else ""
         states[1] = State(GRADIENTS, f"{c} M{wide}", c * m + (w - c) * size.tied)
@@ -211,11 +220,12 @@ def model_states(size: Elements, layout: Layout, precision: Precision, *, accumu
     return states
 
 
-def _formula(nbytes: int, size: Elements, layout: Layout) -> str:
+def _formula(nbytes: int, size: Elements, layout: Layout, of: str = "M") -> str:
     n, of_experts = layout.shards, layout.expert_shards if size.exchanged else layout.shards
     if n == of_experts:
-        return f"{nbytes} M / {n}"
-    return f"{nbytes} (M - X) / {n} + {nbytes} X{f' / {of_experts}' if of_experts > 1 else ''}"
+        return f"{nbytes} {of} / {n}"
+    found = f"{nbytes} ({of} - X) / {n} + {nbytes} X{f' / {of_experts}' if of_experts > 1 else ''}"
+    return found if of == "M" else f"({found})"
 
 
 def most_at_once(states: Iterable[State]) -> float:

@@ -21,6 +21,7 @@ from .costs import model_flops_utilization
 from .devices import Device
 from .layer_time import LayerModel, PassSeconds, Terms
 from .memory import microbatch_rows
+from .muon import STEP_BYTES, muon_seconds
 from .rank_memory import cached_order, different_ranks, few_microbatches, predicted_stage, stage_ranges
 from .roofline import activation_seconds, stream_seconds
 from .software import OURS, Software
@@ -253,10 +254,15 @@ class StepModel:
         """Seconds of the update of a rank's shard."""
         if "optimizer" in self.without:
             return 0.0
-        nbytes = self.software.optimizer * self.of_rank(rank).shard(self.layout)
-        if self.layout.cpu_offload:
-            return nbytes / self.device.host  # a guess: a GPU's share of its host's memory is as fast as the way to it
-        return stream_seconds(nbytes, self.device)
+        size, muon = self.of_rank(rank), 0.0
+        nbytes = self.software.optimizer * size.shard(self.layout)
+        if self.config.optimizer.name == "muon":
+            nbytes += (STEP_BYTES - self.software.optimizer) * size.matrix_shard(self.layout)
+            stages = [self.ranges[index] for index in self.layout.stages_of(rank)]
+            muon = muon_seconds(self.config, stages, self.device)
+        if self.layout.cpu_offload:  # a guess: a GPU's share of its host's memory is as fast as the way to it
+            return nbytes / self.device.host + muon
+        return stream_seconds(nbytes, self.device) + muon
 
     def moving(self, rank: int) -> float:
         """Seconds in which cpu_offload moves float32 parameters to the device and gradients back, all exposed."""

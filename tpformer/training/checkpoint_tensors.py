@@ -22,7 +22,7 @@ from tpformer.words import listed
 
 from .checkpoint_files import MODEL, OPTIMIZER, SUMS, read_tensors, saved_tensors
 from .checkpoint_metadata import CheckpointError
-from .optimizer import LocalUpdate
+from .updates import LocalUpdate
 
 
 def first_not_finite(parts: Sequence[nn.Module]) -> str | None:
@@ -81,7 +81,8 @@ def load_optimizer(path: Path, part: nn.Module, optimizer: Optimizer, saved: Map
     state: dict[int, dict[str, Tensor]] = {}
     tensors: dict[str, Tensor] = {}
     for number, (name, parameter) in enumerate(named_parameters(part, optimizer)):
-        if isinstance(optimizer, LocalUpdate) and (other := saved.get(name, {}).keys() - set(optimizer.STATE_NAMES)):
+        known = optimizer.state_names(parameter) if isinstance(optimizer, LocalUpdate) else saved.get(name, {}).keys()
+        if other := saved.get(name, {}).keys() - set(known):
             raise CheckpointError(
                 f"{path} holds {listed(sorted(other))} of {name}, which another optimizer has kept: go on with that "
                 f"one (optimizer.name), or start a new run from the weights (model.init_from)"

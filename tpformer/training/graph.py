@@ -18,9 +18,9 @@ from tpformer.parallel import exchange_named
 from tpformer.parallel.zero import uses_fsdp
 
 from .model import ModelParts
-from .optimizer import LocalUpdate
 from .setup import default_dtype
 from .step import LossScaler, StepResult, take_steps
+from .updates import LocalUpdate
 
 WARM_UP = 2  # steps before a capture: kernels compile, optimizers make their state, workspaces grow
 

@@ -73,7 +73,8 @@ def check_tokenizers(tokenizer: str, datasets: Sequence[str], owner: str) -> Non
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """The configuration with vocab_size, tokenizer and, if documents are separated, end_of_document filled in.
+    """The configuration with vocab_size, tokenizer, the optimizer's momentum and, if documents are separated,
+    end_of_document filled in.
 
     An unset vocab_size is that of data.tokenizer, or else that of the first training dataset's sidecar, or else the
     preset's. The tokenizer stays unset where nothing says which it is. A resumed run does not need the tokenizer's
@@ -93,7 +94,9 @@ def resolve(config: RunConfig) -> RunConfig:
     if size is None and (size := config.model.known_vocab_size) is None:
         tokenizer_name(config)  # says what is missing
     data = dataclasses.replace(data, tokenizer=name)
-    return with_end_of_document(dataclasses.replace(with_vocab_size(config, size), data=data))
+    optimizer = dataclasses.replace(config.optimizer, momentum=config.optimizer.kept_momentum)
+    config = dataclasses.replace(with_vocab_size(config, size), data=data, optimizer=optimizer)
+    return with_end_of_document(config)
 
 
 def _here(name: str, config: RunConfig) -> str | Path:

@@ -47,7 +47,8 @@ _TABLE = {
     (
         "optimizer",
         REFUSED,
-    ): "name lr min_lr_ratio schedule decay_fraction warmup_steps beta1 beta2 eps momentum nesterov weight_decay "
+    ): "name lr min_lr_ratio schedule decay_fraction warmup_steps beta1 beta2 eps momentum nesterov "
+    "newton_schulz muon_scale muon_dtype weight_decay "
     "clip_norm",
     ("train", CONTINUED): "steps microbatch_size device cuda_graph validation_interval max_skipped_steps",
     ("train", REFUSED): "seed global_batch_size batch_size_start batch_size_ramp_steps dtype label_smoothing z_loss "

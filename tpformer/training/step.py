@@ -18,8 +18,8 @@ from .data import Samples, TokenSamples
 from .experts import settle_experts
 from .model import ModelParts, summed_loss, token_ids
 from .norms import NormWatch
-from .optimizer import LocalUpdate
 from .transfers import to_device
+from .updates import LocalUpdate
 
 
 class LossScaler:

@@ -88,7 +88,7 @@ class Trainer:
         self.device = indexed(torch.device(device))
         self.model = build_model(config, self.mesh)
         self.linears = self.model.explain(default_dtype(config))  # refuses a transport that cannot run
-        self.optimizers = build_optimizers(self.model, config.optimizer)
+        self.optimizers = build_optimizers(self.model, config.optimizer, group_timeout(config))
         self.take_step = build_steps(config, device, self.model, self.optimizers, self._notice)
         microbatches = config.n_microbatches * config.parallel.data_parallel
         # 2**16 times the number of microbatches, rounded up to a power of two

@@ -135,7 +135,7 @@ def needed_bytes(config: RunConfig) -> tuple[int, int]:
     model, layout = config.model, config.parallel
     tokens = config.microbatch_size * model.seq_length
     kept = ITEM_BYTES * tokens * (sum(map(model.kept_features, range(model.n_layers))) + (model.vocab_size or 0))
-    held = ITEM_BYTES * (2 + config.optimizer.moments) * model.n_parameters  # parameters, gradients, moments
+    held = ITEM_BYTES * (2 + config.optimizer.matrix_moments) * model.n_parameters  # parameters, gradients, moments
     one = held + kept
     here = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size)) if config.train.device == "cpu" else 1
     states = held * layout.replicas * here // layout.world_size
