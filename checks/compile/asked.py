@@ -58,7 +58,7 @@ def compiled(text: str) -> list[ast.stmt]:
 
 def named(nodes: list[ast.stmt]) -> list[ast.stmt]:
     """The functions among these statements, and the values that they name, or that values name that they name."""
-    kept = {node for node in nodes if isinstance(node, ast.FunctionDef)}
+    kept: set[ast.stmt] = {node for node in nodes if isinstance(node, ast.FunctionDef)}
     while True:
         names = {name for node in kept for name in names_in(node)}
         more = {node for node in nodes if node not in kept and names & set(names_in(node, ast.Store))}
