@@ -38,7 +38,7 @@ from tpformer.torch_private import forget_meshes
 PRELOAD = [
     "hypothesis", "pytest", "safetensors.torch", "torch._dynamo", "torch.distributed.checkpoint",
     "torch.distributed.elastic.multiprocessing.errors", "torch.distributed.fsdp", "torch.distributed.pipelining",
-    "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg", "tpformer.cli.run",
+    "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg", "tpformer.cli.run", "tpformer.in_place",
     "tpformer.planner.report", "tpformer.training.export", "tpformer.inference.evaluate", "tpformer.training.trainer",
     "tpformer.training.verify",
 ]  # fmt: skip
@@ -224,6 +224,7 @@ def serve(rank: int, size: int, port: int, stack_file: str, conn: Any) -> None:
                 dist.destroy_process_group()
                 forget_meshes()
                 gc.collect()  # FSDP2's modules and others hold groups in cycles
+                gc.freeze()  # what is left is torch's caches: each later collection would look through them all again
 
 
 def run_task(enter: Callable[[], None], test: str, path: list[str], task: bytes) -> bytes:

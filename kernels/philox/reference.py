@@ -27,20 +27,18 @@ def philox_key(*parts: int | str) -> int:
 
 def philox4x32(key: int, counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four 32-bit words, as int64, for each int64 counter. The upper half of Philox's 128-bit counter is zero."""
-    # int64 products wrap modulo 2**64, which leaves both 32-bit halves right once masked
-    c0, c1 = counter & _MASK, (counter >> 32) & _MASK
+    # int64 products wrap modulo 2**64, which leaves both 32-bit halves right once masked; c1 and c3, which nothing
+    # multiplies, are masked at the end
+    c0, c1 = counter & _MASK, counter >> 32
     c2 = c3 = torch.zeros_like(counter)
     k0, k1 = key & _MASK, key >> 32
     for _ in range(_ROUNDS):
         first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((second >> 32) & _MASK) ^ c1 ^ k0,
-            second & _MASK,
-            ((first >> 32) & _MASK) ^ c3 ^ k1,
-            first & _MASK,
-        )
+        c0 = (second >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_MASK)
+        c2 = (first >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_MASK)
+        c1, c3 = second, first
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3
+    return c0, c1 & _MASK, c2, c3 & _MASK
 
 
 def _blocks(start: Tensor, width: int) -> tuple[Tensor, Tensor | None]:

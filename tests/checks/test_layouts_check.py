@@ -212,7 +212,8 @@ def pooled(
 def test_the_command_notices_a_defect(
     defects: bool, ranks: WorkerPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Each of the three layouts has one of the defects. The command trains two layers for two steps."""
+    """Each of the three layouts has one of the defects. The command trains two layers for two steps; float32, whose
+    bound is wider, is compared where there is no defect."""
     whole, few = layouts.LayoutCase.config, (case(tp=2), case(pp=2), case(2, shard=2, zero=1))
 
     def config(self: layouts.LayoutCase, *arguments: object) -> RunConfig:
@@ -225,6 +226,7 @@ def test_the_command_notices_a_defect(
         "QUICK_CASES": few,
         "QUICK_MOE_CASES": (),
         "QUICK_CONTEXT_CASES": (),
+        "COMPARED": (FLOAT64,) if defects else layouts.COMPARED,
         "Ranks": partial(pooled, ranks, defects),
     }
     for name, value in small.items():

@@ -42,6 +42,10 @@ class Body(nn.Module):
         return self.use(self, self.norm(self.down(torch.tanh(self.up(x))) + x))
 
 
+ENTRIES = {"up": "colwise", "down": "rowwise"}
+PLANS: dict = {}  # of this process: a use's measured plan, as the same model need not be measured again
+
+
 def pair(use=lambda m, x: m.lstm(F.linear(x, m.table.weight))[0] * m.scale + sum(m.parts)):
     """A model in one process, and cut; FSDP2 divides the latter over the ranks that are more than two."""
     made = []
@@ -51,7 +55,8 @@ def pair(use=lambda m, x: m.lstm(F.linear(x, m.table.weight))[0] * m.scale + sum
         if cut:
             world = torch.distributed.get_world_size()
             mesh = build_mesh("cpu", tensor_parallel=2, data_parallel_shard=world // 2)
-            parallelize(model, mesh["tp"], {"up": "colwise", "down": "rowwise"}, example=X)
+            parallelize(model, mesh["tp"], PLANS.get(use, ENTRIES), example=X)
+            PLANS[use] = model._tpformer.plan
             if world > 2:
                 fully_shard(model, mesh=mesh["dp_shard"])
         made.append(model)

@@ -6,6 +6,7 @@ tests/checks has runs in many layouts, and tests/ops the operation.
 
 from collections.abc import Callable
 from copy import deepcopy
+from itertools import product
 
 import pytest
 import torch
@@ -27,18 +28,20 @@ from tpformer.layers import (
 from tpformer.models import GPT, GPTConfig, KVCache
 from tpformer.ops import Context
 
+OPTIONS = {}, {"recompute": "full", "reduction": "mean"}, {"recompute": "mlp", "label_smoothing": 0.1}
+RUNS = [*product((GPT2, NEWER, MIXTURE), (None, documents()), OPTIONS)]
+
+
+@pytest.fixture(scope="module")
+def of_one_process() -> list:
+    return [loss_of(config, None, ids, **options) for config, ids, options in RUNS]
+
 
 @on_every_rank(2, 4)
-def test_a_gpt_is_that_of_one_process() -> None:
-    for config in (GPT2, NEWER, MIXTURE):
-        for ids in (None, documents()):
-            for options in (
-                {},
-                {"recompute": "full", "reduction": "mean"},
-                {"recompute": "mlp", "label_smoothing": 0.1},
-            ):
-                found, expected = (loss_of(config, tp, ids, **options) for tp in (context(), None))
-                assert_same(found, expected, f"{config} {options}")
+def test_a_gpt_is_that_of_one_process(of_one_process: list) -> None:
+    tp = context()
+    for (config, ids, options), expected in zip(RUNS, of_one_process, strict=True):
+        assert_same(loss_of(config, tp, ids, **options), expected, f"{config} {options}")
 
 
 @on_every_rank(2)

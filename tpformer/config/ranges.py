@@ -3,6 +3,7 @@
 Belongs here: ranges of single numbers. What two settings must have in common is checked beside their sections.
 """
 
+from functools import cache
 from typing import Any
 
 from tpformer.words import shown
@@ -84,9 +85,22 @@ RANGES = {
 }
 
 
+@cache
+def _ends(interval: str) -> tuple[float, float]:
+    low, high = interval[1:-1].split(",")
+    return float(low), float(high)
+
+
+@cache
+def _keys_of(section: str) -> list[tuple[str, str]]:
+    """(key, name in the section) of its numbers. A search for plans checks thousands of configurations."""
+    pairs = [(key, *key.split(".")) for key in RANGES]
+    return [(key, name) for key, of, name in pairs if of == section]
+
+
 def in_range(value: float, interval: str) -> bool:
     """Whether an interval such as "[0, 1)" contains the value; none contains NaN."""
-    low, high = (float(end) for end in interval[1:-1].split(","))
+    low, high = _ends(interval)
     if isinstance(value, int) and high == float("inf"):
         high = 2.0**63
     return (value > low if interval[0] == "(" else value >= low) and (
@@ -124,7 +138,5 @@ def check_ranges(section: str, values: Any, prefix: str | None = None) -> None:
 
     prefix: what messages put before a key; unset: the section and a dot.
     """
-    for key in RANGES:
-        of, name = key.split(".")
-        if of == section:
-            check_range(key, getattr(values, name), f"{of}.{name}" if prefix is None else prefix + name)
+    for key, name in _keys_of(section):
+        check_range(key, getattr(values, name), key if prefix is None else prefix + name)
