@@ -35,10 +35,10 @@ def expected_of(model):
     return train(model, BATCHES, lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1))
 
 
-def parallel(family="llama", data_parallel=1, sequence_parallel=False, **options):
+def parallel(family="llama", data_parallel=1, sequence_parallel=False, plan="auto"):
     mesh = build_mesh("cpu", tensor_parallel=2, data_parallel_shard=data_parallel)
-    model = tiny(family, torch.float64, **options)
-    return tpformer.parallelize(model, mesh["tp"], sequence_parallel=sequence_parallel), mesh["dp_shard"]
+    model = tiny(family, torch.float64)
+    return tpformer.parallelize(model, mesh["tp"], plan, sequence_parallel=sequence_parallel), mesh["dp_shard"]
 
 
 def without_outputs(found, trained):
@@ -46,12 +46,19 @@ def without_outputs(found, trained):
     return {name: x for name, x in found.items() if not name.startswith(("loss", "logits"))}, trained
 
 
+@pytest.fixture
+def plan_and_results(family):
+    """What all ranks share, so that one process measures and computes it."""
+    model = tiny(family, torch.float64)
+    return tpformer.auto_plan(model, 2), without_outputs(*expected_of(model))
+
+
 @pytest.mark.parametrize(("family", "sequence_parallel"), [("qwen2", False), ("gpt2", True)])
 @on_every_rank(4)
-def test_fsdp_on_top(family, sequence_parallel):
+def test_fsdp_on_top(family, sequence_parallel, plan_and_results):
     """One has tied tables, and a key-value head that two ranks share; one has fused projections."""
-    expected = without_outputs(*expected_of(tiny(family, torch.float64)))
-    model, mesh = parallel(family, 2, sequence_parallel)
+    plan, expected = plan_and_results
+    model, mesh = parallel(family, 2, sequence_parallel, plan)
     layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
     for part in (*layers, model):
         fully_shard(part, mesh=mesh)

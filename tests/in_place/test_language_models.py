@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections.abc import Mapping
 from contextlib import nullcontext
 
 import pytest
@@ -32,12 +33,12 @@ def texts(model: nn.Module) -> list[torch.Tensor]:
     return found
 
 
-def on_rank(family: str, t: int, sequence_parallel: bool, steps: list[dict], checkpointed: bool):
+def on_rank(family: str, t: int, plan: Mapping, sequence_parallel: bool, steps: list[dict], checkpointed: bool):
     """What trained model and texts are; the warnings; what is said of layers that run on the whole sequence."""
     model = tiny(family, torch.float64).train()
     before = {key: x.shape for key, x in model.state_dict().items()}
     tp = build_mesh("cpu", tensor_parallel=t)["tp"]
-    assert parallelize(model, tp, sequence_parallel=sequence_parallel) is model
+    assert parallelize(model, tp, plan, sequence_parallel=sequence_parallel) is model
     assert {key: x.shape for key, x in model.state_dict().items()} == before
     cut, whole = (sum(p.numel() for p in model.parameters() if isinstance(p, kind)) for kind in (DTensor, nn.Parameter))
     assert family == "mixtral" or cut > 0.3 * whole, "a large part, but for Mixtral's many experts"
@@ -73,15 +74,17 @@ OTHERS = [
 
 @pytest.mark.parametrize(("family", "t", "sequence_parallel", "steps", "checkpointed"), [*RUNS, *in_turns(OTHERS)])
 def test_steps_and_texts_are_those_of_one_process(ranks, family, t, sequence_parallel, steps, checkpointed):
-    """Every chain of layers says once that a length does not fit: an encoder and a decoder are two."""
+    """Every chain of layers says once that a length does not fit: an encoder and a decoder are two. The plan is
+    measured once, for all ranks."""
     model = tiny(family, torch.float64).train()
     whole = {"model.layers.*.mlp.router", "model.layers.*.mlp.gate"}  # of tokens
-    assert sequence_parallel or not auto_plan(model, t).kept.keys() - whole
+    plan = auto_plan(model, t)
+    assert sequence_parallel or not plan.kept.keys() - whole
     expected = train(model, steps, kind=torch.optim.SGD), texts(model)
     text = f"7 tokens a sequence cannot be shared equally by {t} tensor-parallel ranks: such batches run without "
     text += "sequence shards; pad them to a multiple"
     times = (steps is SHARDED[1]) * (2 if family in ("bart", "t5") else 1)
-    for found, said, kept in ranks(t).run(on_rank, family, t, sequence_parallel, steps, checkpointed):
+    for found, said, kept in ranks(t).run(on_rank, family, t, plan, sequence_parallel, steps, checkpointed):
         assert (said, kept) == ([text] * times, [])
         assert_same(found, expected)
 
