@@ -5,7 +5,7 @@ Belongs here: the order of what is done, and what a model that was cut remembers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -16,6 +16,7 @@ from tpformer.torch_private import refuse_replicas
 
 from .adapters import check_config, cut_adapters, follow_peft
 from .alone import COLUMNS, EMBEDDING, GATHERED, ROWS, SPLIT
+from .exchanged import Exchange, exchange_tokens, generate_together
 from .guard import guard
 from .linears import make_column, make_embedding, make_row
 from .matrices import make_matrices
@@ -31,7 +32,7 @@ from .siblings import share_inputs
 from .streams import Streams
 from .summing import sum_gradients
 from .tensors import globalize
-from .ways import Cut
+from .ways import Cut, Way
 
 APPLIED = "_tpformer"  # the attribute of a model that says what was done to it
 
@@ -59,7 +60,9 @@ def applied_to(model: nn.Module) -> Applied | None:
 
 
 def cut_what_was_added(model: nn.Module, before: Applied) -> None:
-    """Cut the adapters that a model has got since it was cut."""
+    """Cut the adapters that a model has got since it was cut. One rank has them whole."""
+    if before.tp.size == 1:
+        return
     for config in (getattr(model, "peft_config", None) or {}).values():
         check_config(config, before.tp)
     cut_adapters(model)
@@ -69,12 +72,26 @@ def cut_what_was_added(model: nn.Module, before: Applied) -> None:
     _guard(model, before.plan, before.tp, ())
 
 
-def cut(model: nn.Module, plan: Plan, tp: TensorParallel, streams: Streams) -> None:
-    """Do to a model what the plan says."""
+def cut(model: nn.Module, plan: Plan, tp: TensorParallel, streams: Streams, exchanges: Mapping[str, Exchange]) -> None:
+    """Do to a model what the plan says, and let mixtures exchange tokens. One rank has nothing else to do."""
+    if tp.size > 1:
+        _cut_over(model, plan, tp, streams)
+    exchange_tokens(model, exchanges, tp)
+    if tp.size > 1:
+        _finish(model, plan, tp, streams)
+    else:
+        save_from_all_ranks(model, tp)
+        refuse_replicas(model, REPLICATED)
+    if exchanges:
+        generate_together(model)
+    setattr(model, APPLIED, Applied(plan, tp, tp.mesh))
+
+
+def _cut_over(model: nn.Module, plan: Plan, tp: TensorParallel, streams: Streams) -> None:
+    """Cut what the plan says over tensor-parallel ranks."""
     cuts: dict[nn.Module, Cut] = {}
     seen: dict[nn.Module, dict[str, int | None]] = {}
-    ways = [(region.root, way.within(region.root)) for region, way in plan.regions.values()]
-    for root, way in ways:
+    for root, way in _ways(plan):
         for holder, changes in way.attributes.items():
             for name, value in changes.items():
                 setattr(model.get_submodule(holder), name, value)
@@ -106,16 +123,23 @@ def cut(model: nn.Module, plan: Plan, tp: TensorParallel, streams: Streams) -> N
         sum_gradients(module, tp, own)
     for name, division in plan.divisions.items():
         make_matrices(model.get_submodule(name), division, tp)
+
+
+def _ways(plan: Plan) -> list[tuple[str, Way]]:
+    return [(region.root, way.within(region.root)) for region, way in plan.regions.values()]
+
+
+def _finish(model: nn.Module, plan: Plan, tp: TensorParallel, streams: Streams) -> None:
+    """Cut what adapts linears, and do what wants all parameters and modules as they will be."""
     cut_adapters(model)
     globalize(model, tp.mesh)
     share_inputs(model)
     if streams.chains:
         shard_sequence(model, streams, tp)
-    for _, way in ways:
+    for _, way in _ways(plan):
         for narrowed in Narrowed.of(way, tp.size):
             narrowed.attach(model)  # behind what gathers the module's input
     _guard(model, plan, tp, [name for chain in streams.chains for name in chain])
-    setattr(model, APPLIED, Applied(plan, tp, tp.mesh))
 
 
 def _guard(model: nn.Module, plan: Plan, tp: TensorParallel, on_shards: Sequence[str]) -> None:

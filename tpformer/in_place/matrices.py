@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from typing import Any
@@ -76,7 +77,7 @@ class Division:
         if not self.experts:
             return call
         part = self.chunk(self.experts, rank, t)
-        chosen = _choice(call)
+        chosen = choice_of(call)
         assert chosen is not None
         own = (chosen >= part.start) & (chosen < part.stop)
 
@@ -90,7 +91,7 @@ class Division:
         return tree_map(change, call)
 
 
-def _choice(call: Any) -> Tensor | None:
+def choice_of(call: Any) -> Tensor | None:
     """The argument that may be the numbers of experts: the first integers."""
     integers = (torch.int32, torch.int64)
     return next((x for x in tree_leaves(call) if isinstance(x, Tensor) and x.dtype in integers and x.ndim), None)
@@ -98,7 +99,7 @@ def _choice(call: Any) -> Tensor | None:
 
 def experts_of(module: nn.Module, call: Any) -> int:
     """How many experts a module has, if it is called with their numbers, and each parameter has them as first dim."""
-    chosen, sizes = _choice(call), {p.shape[:1] for p in module.parameters(recurse=False)}
+    chosen, sizes = choice_of(call), {p.shape[:1] for p in module.parameters(recurse=False)}
     if chosen is None or len(sizes) != 1 or not chosen.numel():
         return 0
     number = sizes.pop().numel()
@@ -145,7 +146,7 @@ def find_divisions(
         try:
             for name in names:
                 module = model.get_submodule(name)
-                _check_alone(name, module, style, recording)
+                check_alone(name, module, style, recording)
                 call = recording.calls[name]
                 key = kind_of(module, call), *(x for x in tree_leaves(call) if type(x) in PLAIN)
                 if key not in tried:
@@ -164,7 +165,7 @@ def has_several(module: nn.Module) -> bool:
     return several and not isinstance(module, ParametrizationList)  # what makes a parameter, of tensors of one shape
 
 
-def _check_alone(name: str, module: nn.Module, style: Callable[[str], str], recording: Recording) -> None:
+def check_alone(name: str, module: nn.Module, style: Callable[[str], str], recording: Recording) -> None:
     """Refused where something else than the module's own forward depends on its parameters."""
     if name not in recording.calls:
         raise Refused(f"a {type(module).__name__} is not an nn.Linear itself, and did not run in the example")
@@ -188,8 +189,8 @@ def _find_division(module: nn.Module, call: tuple[tuple, dict], t: int) -> Divis
     name = type(module).__name__
     try:
         experts = experts_of(module, call)
-        module, call = _smaller(module, call, t)
-        whole = _Copy(module, call)
+        module, call = smaller(module, call, t)
+        whole = Copy(module, call)
         results = whole.run(Division({}), 0, 1)
     except Refused:
         raise
@@ -213,7 +214,7 @@ def _find_division(module: nn.Module, call: tuple[tuple, dict], t: int) -> Divis
     )
 
 
-def _smaller(module: nn.Module, call: Any, t: int) -> tuple[nn.Module, Any]:
+def smaller(module: nn.Module, call: Any, t: int) -> tuple[nn.Module, Any]:
     """A module that is called with numbers of experts, with two of them for each rank, all of which are chosen, and
     with dims of the same ratios: a large model's would not fit into memory in float64."""
     every = experts_of(module, call)
@@ -224,16 +225,16 @@ def _smaller(module: nn.Module, call: Any, t: int) -> tuple[nn.Module, Any]:
     sizes = {size for p in own.values() for size in p.shape[1:]}
     common = math.gcd(*sizes) if sizes else 1
     factor = common // next((n for n in range(2 * t, common, t) if common % n == 0), common)
-    smaller = copy.copy(module)
-    vars(smaller)["_parameters"] = {
+    made = copy.copy(module)
+    vars(made)["_parameters"] = {
         name: nn.Parameter(p.detach()[(slice(few), *(slice(size // factor) for size in p.shape[1:]))])
         for name, p in own.items()
     }
     counts = Division({}, experts=every).counts(module, few)
     scaled = {k: v // factor for k, v in vars(module).items() if type(v) is int and v in sizes and k not in counts}
     for name, value in (scaled | counts).items():
-        setattr(smaller, name, value)
-    chosen = _choice(call)
+        setattr(made, name, value)
+    chosen = choice_of(call)
     assert chosen is not None
     every_one = torch.arange(chosen.numel(), device=chosen.device, dtype=chosen.dtype).view(chosen.shape) % few
 
@@ -243,10 +244,10 @@ def _smaller(module: nn.Module, call: Any, t: int) -> tuple[nn.Module, Any]:
         features = isinstance(x, Tensor) and x.is_floating_point() and x.ndim and x.shape[-1] in sizes
         return x.detach()[..., : x.shape[-1] // factor].requires_grad_(x.requires_grad) if features else x
 
-    return smaller, tree_map(change, call)
+    return made, tree_map(change, call)
 
 
-class _Copy:
+class Copy:
     """A copy of a module in float64 with random parameters, and the arguments of its trial."""
 
     def __init__(self, module: nn.Module, call: tuple[tuple, dict]) -> None:
@@ -256,7 +257,6 @@ class _Copy:
         """What one rank computes, and the arguments and whole parameters that may have gradients."""
         module = copy_of(self.module)
         call, leaves = self.call.fresh()
-        args, kwargs = division.arguments(call, rank, t)
         leaves += [p.requires_grad_() for p in module.parameters() if p.is_floating_point()]
         parts = {name: part_of(p, name, division, rank, t) for name, p in module.named_parameters(recurse=False)}
         for name, value in division.attributes(module, rank, t).items():
@@ -266,13 +266,18 @@ class _Copy:
             delattr(module, name)
             setattr(module, name, part)
         with torch.random.fork_rng(devices=[]):
-            result = module(*args, **kwargs)
+            result = self.called(module, call, division, rank, t)
         if not isinstance(result, Tensor):
             raise Refused(f"a {type(module).__name__} is not an nn.Linear itself, and returns more than one tensor")
         for key, value in _kept(module).items():
             if key.rpartition(".")[2] not in parts and (key not in before or not before[key].equal(value)):
                 raise Refused(f"{type(module).__name__} keeps {key} when it runs, of which ranks would have parts")
         return result, leaves
+
+    def called(self, module: nn.Module, call: Any, division: Division, rank: int, t: int) -> Any:
+        """What the module of one rank makes of its part of the arguments."""
+        args, kwargs = division.arguments(call, rank, t)
+        return module(*args, **kwargs)
 
     def run(self, division: Division, rank: int, t: int) -> list[Tensor | None]:
         """[result, gradients of arguments and parameters] of one rank, of whole parameters' size."""
@@ -314,9 +319,25 @@ def part_of(whole: Tensor, name: str, division: Division, rank: int, t: int) -> 
     return whole * (rank == 0) if division.others.get(name) == ONCE else whole * 1
 
 
-def local(x: Tensor) -> Tensor:
-    """What a rank has of a parameter."""
-    return x.to_local() if is_dtensor(x) else x
+def locals_of(module: nn.Module) -> dict[str, Tensor]:
+    """What a rank has of each parameter of a module, by its name."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: x.to_local() if is_dtensor(x) else x for name, x in named}
+
+
+@contextmanager
+def seeing(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within, the module's forward finds these tensors in the place of its parameters of these names."""
+    tables = {name: vars(part)["_parameters"] for name, part in module.named_modules()}
+    held = {name: dict(table) for name, table in tables.items()}
+    try:
+        for key, x in parameters.items():
+            part, _, name = key.rpartition(".")
+            tables[part][name] = x
+        yield
+    finally:
+        for name, table in tables.items():
+            table.update(held[name])
 
 
 def make_matrices(module: nn.Module, division: Division, tp: TensorParallel) -> None:
@@ -342,14 +363,7 @@ class _Divided(nn.Module):
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         tp, division = self.divided_over, self.division
-        tables = {name: vars(part)["_parameters"] for name, part in self.named_modules()}
-        held = {name: dict(table) for name, table in tables.items()}
-        parameters = {
-            f"{module}.{name}".lstrip("."): local(x)
-            for module, table in held.items()
-            for name, x in table.items()
-            if x is not None
-        }
+        parameters = locals_of(self)
         whole = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
         used = {key: x for key, x in parameters.items() if x.requires_grad and key not in division.unused}
         whole += [x for key, x in used.items() if key not in division.dims]
@@ -358,15 +372,11 @@ class _Divided(nn.Module):
         became = {id(x): y for x, y in zip([*whole, *own], entered, strict=True)}
         args, kwargs = tree_map(lambda x: became.get(id(x), x), (args, kwargs))
         args, kwargs = division.arguments((args, kwargs), tp.rank, tp.size)
-        try:
-            for key, x in parameters.items():
-                module, _, name = key.rpartition(".")
-                seen = became.get(id(x), x)
-                tables[module][name] = seen * (tp.rank == 0) if division.others.get(key) == ONCE else seen
+        for key, x in parameters.items():
+            seen = became.get(id(x), x)
+            parameters[key] = seen * (tp.rank == 0) if division.others.get(key) == ONCE else seen
+        with seeing(self, parameters):
             result = super().forward(*args, **kwargs)
-        finally:
-            for name, table in tables.items():
-                table.update(held[name])
         return leave_part(result, entered, tp.group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

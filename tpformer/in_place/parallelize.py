@@ -14,6 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from tpformer.layers import TensorParallel, explain
 
 from .cut import APPLIED, Applied, applied_to, cut, cut_what_was_added
+from .exchanged import find_exchanges
+from .kinds import patterns_of
 from .plan import plan_of
 from .ranks import check_model, share_out
 from .regions import example_of
@@ -41,7 +43,8 @@ def parallelize(
     GlobalTensors: DTensors, sharded where they are cut, else whole on every rank with equal gradients. Those mix with
     plain tensors. Call it before FSDP2, optimizers and torch.compile. On a model that is parallel already it cuts the
     LoRA adapters that have been added since.
-    tp:      the ranks, a 1-D DeviceMesh or a TensorParallel.
+    tp:      the ranks, a 1-D DeviceMesh or a TensorParallel. One with `experts` lets the model's mixtures exchange
+             tokens over these ranks (exchanged.exchange_tokens), with the samples of each; its own mesh may be None.
     plan:    "auto" (auto_plan), or {pattern: style} as auto_plan returns it.
     gpus:    instead of tp, the number of processes: joins them, chooses how many share one copy of the model
              (ranks.share_out), prints the plan and verifies the result; needs torchrun.
@@ -49,10 +52,12 @@ def parallelize(
     transport: what carries the linears between the ranks (ops.choose_transport).
     example: arguments of one small forward, a tuple, or a dict of keyword arguments; transformers models need none.
     Communication: an all-reduce of 16 bytes per parameter and buffer, and those of make_column.
-    Errors:  ValueError for an entry of a plan that is not right, for ranks that hold different values, and for
-             sequence_parallel where no layer allows it. Of calls of the model, whichever of its modules is called:
-             ValueError for ranks at different places of a program, for inputs or gradients of outputs that differ, for
-             random numbers that ranks would draw for parts of the features, and for output_attentions.
+    Errors:  ValueError for an entry of a plan that is not right, for ranks that hold different values, for
+             sequence_parallel where no layer allows it, for a model without mixtures that can exchange tokens, where
+             they should, and for ranks of experts that are no whole groups of tensor-parallel ones. Of calls of the
+             model, whichever of its modules is called: ValueError for ranks at different places of a program, for
+             inputs or gradients of outputs that differ, for random numbers that ranks would draw for parts of the
+             features, and for output_attentions.
     """
     before = applied_to(model)
     ranks = tp if isinstance(tp, TensorParallel) else TensorParallel(tp, transport=transport)
@@ -62,11 +67,16 @@ def parallelize(
             f"plan would decide what is quantised; leave precision out, or build the model of tpformer.layers"
         )
     ranks = replace(ranks, sequence_parallel=sequence_parallel or ranks.sequence_parallel)
-    if before is None and gpus is None and ranks.size > 1:
-        check_model(model, ranks)
+    exchanges = ranks.experts is not None and ranks.of_experts.size > 1
+    if before is None and gpus is None and (ranks.size > 1 or exchanges):
+        found = find_exchanges(model, ranks, example) if exchanges else {}
+        for each in dict.fromkeys((ranks, ranks.of_experts)):  # in one order on all ranks
+            if each.size > 1:
+                check_model(model, each)
         made = plan_of(model, plan, ranks.size, example)
+        made.leave_to_exchanges({patterns_of(model)[name] for name in found}, found)
         streams = streams_of(model, made, example) if ranks.sharded else Streams()
-        cut(model, made, ranks, streams)
+        cut(model, made, ranks, streams, found)
     elif before is not None:
         cut_what_was_added(model, before)
     elif gpus is not None:

@@ -76,6 +76,14 @@ class Plan(dict[str, str]):
         """The style of a module by its name; "replicate" if the plan does not have it."""
         return next((style for pattern, style in self.items() if matches(pattern, name)), "replicate")
 
+    def leave_to_exchanges(self, patterns: Collection[str], names: Collection[str]) -> None:
+        """Let these modules, of these patterns, get all tokens of tensor-parallel ranks, which they send elsewhere."""
+        for name in names:
+            self.divisions.pop(name, None)
+        for pattern in patterns:
+            self[pattern] = EXPERTS[0]
+            self.kept.pop(pattern, None)
+
     def __str__(self) -> str:
         """Both lists, as a table."""
         lines = [f"plan for {self.t} tensor-parallel ranks"]
@@ -88,7 +96,9 @@ class Plan(dict[str, str]):
 
 
 def plan_of(model: nn.Module, plan: str | Mapping[str, str], t: int, example: Any) -> Plan:
-    """The plan that a user asks for: "auto", or entries."""
+    """The plan that a user asks for: "auto", or entries. One rank divides nothing."""
+    if t == 1:
+        return Plan({}, t, {}, {}, identity(model))
     if not isinstance(plan, Mapping):
         return auto_plan(model, t, example=example)
     return check_plan(plan, model, t, example)

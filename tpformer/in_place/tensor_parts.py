@@ -150,9 +150,12 @@ def on_shards(function: Any, args: tuple, kwargs: dict[str, Any], plain: list[Te
             raise _refusal(name, cut[0], type(error)) from error
         if not plain:
             raise
+        remedy = "use its .full_tensor(), or do this before parallelize"
+        if name == "_foreach_norm":  # of torch's clipping
+            remedy = "call tpformer.clip_grad_norm_, which takes both together"
         raise type(error)(
             f"{name} of a plain tensor {tuple(plain[0].shape)} and a parameter "
-            f"{tuple(cut[0].shape)} that is cut over ranks: use its .full_tensor(), or do this before parallelize"
+            f"{tuple(cut[0].shape)} that is cut over ranks: {remedy}"
         ) from error
 
 

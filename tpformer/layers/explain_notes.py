@@ -25,7 +25,25 @@ Note = tuple[str, tuple[str, ...]]  # the layer's path, and its sentence
 def sent_notes(module: nn.Module, tokens: int, dtype: torch.dtype | None, seq_length: int) -> list[str]:
     """A line for each layer, or for equal numbered ones, that sends tokens beside its linears. tokens: as explain's."""
     notes = [*_of_attention(module, tokens, dtype, seq_length), *_of_experts(module, tokens, dtype)]
+    notes += [(path, (each.sent_note(tokens, dtype),)) for path, each in module.named_modules() if _tells(each)]
     return [f"{path} {sentence}" for path, (sentence,) in fold(notes)]
+
+
+def _tells(module: nn.Module) -> bool:
+    """Whether a module, such as a mixture that parallelize has divided, says itself what it sends."""
+    return hasattr(type(module), "sent_note")
+
+
+def exchange_note(row_bytes: int, k: int, n_experts: int, ep: int, backwards: int) -> str:
+    """What the tokens of a rank, with so many bytes of rows, send to the experts of others. backwards: how many
+    exchanges of rows a backward makes; a forward makes two."""
+    copies = (ep - 1) * share_of_rank(k, n_experts, ep)  # of a token's row, on other ranks
+    sent = row_bytes * copies
+    return (
+        f"exchange tokens over {ep} expert-parallel ranks, with {n_experts // ep} experts on each: a token goes to "
+        f"{copies:.2f} other ranks, if each set of {k} experts is as likely as any other, so "
+        f"{2 * sent / 1e6:,.1f} MB are sent in a forward and {backwards * sent / 1e6:,.1f} MB in a backward"
+    )
 
 
 def _of_attention(module: nn.Module, tokens: int, dtype: torch.dtype | None, seq_length: int) -> Iterator[Note]:
@@ -68,13 +86,8 @@ def _of_experts(module: nn.Module, tokens: int, dtype: torch.dtype | None) -> It
         own = tokens // (layer.tp.size * (1 if context is None else context.size))
         weight, k, hidden, ffn = experts.gate_up_proj, layer.gate.policy.k, experts.hidden_size, experts.ffn_hidden_size
         size = (dtype or weight.dtype).itemsize
-        copies = (ep - 1) * share_of_rank(k, experts.n_experts, ep)  # of a token's row, on other ranks
-        sent = own * copies * hidden * size
-        note = (
-            f"exchange tokens over {ep} expert-parallel ranks, with {experts.n_experts // ep} experts on each: a token "
-            f"goes to {copies:.2f} other ranks, if each set of {k} experts is as likely as any other, so "
-            f"{2 * sent / 1e6:,.1f} MB are sent in a forward and {3 * sent / 1e6:,.1f} MB in a backward"
-        )
+        sent = own * hidden * size * (ep - 1) * share_of_rank(k, experts.n_experts, ep)
+        note = exchange_note(own * hidden * size, k, experts.n_experts, ep, 3)
         if layer.tp.size > 1 and experts.n_experts % layer.tp.size == 0:
             gathered = 2 * own * (layer.tp.size - 1) * hidden * size
             note += (
