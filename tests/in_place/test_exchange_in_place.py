@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from turns import in_turns
 
 from bench.families.training import in_float64
-from tpformer import clip_grad_norm_, full_state_dict, parallelize, verify
+from tpformer import clip_grad_norm_, full_state_dict, load_sharded, parallelize, parameters_on_meta, verify
 from tpformer.distributed import build_mesh
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.in_place import exchanged
@@ -146,6 +146,21 @@ def test_mistakes_are_seen() -> None:
 
 
 @on_every_rank(2)
+def test_what_is_frozen_has_no_gradient() -> None:
+    """Experts, whose rows come back all the same; all but experts; all but routers, whose weights' gradients come."""
+    samples = batch(7, 0, size=4)
+    for trained in ({"experts": False}, {"experts": True}, {"mlp.gate": True}):
+        ((part, wanted),) = trained.items()
+        model, plain = whole("qwen2moe"), whole("qwen2moe")
+        for name, p in (*model.named_parameters(), *plain.named_parameters()):
+            p.requires_grad_((part in name) == wanted)
+        found = stepped(exchanging(model, 1, 2), own(samples, 1), 2)
+        expected = stepped(plain, samples)
+        zeros = {name: torch.zeros_like(x) for name, x in found.items() if name not in expected}
+        assert_same(found, expected | zeros, part)
+
+
+@on_every_rank(2)
 def test_all_tokens_go_to_one_rank() -> None:
     """Experts of the other one get no rows, and a gradient of zero."""
     samples, found = batch(7, 0, size=4), []
@@ -197,6 +212,11 @@ def test_files_and_checkpoints_hold_one_process(tmp_path: Path) -> None:
     model.save_pretrained(folder[0])
     again = type(model).from_pretrained(folder[0], dtype=torch.float64)
     assert_identical(dict(again.state_dict()), values)
+    with parameters_on_meta():
+        empty = whole("mixtral")
+    parallelize(empty.double(), TensorParallel(experts=meshes(1, 2)[1]["ep"]))
+    load_sharded(empty, folder[0])
+    assert_identical({name: full_tensor(x) for name, x in empty.state_dict().items()}, values)
     dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder[0]}/dcp")
     other = exchanging(whole("mixtral"), 2, 4)
     for p in other.parameters():
@@ -259,7 +279,10 @@ def test_refusals_say_why() -> None:
         with pytest.raises(ValueError, match=words):
             parallelize(model, tp)
         assert before == [(type(m), id(p)) for m in model.modules() for p in m.parameters(recurse=False)]
+    with pytest.raises(ValueError, match="give experts in the first call of parallelize"):
+        parallelize(parallelize(whole("mixtral"), mesh["tp"]), ep)
     model = parallelize(whole("mixtral"), ep)
+    assert parallelize(model, ep) is model  # as after adapters have been added
     with pytest.raises(ValueError, match="call it on all of them with synced_gpus=True"):
         model.generate(batch(4, 0)["input_ids"])
     with pytest.raises(RuntimeError, match="Cannot concatenate overlapping meshes"):

@@ -78,6 +78,11 @@ def parallelize(
         streams = streams_of(model, made, example) if ranks.sharded else Streams()
         cut(model, made, ranks, streams, found)
     elif before is not None:
+        if exchanges and before.tp.experts is None:
+            raise ValueError(
+                f"the model was made parallel without ranks that exchange tokens, and its experts cannot be moved to "
+                f"{ranks.of_experts.size} ranks any more: give experts in the first call of parallelize"
+            )
         cut_what_was_added(model, before)
     elif gpus is not None:
         if tp is not None:
