@@ -69,14 +69,7 @@ def parallelize(
     ranks = replace(ranks, sequence_parallel=sequence_parallel or ranks.sequence_parallel)
     exchanges = ranks.experts is not None and ranks.of_experts.size > 1
     if before is None and gpus is None and (ranks.size > 1 or exchanges):
-        found = find_exchanges(model, ranks, example) if exchanges else {}
-        for each in dict.fromkeys((ranks, ranks.of_experts)):  # in one order on all ranks
-            if each.size > 1:
-                check_model(model, each)
-        made = plan_of(model, plan, ranks.size, example)
-        made.leave_to_exchanges({patterns_of(model)[name] for name in found}, found)
-        streams = streams_of(model, made, example) if ranks.sharded else Streams()
-        cut(model, made, ranks, streams, found)
+        _cut_whole(model, ranks, plan, example, exchanges)
     elif before is not None:
         if exchanges and before.tp.experts is None:
             raise ValueError(
@@ -89,6 +82,20 @@ def parallelize(
             raise ValueError("tp and gpus both say which ranks there are: give one of them")
         _from_counts(model, gpus, plan, sequence_parallel, transport, example)
     return model
+
+
+def _cut_whole(
+    model: nn.Module, ranks: TensorParallel, plan: str | Mapping[str, str], example: Any, exchanges: bool
+) -> None:
+    """parallelize of a model that is on no ranks yet. exchanges: whether its mixtures exchange tokens."""
+    found = find_exchanges(model, ranks, example) if exchanges else {}
+    for each in dict.fromkeys((ranks, ranks.of_experts)):  # in one order on all ranks
+        if each.size > 1:
+            check_model(model, each)
+    made = plan_of(model, plan, ranks.size, example)
+    made.leave_to_exchanges({patterns_of(model)[name] for name in found}, found)
+    streams = streams_of(model, made, example) if ranks.sharded else Streams()
+    cut(model, made, ranks, streams, found)
 
 
 def _from_counts(
