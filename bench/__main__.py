@@ -26,6 +26,7 @@ from . import (
     planner,
     pretrain,
     protocol,
+    quantized_matmul,
 )
 from .data_parallel import bench as data_parallel
 from .families import matrix as families
@@ -38,6 +39,7 @@ KERNELS: tuple[Bench, ...] = (
     grouped_matmul.BENCH,
     *fused.BENCHES,
     gathered_experts.BENCH,
+    quantized_matmul.BENCH,
     *memory_bound.BENCHES,
     layer.BENCH,
 )

@@ -87,6 +87,7 @@ SCATTER = (*kernels("matmul_reduce_scatter", "matmul"), *FUSED)
 ALL_REDUCE = (*kernels("matmul_all_reduce", "matmul"), *FUSED)
 GROUPED = (*kernels("grouped_matmul"), "bench/grouped_matmul.py")
 GATHERED = (*GROUPED, *kernels("all_gather_grouped_matmul"), "bench/gathered_experts.py")
+QUANTIZED = (*kernels("quantized_matmul", "quantize"), "bench/quantized_matmul.py", "tpformer/ops/quantized_product.py")
 TRIALS = (*GEMM, "bench/matmul_trials.py", "bench/specialised.py")
 CONSTANTS = (*GATHER, *SCATTER, *ALL_REDUCE, "bench/constants.py", "bench/release.py")
 LAYER = ("kernels/**/*.py", "tpformer/**/*.py", "bench/layer.py", "bench/plain.py")
@@ -179,6 +180,7 @@ ITEMS = (
     tests("tests of fused kernels", 480, 80, "--fused", "tests/distributed/test_symmetric.py"),
     quick("grouped_matmul", 170, 30, GROUPED, prediction="0.9 of torch's"),
     quick("all_gather_grouped_matmul", 165, 30, GATHERED, prediction="0.9 of the GEMM"),
+    quick("quantized_matmul", 81, 15, QUANTIZED, "1.3 of bfloat16", "1.35 to 1.6; 0.8 to 0.9 of that"),
     quick("route", 43, 8, bar=HALF, prediction="0.45 to 0.8"),
     quick("combine", 42, 8, bar=COPY, prediction="0.95"),
     quick("weighted_activation", 41, 8, bar=COPY, prediction="0.95"),

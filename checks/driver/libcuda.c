@@ -133,11 +133,11 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
                                 const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
                                 CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
   static const int SWIZZLE_BYTES[] = {INT_MAX, 32, 64, 128}; /* of CUtensorMapSwizzle */
-  int itemsize = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
+  int itemsize = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1 : 2;
   maps++;
   REQUIRE(device.computeMajor >= 9, "sm_%d%d has no tensor maps", device.computeMajor, device.computeMinor);
   REQUIRE((size_t)map % 64 == 0, "a tensor map lies at %p, no multiple of 64", (void *)map);
-  REQUIRE(type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || itemsize == 4,
+  REQUIRE(type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || itemsize != 2,
           "a tensor map has elements of type %d, which is not known here", type);
   REQUIRE((rank == 2 || rank == 3) && interleave == 0 && swizzle >= 0 && swizzle < 4 && fill == 0,
           "%u dims, interleave %d, swizzle %d or fill %d is not known here", rank, interleave, swizzle, fill);

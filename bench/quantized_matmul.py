@@ -1,0 +1,127 @@
+"""What do GEMMs of blocks of e4m3 gain over those of bfloat16 on one GPU, and what do the passes that quantise cost?
+
+Belongs here: sizes, providers, what must agree. More of FP8 is worth its work if torch's product is 1.3 times as fast.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from harness.accuracy import poisoned, require_accurate
+from harness.ratios import Row, compared, mean_row, ratio_bench
+from harness.timing import FULL, QUICK, Call, copying, measure
+from tpformer.kernels.quantize.format import Blocks
+from tpformer.kernels.quantize.reference import dequantize, dequantize_weight, quantize_cost
+from tpformer.kernels.quantized_matmul.reference import quantized_matmul_cost
+from tpformer.ops.quantized_product import library_product, served_by_library
+
+from .predict import share_row
+
+DEVICE, DTYPE = "cuda", torch.bfloat16
+BFLOAT16, LIBRARY, OURS, COPY = "torch.matmul", "torch.scaled_mm", "tpformer", "copy"
+ROWS, SIDES, WIDTHS = 8192, (2048, 4096, 8192), (2048, 4096, 14336)
+# FLOP/s, predicted: of ours by K, as tiles begin one after the other; cuBLASLt's has 1002 and 1009e12 in pytorch/ao#2784
+EXPECTED = {2048: 715e12, 4096: 885e12, 8192: 975e12}
+EXPECTED_OF_LIBRARY = 1000e12
+REQUIRED = 1.3  # of bfloat16, geometric mean
+
+
+def sizes(quick: bool) -> list[tuple[int, int]]:
+    """(N, K) of the weights."""
+    return [(4096, 4096)] if quick else [(n, k) for n in WIDTHS for k in SIDES]
+
+
+def operands(n: int, k: int) -> tuple[Tensor, Tensor]:
+    """(x, weight) of normal numbers. On zeros a GPU is faster than on data."""
+    x, w = torch.randn(ROWS, k, device=DEVICE, dtype=DTYPE), torch.randn(n, k, device=DEVICE, dtype=DTYPE)
+    return x, w.mul_(k**-0.5)
+
+
+def calls_of(n: int, k: int) -> tuple[tuple[Blocks, Blocks], dict[str, Callable[[], Tensor]]]:
+    """The blocks, and by provider a product of them, or of the numbers that they are of."""
+    from tpformer.kernels.quantize.kernel import quantize_rows, quantize_weight
+    from tpformer.kernels.quantized_matmul.kernel import quantized_matmul
+
+    x, w = operands(n, k)
+    blocks = quantize_rows(x), quantize_weight(w)
+    calls: dict[str, Callable[[], Tensor]] = {
+        BFLOAT16: partial(torch.matmul, x, w.t()), OURS: partial(quantized_matmul, *blocks, dtype=DTYPE)
+    }  # fmt: skip
+    if served_by_library(blocks[0], x):
+        calls[LIBRARY] = partial(library_product, *blocks, None, DTYPE)
+    return blocks, calls
+
+
+def check(quick: bool) -> None:
+    """Both products beside float64 of the numbers that the blocks stand for."""
+    for n, k in sizes(quick):
+        (a, b), calls = calls_of(n, k)
+        calls.pop(BFLOAT16)
+        left, right = dequantize(a, torch.float64), dequantize_weight(b, torch.float64)
+        oracle, baseline = left @ right.t(), left.to(DTYPE) @ right.to(DTYPE).t()
+        for name, call in calls.items():
+            require_accurate(f"({ROWS}, {n}, {k}) {name}", poisoned(call, baseline), oracle, baseline)
+
+
+def gemm_rows(n: int, k: int, quick: bool) -> list[Row]:
+    """Products beside bfloat16's, without the passes that quantise."""
+    calls = calls_of(n, k)[1]
+    seconds = measure({name: Call(call) for name, call in calls.items()}, QUICK if quick else FULL)
+    pairs = [(name, BFLOAT16) for name in calls if name != BFLOAT16]
+    flops = quantized_matmul_cost(ROWS, n, k, DTYPE.itemsize).flops
+    return compared("product", f"{ROWS}x{n}x{k}", seconds, pairs, unit="TFLOP/s", amount=flops / 1e12)
+
+
+def pass_rows(k: int, quick: bool) -> list[Row]:
+    """Passes beside a copy of as many bytes."""
+    from tpformer.kernels.quantize.kernel import dequantize, quantize_rows, quantize_weight_twice
+
+    (x, _), found = operands(128, k), []
+    blocks = quantize_rows(x)
+    passes: dict[str, tuple[Callable[[], object], int]] = {
+        "quantize_rows": (partial(quantize_rows, x), quantize_cost(ROWS, k, DTYPE.itemsize).bytes),
+        "quantize_weight_twice": (
+            partial(quantize_weight_twice, x), quantize_cost(ROWS, k, DTYPE.itemsize, 128, 2).bytes
+        ),
+        "dequantize": (partial(dequantize, blocks, DTYPE), quantize_cost(ROWS, k, DTYPE.itemsize).bytes),
+    }  # fmt: skip
+    for name, (call, nbytes) in passes.items():
+        seconds = measure({OURS: Call(call), COPY: Call(copying(nbytes // 2, DEVICE))}, QUICK if quick else FULL)
+        found += compared(name, f"{ROWS}x{k}", seconds, [(OURS, COPY)], unit="TB/s", amount=nbytes / 1e12)
+    return found
+
+
+def rows(quick: bool) -> list[Row]:
+    products = [row for n, k in sizes(quick) for row in gemm_rows(n, k, quick)]
+    passes = pass_rows(4096, quick)
+    means = []
+    for provider in (LIBRARY, OURS):
+        chosen = [row for row in products if row["provider"] == provider]
+        if chosen:
+            bar = REQUIRED if provider == LIBRARY else None
+            means.append(mean_row(chosen, shape=f"{len(chosen)} shapes", provider=provider, bar=bar))
+    return [*products, *passes, *means]
+
+
+def predictions() -> list[Row]:
+    """The tile's cycles on H100 by hand, and published figures of cuBLASLt's product (docs/fp8.md)."""
+    found = []
+    for n, k in sizes(quick=False):
+        flops = quantized_matmul_cost(ROWS, n, k, DTYPE.itemsize).flops
+        for provider, rate in ((OURS, EXPECTED[k]), (LIBRARY, EXPECTED_OF_LIBRARY)):
+            found.append(share_row("product", f"{ROWS}x{n}x{k}", flops / rate, flops, provider))
+    return found
+
+
+BENCH = ratio_bench(
+    rows,
+    predictions,
+    name="quantized_matmul",
+    description="GEMMs of blocks of e4m3, by torch and by our kernel, beside bfloat16's; passes that quantise (1 GPU)",
+    device="cuda",
+    check=check,
+    note="cold L2. Products are without the passes that quantise, which are beside a copy of as many bytes. "
+    "Predictions stand beside the peak of bfloat16.",
+)
