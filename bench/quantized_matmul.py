@@ -22,7 +22,7 @@ from .predict import share_row
 DEVICE, DTYPE = "cuda", torch.bfloat16
 BFLOAT16, LIBRARY, OURS, COPY = "torch.matmul", "torch.scaled_mm", "tpformer", "copy"
 ROWS, SIDES, WIDTHS = 8192, (2048, 4096, 8192), (2048, 4096, 14336)
-# FLOP/s, predicted: of ours by K, as tiles begin one after the other; cuBLASLt's has 1002 and 1009e12 in pytorch/ao#2784
+# FLOP/s, predicted: of ours by K, as tiles begin in turn; cuBLASLt has 1.0e15 in pytorch/ao#2784
 EXPECTED = {2048: 715e12, 4096: 885e12, 8192: 975e12}
 EXPECTED_OF_LIBRARY = 1000e12
 REQUIRED = 1.3  # of bfloat16, geometric mean

@@ -200,7 +200,7 @@ ITEMS = (
     whole("layer", 180, LAYER),
     *(whole(name, 90, sources) for name, sources in (
         ("all_gather_matmul", GATHER), ("matmul_reduce_scatter", SCATTER), ("matmul_all_reduce", ALL_REDUCE),
-        ("grouped_matmul", GROUPED), ("all_gather_grouped_matmul", GATHERED),
+        ("grouped_matmul", GROUPED), ("all_gather_grouped_matmul", GATHERED), ("quantized_matmul", QUANTIZED),
     )),
     *(whole(name, 60) for name in (*MEMORY_BOUND, *OF_EXPERTS)),
 )  # fmt: skip
