@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import gpu_run
@@ -17,6 +18,7 @@ GOOD = "def test_good(): pass\ndef test_absent(): pytest.skip('not today')\n"
 BAD = "def test_bad(): assert 1 == 2, 'unequal'\n"
 COUNTED = "def test_counted():\n    with open(pathlib.Path(__file__).with_name('runs'), 'a') as file: file.write('x')\n"
 started = subprocess.run
+FORKING = threading.Lock()  # filelock, which torch imports, refuses a fork while another thread forks
 KILLED = "def test_killed():\n    if not pathlib.Path(__file__).with_name('ready').exists(): os.kill(os.getpid(), 9)\n"
 
 
@@ -24,7 +26,9 @@ def forked(command: list[str], **options) -> subprocess.CompletedProcess:
     """In place of a new Python, which would import torch: a fork of this process, which has."""
     if "pytest" not in command:
         return started(command, **options)
-    if (pid := os.fork()) == 0:
+    with FORKING:
+        pid = os.fork()
+    if pid == 0:
         os.dup2(options["stdout"].fileno(), 1)
         os._exit(int(pytest.main(command[3:])))
     return subprocess.CompletedProcess(command, os.waitpid(pid, 0)[1])
