@@ -10,6 +10,7 @@ from testing import assert_identical
 from torch import Tensor, nn
 
 from tpformer import ops
+from tpformer.config import kept_layers
 from tpformer.layers import DropoutKey, transformer_block
 from tpformer.models import GPT, GPTConfig
 from tpformer.ops import offload as module
@@ -119,6 +120,40 @@ def test_gpt_with_offload_and_recomputed_layers(log):
     with torch.no_grad():
         model(ids, sample_index=torch.arange(64), step=1)
     assert len(log.storages) == 19
+
+
+def test_some_layers_offload_and_others_keep(log):
+    """Layer 1 stays where it is: layer 0's memory is given back beside its forward, and comes back beside its
+    backward. Layer 2 is the last that is offloaded, and layer 3 gives its memory back."""
+    layers, offload = [blocks()[0] for _ in range(5)], ops.Offload(smallest=1)
+    for i, layer in enumerate(layers):
+        layer.register_full_backward_hook(lambda *_, i=i: log.order.append(f"end {i}"))
+    y = inputs()
+    for i, layer in enumerate(layers):
+        with offload.layer(layer, moves=i in (0, 2)):
+            y = layer(y)
+    assert len(log.storages) == 24 and all(storage.device is None for storage in log.storages)
+    y.sum().backward()
+    ends = [each for each in log.order if each.startswith("end")]
+    assert ends == [f"end {i}" for i in (4, 3, 2, 1, 0)]
+    fetched = [log.order.index(each) for each in log.order if each.startswith("fetch")]
+    # layer 2 is fetched in the backward of layer 3, layer 0 in that of layer 1
+    assert len(fetched) >= 2 and log.order.index("end 4") < fetched[0] < log.order.index("end 3")
+    assert all(storage.device is None and storage.uses == 0 for storage in log.storages)
+
+
+@pytest.mark.parametrize("text", ["1*offload,1*mlp,1*offload+full,1*keep", "2*full,1*keep,1*offload", "4*offload+mlp"])
+def test_any_way_of_each_layer_gives_the_same_bits(text, log):
+    config = GPTConfig(vocab_size=40, seq_length=64, n_layers=4, hidden_size=64, n_heads=4, dropout=0.1)
+    ids = torch.randint(40, (64, 64), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for options in ({}, {"keep": text}):
+        model = kept(GPT, config, **options)
+        model(ids, targets=ids, sample_index=torch.arange(64), step=1).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    ways = [layer.keep.recompute for layer in model.layers.values()]
+    assert ways == [way.recompute for way in kept_layers(4, keep=text)] and log.storages
+    assert_identical(*gradients)
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from tpformer.planner import Step, memory
 from tpformer.planner.counting import StageCount
 from tpformer.planner.kept import kept_by_kind
 from tpformer.planner.memory import Peak, fused_workspaces, loss_workspace, occupancies, schedule_peak
+from tpformer.planner.moments import Layers, Place, places
 from tpformer.planner.states import (
     ACCUMULATED,
     Elements,
@@ -29,6 +30,7 @@ from tpformer.planner.states import (
     model_states,
     step_moments,
 )
+from tpformer.planner.units import Unit, stage_units
 
 STAGE = StageCount(0, range(1), saved=100, offloaded=30, output=10, queued=50)
 # the steps of one stage, one after the other
@@ -46,11 +48,27 @@ def test_the_worst_moment_of_a_stage(kinds):
     assert schedule_peak(occupancies(steps, [0]), [STAGE]) == PEAKS[kinds]
 
 
+def test_the_places_of_a_backward():
+    """At the loss no layer has gradients; then each layer's come, and what it kept goes. What is fetched from the host
+    is a layer's own and that of the layer before it."""
+    waits = (7, 30), (11, 20), (13, 0)
+    units = [Unit(range(i, i + 1), kept, moved, 100 * i, 50) for i, (kept, moved) in enumerate(waits)]
+    of = Layers(of_layer=1, head=40, head_elements=20, loss=1000, total=200, by_layer=True)
+    assert places(units, of, last=True) == [
+        Place(0, 0, 1000, 0), Place(40, 20, 201, 0.1), Place(53, 50, 101, 0.35), Place(64, 30, 1, 0.6),
+    ]  # fmt: skip
+    assert places(units, of._replace(by_layer=False), last=False)[0] == Place(0, 20, 201, 1)
+
+
 def test_what_the_loss_needs_while_it_runs():
     """It needs a chunk's logits, the table's float32 gradient, gathered rows and their gradient."""
     config = GPTConfig(vocab_size=100, seq_length=8, n_layers=1, hidden_size=16, n_heads=2)
     assert loss_workspace(config, 40, 25, 10, itemsize=2) == 10 * 25 * 2 + 4 * 25 * 16 + 2 * 40 * 16 * 2
     assert loss_workspace(config, 6, 25, 10, itemsize=8) == 6 * 25 * 8 + 8 * 25 * 16 + 2 * 6 * 16 * 8
+    # a CPU's exponentials; of 16 bits the logits in float32, too, and a product
+    assert loss_workspace(config, 6, 25, 10, 4, on_cpu=True) == 2 * 6 * 25 * 4 + 4 * 25 * 16 + 2 * 6 * 16 * 4
+    on_cpu = 10 * 25 * (2 + 4 + 4) + (4 + 2) * 25 * 16 + 2 * 40 * 16 * 2
+    assert loss_workspace(config, 40, 25, 10, 2, on_cpu=True) == on_cpu
 
 
 SHAPE = {"vocab_size": 250, "seq_length": 512, "n_layers": 4, "hidden_size": 256, "n_heads": 8}
@@ -72,19 +90,42 @@ UNIT = 2 * 512 * 256 * 4  # bytes of the residual stream
 # 64 features have 1/4, twice; 2 of 8 experts for each token leave a rank one row for a token, at worst two.
 @pytest.mark.parametrize("model, parallel, kind, units", [
     (SHAPE, {}, {}, 3 + 2 + 2),
-    (SHAPE, {"pack_activations": True}, {}, 3 + 2 + 2 + 4 / 2),
-    # q, k, v, attention's result, four of fc1's, two residuals: half of that for each layer of a region
-    *((SHAPE, {"recompute": "full", "recompute_interval": n}, {}, 3 + 2 + 2 + 5 * min(n, 4)) for n in (1, 2, 4, 6)),
+    (SHAPE, {}, {"packs": True}, 3 + 2 + 2 + 4 / 2),
+    ({**SHAPE, "ffn_hidden_size": 2560}, {}, {}, 1 + 5 + 2 * 5),  # on a CPU, beside what a GPU needs
     (EXPERTS, {}, {"experts": True}, 3 + (2 / 4 + 2 / 16) + (2 / 4 + 1 + 2 / 16)),
     (EXPERTS, {}, {"experts": True, "worst": True}, 3 + (2 * 2 / 4 + 2 / 16) + (2 * (2 / 4 + 1) + 2 / 16)),
-    (EXPERTS, {"recompute": "full"}, {"experts": True}, 3 + 5 / 8 + 13 / 8 + 6 / 2 + 5 / 8),
     # of 512 tokens of a rank, 402 have experts on each of two ranks: their rows leave, and as many come, twice
     (EXPERTS, {"expert_parallel": 2}, {"experts": True}, 3 + 5 / 8 + 13 / 8 + 3 * 2 * 402 / 1024),
     (EXPERTS, {"expert_parallel": 2}, {"experts": True, "worst": True}, 3 + 34 / 8 + (2 * 402 + 4 * 512) / 1024),
 ])  # fmt: skip
 def test_what_the_backward_of_a_layer_needs(model, parallel, kind, units):
     config = configuration(model, tensor_parallel=2, **parallel)
-    assert memory.layer_workspace(config, 1000.0, **kind) == units * UNIT + 4 * 1000
+    assert memory.layer_workspace(config, **kind) == units * UNIT
+
+
+def test_what_the_backward_of_a_unit_makes_again():
+    """Of a region all that its layers would keep, but for its input: q, k, v, attention's result, four of fc1's, two
+    residuals, on two ranks half of each; and the statistics of the rows."""
+    for n in (1, 2, 4, 6):
+        config = configuration(tensor_parallel=2, recompute="full", recompute_interval=n)
+        regions = stage_units(config, 0)
+        assert [len(unit.layers) for unit in regions] == [min(n, 4)] * (4 // min(n, 4))
+        kept = kept_by_kind(config)[False]
+        whole = sum(kept.storages("none"))
+        assert all(unit.kept == kept.stream for unit in regions)
+        assert regions[0].working == memory.layer_workspace(config) + min(n, 4) * whole - kept.stream
+        assert whole == pytest.approx(5 * UNIT, rel=0.02)
+    mixed = configuration(keep="1*full+pack,1*offload,1*offload+mlp,1*offload")
+    mixed = dataclasses.replace(mixed, train=dataclasses.replace(mixed.train, dtype="bfloat16", device="cuda"))
+    kept, units = kept_by_kind(mixed)[False], stage_units(mixed, 0)
+    again = [sum(kept.storages("none")) - sum(kept.storages(each)) for each in ("full", "none", "mlp", "none")]
+    need = [memory.layer_workspace(mixed, packs=each) for each in (True, False)]
+    again[0] += kept.stream
+    assert [unit.working for unit in units] == [need[0] + again[0], *(need[1] + each for each in again[1:])]
+    # a storage of 1 MiB and more moves; the last layer's backward comes at once
+    large = [sum(size for size in kept.storages(each) if size >= 1 << 20) for each in ("none", "mlp")]
+    assert [unit.moved for unit in units] == [0, large[0], large[1], 0]
+    assert units[3].kept == sum(kept.storages("none"))
 
 
 # kv_heads of 32: of the gathered bytes, those of a part; then what a kernel makes of one of two samples, in parts:

@@ -80,12 +80,13 @@ def long_samples(memory: float) -> Question:
     return packing(memory)._replace(config=question({**SMALL, "seq_length": 24576}, batch=2).config, gpus=8, space=of)
 
 
-# Drawn: in 11 nothing fits, in 5, 9, 24 and 34 all of the best offload, in 43 and 115 rounding parted ties.
+# Drawn: in 5, 9, 24 and 34 all of the best offload, in 43 and 115 rounding parted ties.
 QUESTIONS = {
     **{f"drawn {seed}": partial(drawn, seed) for seed in (2, 5, 8, 9, 11, 13, 16, 18, 24, 27, 34, 43, 115)},
     **{f"{n} experts": partial(of_experts, n, memory) for n, memory in ((8, 40e9), (6, 2e9))},
     **{f"exchanging, {memory:.2g} bytes": partial(exchanging, memory) for memory in (1.6e9, 40e9)},
     **{f"packing, {memory:.2g} bytes": partial(packing, memory) for memory in (1.3e9, 1.6e9, 40e9)},
+    "nothing fits": partial(packing, 1.1e9),
     **{f"long samples, {memory:.2g} bytes": partial(long_samples, memory) for memory in (2e9, 3e9)},
 }
 
@@ -99,7 +100,7 @@ def test_search_is_as_good_as_brute_force(name):
     asked = QUESTIONS[name]()
     found, every = planner.search(asked, 8), planner.brute_force(asked, 8)
     assert [choice.key for choice in found.choices] == [choice.key for choice in every]
-    assert bool(every) == (name != "drawn 11")
+    assert bool(every) == (name != "nothing fits")
     assert all(choice.memory.total <= asked.room for choice in found.choices) and all(found.dropped.values())
 
 

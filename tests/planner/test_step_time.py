@@ -107,7 +107,7 @@ def test_experts_take_longer_than_an_mlp_of_their_width():
     dense = {key: value for key, value in EXPERTS.items() if "expert" not in key}
     parallel = {"tensor_parallel": 4, "data_parallel_shard": 2, "zero_stage": 1}
     plain, experts = model(parallel, **dense), model(parallel, **EXPERTS)
-    first, second = (each.layer.work(False, experts=kind) for each, kind in ((plain, False), (experts, True)))
+    first, second = (each.layer.work(experts=kind) for each, kind in ((plain, False), (experts, True)))
     assert first.forward["gemm"] < second.forward["gemm"] < 1.3 * first.forward["gemm"]
     assert first.weights["gemm"] < second.weights["gemm"] and first.forward["tp"] < second.forward["tp"]
     assert first.forward["attention"] == second.forward["attention"]
@@ -154,9 +154,9 @@ def test_context_parallel_ranks_share_all_but_what_they_exchange():
     gather = shared.forward["cp"]
     assert gather == pytest.approx(received / H100.inside[1], rel=0.05) and alone.forward["cp"] == 0
     assert shared.inputs["cp"] == pytest.approx(2 * gather, rel=0.05), "a gather and an exchange"
-    again = model({**CP8, "recompute": "full"}, batch=8, **GROUPED).layer.work()
+    again = model(CP8, batch=8, **GROUPED).layer.work("full")
     assert again.inputs["cp"] == shared.inputs["cp"] + gather
-    assert model({**CP8, "recompute": "mlp"}, batch=8, **GROUPED).layer.work().inputs["cp"] == shared.inputs["cp"]
+    assert model(CP8, batch=8, **GROUPED).layer.work("mlp").inputs["cp"] == shared.inputs["cp"]
     step = model(CP8, batch=8, **GROUPED).step()
     assert step.cp == pytest.approx(8 * 24 * 3 * gather, rel=0.05) and step.seconds == sum(step)
 
@@ -198,9 +198,8 @@ def test_tokens_are_exchanged_five_times_with_nothing_beside():
         assert terms["ep"] == pytest.approx(times * once, rel=0.02), "beside rows few numbers travel"
     assert sum(terms["ep"] for terms in far.work()) == 0, "of a layer without experts"
     for recompute, more in (("mlp", 1), ("full", 1)):
-        again = model({**SHARDS, "expert_parallel": 32, "recompute": recompute}, **EXCHANGED).layer
-        assert again.work(experts=True).inputs["ep"] == pytest.approx(work.inputs["ep"] + more * once)
-        assert again.work(False, experts=True).inputs["ep"] == work.inputs["ep"]
+        again = far.work(recompute, experts=True)
+        assert again.inputs["ep"] == pytest.approx(work.inputs["ep"] + more * once)
     step = model({**SHARDS, "expert_parallel": 32}, **EXCHANGED).step()
     assert step.ep == pytest.approx(2 * 24 * 5 * once, rel=0.02) and step.seconds == sum(step)
 
@@ -264,7 +263,7 @@ def test_bytes_that_packing_moves_by_hand(recompute):
     packs, passes, inside = MOVED[recompute]
     expected = packs * BOTH, passes * BOTH - inside * LESS
     assert kept_by_kind(layer.config)[False].packing(recompute) == pytest.approx(expected)
-    plain, packed = layer.work(), layer.work(packs=True)
+    plain, packed = layer.work(recompute), layer.work(recompute, packs=True)
     seconds = [packed.forward["packing"], packed.inputs["packing"]]
     assert sum(seconds) == pytest.approx(sum(expected) / H100.machine.memory, rel=0.05)
     assert sum(t.seconds for t in packed) == pytest.approx(sum(t.seconds for t in plain) + sum(seconds))

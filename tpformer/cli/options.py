@@ -70,3 +70,17 @@ def new_file(option: str, path: str) -> Path:
     if found.exists() or not found.absolute().parent.is_dir():
         raise ValueError(f"{option} {path}: give a new file in a folder that exists")
     return found
+
+
+UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def number(option: str, text: str) -> float:
+    """A number with one of UNITS, such as 1.5B."""
+    try:
+        value = float(text[:-1]) * UNITS[text[-1].upper()] if text[-1:].upper() in UNITS else float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{option} {text}: write a number such as 1.5B")
+    return value

@@ -16,14 +16,14 @@ from tpformer.config import PRESETS, RunConfig, build_config, check_choice, pres
 from tpformer.config.fp8 import check_planned
 from tpformer.processes.files import replace_file
 
-from .options import new_file, parsed
+from .options import new_file, number, parsed
+from .plan_budgets import budgets
 
 if TYPE_CHECKING:
     from tpformer.planner.candidates import Question
     from tpformer.planner.devices import Device
     from tpformer.planner.search import Choice
 
-UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 FILES = ("out", "json", "csv", "html")
 SAME = ("gpus", "link_gb_s", "network_gb_s", "memory_gb")  # what a sweep of these leaves to be said once
 SWEPT = ("preset", "gpus", "batch", "link_gb_s", "network_gb_s", "gemm_tflops", "memory_gb")
@@ -76,6 +76,8 @@ class Plan:
     """A file with a row for each layout."""
     html: str = ""
     """A file for a report with pictures, which needs no network."""
+    memory_budget: str = ""
+    """Budgets such as "48GiB,40GiB" or "80%": what layers keep in each, in the layout of --explain, or of the file."""
     calibrate: str = ""
     """A folder of results of `python -m bench` on the device, such as bench/results/NAME, which correct its rates."""
     validate: bool = False
@@ -93,7 +95,9 @@ def plan_command(arguments: Sequence[str]) -> None:
     if options.validate:
         sys.exit(0 if _validate() else 1)
     _check(options)
-    if len(options.kinds) > 1 or (options.kinds and options.sweep is not None):
+    if options.memory_budget:
+        budgets(options.memory_budget, options.explain, bool(options.file), _question(options), _print)
+    elif len(options.kinds) > 1 or (options.kinds and options.sweep is not None):
         _compare(options)
     elif options.sweep is not None:
         _sweep(options)
@@ -109,8 +113,10 @@ def _check(options: Plan) -> None:
     for name, given in (("--sweep", options.sweep is not None), ("--within with several kinds", options.kinds[1:])):
         if given and (files or options.explain is not None):
             raise ValueError(f"{name} only prints: leave out --explain, --out, --json, --csv and --html")
+    if options.memory_budget and (files or options.sweep is not None or options.kinds):
+        raise ValueError("--memory-budget only prints: leave out --within, --sweep, --out, --json, --csv and --html")
     if options.tokens != "auto":
-        _number("--tokens", options.tokens)
+        number("--tokens", options.tokens)
     if len({*map(Path.absolute, files.values())}) < len(files):
         raise ValueError(f"--{', --'.join(files)} name the same file: give each its own")
 
@@ -148,7 +154,7 @@ def _config(options: Plan, device: "Device") -> RunConfig:
     if options.file:
         values = read_toml(options.file)
     elif options.parameters:
-        values["model"]["preset"] = _nearest_preset(_number("--parameters", options.parameters))
+        values["model"]["preset"] = _nearest_preset(number("--parameters", options.parameters))
     values = _with_length(options, values)
     config = build_config(values)
     check_planned(config.train.precision)
@@ -187,23 +193,12 @@ def _nearest_preset(parameters: float) -> str:
     return name
 
 
-def _number(option: str, text: str) -> float:
-    """A number with one of UNITS, such as 1.5B."""
-    try:
-        value = float(text[:-1]) * UNITS[text[-1].upper()] if text[-1:].upper() in UNITS else float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{option} {text}: write a number such as 1.5B")
-    return value
-
-
 def _tokens(options: Plan, config: RunConfig) -> float:
     if options.tokens == "auto":
         from tpformer.planner.advice import chinchilla_tokens
 
         return float(chinchilla_tokens(config.model.n_active_parameters).value)
-    return _number("--tokens", options.tokens)
+    return number("--tokens", options.tokens)
 
 
 def _given(options: Plan, tokens: float) -> tuple[float | None, float | None]:
@@ -315,7 +310,7 @@ def swept(question: "Question", key: str, text: str) -> "Question":
     from tpformer.planner.devices import RATES, check_number, check_rates
 
     check_choice("--sweep", key, SWEPT)
-    value = _number(f"--sweep {key}", text)
+    value = number(f"--sweep {key}", text)
     if key in ("gpus", "batch"):
         if value != int(value):
             raise ValueError(f"--sweep {key} {text}: write a whole number")

@@ -32,6 +32,8 @@ def pretrain_command(arguments: Sequence[str]) -> None:
 
     config = parse_run(arguments)
     check_config(config)
+    joined = launched()
+    config = _within_budget(config, speaks=not joined or os.environ["RANK"] == "0")
     # every rank repeats these checks; a mistake that is found here gives one message, not one per rank
     check_wandb(config.log.wandb)
     check_datasets(config)
@@ -42,15 +44,31 @@ def pretrain_command(arguments: Sequence[str]) -> None:
 
     check_run(config)
     open_data(resolved)
-    joined = launched()
 
     def work(config: RunConfig) -> None:
-        if not pretrain(config) and not joined:
+        predicted = None
+        if config.parallel.memory_budget:
+            from tpformer.planner.memory_budget import predicted_bytes
+
+            predicted = predicted_bytes(config)
+        if not pretrain(config, predicted) and not joined:
             sys.exit(STOPPED_EXIT_CODE)
 
     leads = not joined or os.environ["RANK"] == "0"
     with owned(Path(config.run.dir)) if leads else nullcontext():
         with_ranks(work, config, config.run.max_restarts)
+
+
+def _within_budget(config: RunConfig, speaks: bool) -> RunConfig:
+    """The configuration with what its layers keep under parallel.memory_budget; every rank chooses the same."""
+    if not config.parallel.memory_budget:
+        return config
+    from tpformer.planner.memory_budget import with_budget
+
+    config, lines = with_budget(config)
+    for line in lines if speaks else ():
+        print(line, flush=True)
+    return config
 
 
 def verify_command(arguments: Sequence[str]) -> None:
@@ -93,7 +111,7 @@ def dry_run_command(arguments: Sequence[str]) -> None:
     from tpformer.planner.dry_run import check_ranks, default_ranks, device_memory, plan_config
     from tpformer.planner.report import report
 
-    config = plan_config(config)
+    config = plan_config(_within_budget(config, speaks=True))
     try:
         ranks = default_ranks(config) if options.ranks is None else [int(rank) for rank in options.ranks.split(",")]
     except ValueError:

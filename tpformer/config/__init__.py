@@ -14,7 +14,8 @@ from .architecture import (
 from .checks import check_choice, check_context_length, check_known, check_packing, check_positive
 from .experts import check_expert_ranks, check_router
 from .fp8 import FP8, PRECISIONS, check_fp8_run, check_fp8_sizes, check_no_fp8_experts, check_precision
-from .layout import RECOMPUTE, SCHEDULES, TRANSPORTS, Layout, packed_layers, recomputed_layers, selected_layers
+from .keep import PLAIN, RECOMPUTE, LayerKeep, budget_bytes, keep_text, kept_layers, regions, selected_layers
+from .layout import KEEP_KEYS, SCHEDULES, TRANSPORTS, Layout
 from .presets import PRESETS, preset, preset_config
 from .ranges import RANGES, check_range
 from .run import (
@@ -39,11 +40,14 @@ __all__ = [
     "FP8",
     "GPTConfig",
     "LogSection",
+    "KEEP_KEYS",
+    "LayerKeep",
     "Layout",
     "MLP_ACTIVATIONS",
     "ModelSection",
     "NORM_NAMES",
     "OptimizerSection",
+    "PLAIN",
     "PRECISIONS",
     "PRESETS",
     "RANGES",
@@ -54,6 +58,7 @@ __all__ = [
     "TRANSPORTS",
     "TrainSection",
     "batch_sizes",
+    "budget_bytes",
     "build_config",
     "check_choice",
     "check_context_length",
@@ -71,11 +76,12 @@ __all__ = [
     "check_rope_scaling",
     "check_router",
     "default_ffn_size",
+    "keep_text",
+    "kept_layers",
     "preset",
     "preset_config",
     "read_toml",
-    "packed_layers",
-    "recomputed_layers",
+    "regions",
     "selected_layers",
     "to_toml",
 ]

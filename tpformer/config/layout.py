@@ -5,17 +5,18 @@ Belongs here: the [parallel] settings, what follows from them alone, and their c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from tpformer.words import shown
 
 from .checks import check_choice
-from .ranges import check_range, check_ranges
+from .keep import RECOMPUTE, LayerKeep, budget_bytes, kept_layers
+from .ranges import check_ranges
 
 TRANSPORTS = ("auto", "sequential", "pipelined", "fused")
-RECOMPUTE = ("none", "mlp", "full")
 
 
 class ScheduleKind(NamedTuple):
@@ -100,6 +101,14 @@ class Layout:
     """With pack_activations: the layers that pack, in the notation of recompute_layers. Empty: all."""
     offload_activations: bool = False
     """Keep what the backward of the layers needs in pinned host memory, and fetch it before it is used."""
+    keep: str = ""
+    """In place of the six keys above: what each layer keeps, such as "15*offload,9*mlp+pack,8*pack" (memory.md)."""
+    memory_budget: str = ""
+    """Memory that a rank may take, such as 40GiB or 80% of its GPU. The fastest `keep` that fits is chosen if unset."""
+
+    def kept(self, n_layers: int) -> tuple[LayerKeep, ...]:
+        """What each layer of a model keeps. ValueError for keys that contradict each other, and unknown layers."""
+        return _kept(self, n_layers)
 
     @property
     def data_parallel(self) -> int:
@@ -178,15 +187,37 @@ class Layout:
             return [pipeline_rank, self.n_stages - 1 - pipeline_rank]
         return list(range(pipeline_rank, self.n_stages, self.pipeline_parallel))
 
+    @property
+    def packs(self) -> bool:
+        """Whether some layer packs what it keeps."""
+        return self.pack_activations or "pack" in self.keep
+
+    @property
+    def offloads(self) -> bool:
+        """Whether some layer's activations wait in host memory."""
+        return self.offload_activations or "offload" in self.keep
+
     def check(self) -> None:
         """ValueError, with the numbers and the remedy, for settings that contradict each other."""
         check_ranges("parallel", self)
+        self._check_budget()
         for name, choices in CHOICES.items():
             check_choice(f"parallel.{name}", getattr(self, name), choices)
         self._check_zero()
         self._check_experts()
         if self.pipeline_parallel > 1:
             self._check_stages_per_rank()
+
+    def _check_budget(self) -> None:
+        if not self.memory_budget:
+            return
+        budget_bytes(self.memory_budget, 1.0)
+        for name in KEEP_KEYS[1:]:  # beside keep nothing is chosen
+            if (value := getattr(self, name)) != getattr(Layout, name):
+                raise ValueError(
+                    f"parallel.memory_budget={shown(self.memory_budget)} chooses what layers keep, and "
+                    f"parallel.{name}={shown(value)} says it: leave one of the two out"
+                )
 
     def _check_zero(self) -> None:
         shard, replicate = self.data_parallel_shard, self.data_parallel_replicate
@@ -280,52 +311,12 @@ class Layout:
             )
 
 
-def recomputed_layers(recompute: str, pattern: str, interval: int, n_layers: int) -> set[int]:
-    """The layers that are recomputed when something is: those that `pattern` (recompute_layers) selects.
-
-    ValueError for layers that are chosen while nothing is recomputed, for an interval below 1 or of several layers
-    where whole layers are not recomputed, and as selected_layers.
-    """
-    if pattern and recompute == "none":
-        raise ValueError(
-            f"recompute_layers={shown(pattern)} chooses layers, but recompute is none: set it to mlp or full"
-        )
-    check_range("parallel.recompute_interval", interval, "recompute_interval")
-    if interval > 1 and recompute != "full":
-        raise ValueError(
-            f"recompute_interval={interval} with recompute={recompute!r}: only whole layers can form a region; set "
-            f"recompute to 'full', or recompute_interval to 1"
-        )
-    return selected_layers(pattern, n_layers)
+KEEP_KEYS = (
+    "keep",
+    *("recompute", "recompute_layers", "recompute_interval", "pack_activations", "pack_layers", "offload_activations"),
+)  # which say what layers keep; layers.keep takes them, too
 
 
-def packed_layers(packs: bool, pattern: str, n_layers: int) -> set[int]:
-    """The layers whose activations are packed: those that `pattern` (pack_layers) selects, none without packing.
-
-    ValueError for layers that are chosen without packing, and as selected_layers.
-    """
-    if pattern and not packs:
-        raise ValueError(f"pack_layers={shown(pattern)} chooses layers, but pack_activations is false: set it to true")
-    return selected_layers(pattern, n_layers, "pack_layers") if packs else set()
-
-
-def selected_layers(pattern: str, n_layers: int, name: str = "recompute_layers") -> set[int]:
-    """The layers that the setting `name` selects by comma-separated indexes or slices as in Python: "0:8", "::2".
-
-    "" selects all, "0,5,-1" three. ValueError for a part that is neither, or that selects no layer.
-    """
-    layers, found = range(n_layers), set[int]()
-    chosen: Sequence[int]
-    for part in pattern.split(",") if pattern else ["::"]:
-        try:
-            numbers = [int(number) if number.strip() else None for number in part.split(":")]
-            chosen = layers[slice(*numbers)] if len(numbers) > 1 else [layers[numbers[0]]]  # type: ignore[index]
-        except (ValueError, TypeError, IndexError):
-            chosen = ()
-        if not chosen:
-            raise ValueError(
-                f"{name}={shown(pattern)}: {shown(part)} selects none of the {n_layers} layers; write comma-separated "
-                f'indexes or slices as in Python, such as "0:8", "::2" or "0,5,-1"'
-            )
-        found.update(chosen)
-    return found
+@lru_cache(maxsize=4096)
+def _kept(layout: Layout, n_layers: int) -> tuple[LayerKeep, ...]:
+    return kept_layers(n_layers, **{name: getattr(layout, name) for name in KEEP_KEYS})

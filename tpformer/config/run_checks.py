@@ -6,7 +6,6 @@ model and no layout. Those have their own checks, and ranges.py has the ranges o
 
 from .checks import check_choice, check_context_length, check_packing
 from .fp8 import FP8, PRECISIONS, check_precision
-from .layout import packed_layers, recomputed_layers
 from .ranges import check_ranges
 from .run import OptimizerSection, RunConfig, TrainSection, batch_sizes
 from .transport_table import DTYPES, read_transport_table
@@ -43,8 +42,7 @@ def check_config(config: RunConfig, *, trains: bool = True) -> None:
         for samples in (size, size // 2) if config.log.noise_interval else (size,):
             n_microbatches = samples // (parallel.data_parallel * config.microbatch_size)
             parallel.check_pipeline(model.n_layers, n_microbatches, batch)
-    recomputed_layers(parallel.recompute, parallel.recompute_layers, parallel.recompute_interval, model.n_layers)
-    packed_layers(parallel.pack_activations, parallel.pack_layers, model.n_layers)
+    parallel.kept(model.n_layers)
     if parallel.transport_table:
         read_transport_table(parallel.transport_table)
     _check_optimizer(config.optimizer)
@@ -163,5 +161,5 @@ def _check_train(config: RunConfig) -> None:
     if train.device is not None:
         check_choice("train.device", train.device, ("cpu", "cuda"))
     dtype = train.dtype or ("float32" if train.device == "cpu" else None)
-    if config.parallel.pack_activations and dtype is not None:
+    if config.parallel.packs and dtype is not None:
         check_packing(dtype)

@@ -8,8 +8,7 @@ Neither changes a bit of a result or of a gradient, but for how sums of packed n
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tpformer import ops
-from tpformer.config import RECOMPUTE, check_choice, packed_layers, recomputed_layers
+from tpformer.config import RECOMPUTE, check_choice, kept_layers, regions
 from tpformer.torch_private import forward_hooks, forward_pre_hooks
 
 from .block import TransformerBlock
@@ -37,18 +36,22 @@ class KeepLayers:
 
     regions: {name of a layer: the first layer's index of the region that it is in}. A region of layers is recomputed
     as one, and keeps only its first input. Its blocks recompute nothing themselves.
-    offload: makes what moves activations to pinned host memory in one forward (ops.Offload).
+    offload: makes what moves activations to pinned host memory in one forward (ops.Offload). offloaded: the names of
+    the layers whose activations it moves.
     """
 
     regions: Mapping[str, int] = field(default_factory=dict)
     offload: Callable[[], Any] | None = None
+    offloaded: frozenset[str] = frozenset()
 
     def run(self, layers: nn.ModuleDict, x: Tensor, positions: Positions, dropout_key: DropoutKey | None) -> Tensor:
         """The rows behind the last layer for the rows x before the first."""
         grads = torch.is_grad_enabled()
         offload = self.offload() if self.offload is not None and grads else None
-        for some, is_region in self._units(layers):
-            with nullcontext() if offload is None else offload.layer(*some):
+        for named, is_region in self._units(layers):
+            some = [layer for _, layer in named]
+            moves = named[0][0] in self.offloaded
+            with nullcontext() if offload is None else offload.layer(*some, moves=moves):
                 if is_region and grads:
                     x = _run_region(some, x, positions, dropout_key)
                 else:
@@ -56,16 +59,17 @@ class KeepLayers:
                         x = layer(x, positions=positions, dropout_key=dropout_key)
         return x
 
-    def _units(self, layers: nn.ModuleDict) -> Iterator[tuple[list[nn.Module], bool]]:
-        """The layers in order, as (layers, whether they are a region). A layer outside of regions comes alone."""
-        for region, named in groupby(layers.items(), key=lambda item: self.regions.get(item[0])):
-            some = [layer for _, layer in named]
-            yield from [(some, True)] if region is not None else [([layer], False) for layer in some]
+    def _units(self, layers: nn.ModuleDict) -> Iterator[tuple[list[tuple[str, nn.Module]], bool]]:
+        """The named layers in order, as (layers, whether they are a region). One outside of regions comes alone."""
+        for region, found in groupby(layers.items(), key=lambda item: self.regions.get(item[0])):
+            named = list(found)
+            yield from [(named, True)] if region is not None else [([each], False) for each in named]
 
 
 def keep(
     model: Model,
     *,
+    keep: str = "",
     recompute: str = "none",
     recompute_layers: str = "",
     recompute_interval: int = 1,
@@ -77,9 +81,11 @@ def keep(
 
     model: a GPT or a part of one, a block, or any module that contains blocks, also within torch.compile's or FSDP2's
     wrappers. What was said before is forgotten.
+    keep: the way of every layer, first layers first, such as "15*offload,9*mlp+pack,8*pack"; one way alone is that of
+    all. The other options say the same in other words, and are left out beside it. Layers of a GPT have their numbers
+    in the whole model, others are counted in the order of modules().
     recompute: what the backward of a layer computes again: "none", "mlp" or "full" (Keep). recompute_layers: which
-    layers do so, in the notation of config.selected_layers; "" is all. Layers of a GPT have their numbers in the whole
-    model, others are counted in the order of modules().
+    layers do so, in the notation of config.selected_layers; "" is all.
     recompute_interval: for "full", how many consecutive recomputed layers of a GPT form a region. A region keeps only
     its input.
     pack_activations, pack_layers: whether activations wait for the backward in packed form, and of which layers, in the
@@ -90,12 +96,27 @@ def keep(
     """
     runner = unwrapped(model)
     runs_layers = isinstance(getattr(runner, "keep", None), KeepLayers)
-    named, total = _layers_of(runner) if runs_layers else _blocks_in(model, recompute_interval, offload_activations)
+    named, total = _layers_of(runner) if runs_layers else _blocks_in(model)
     check_choice("recompute", recompute, RECOMPUTE)
-    recomputed = recomputed_layers(recompute, recompute_layers, recompute_interval, total)
-    packed = packed_layers(pack_activations, pack_layers, total)
-    found = regions(named, recomputed, recompute_interval) if recompute_interval > 1 else {}
-    said = {i: Keep(recompute if i in recomputed and not found else "none", i in packed) for i in named}
+    whole = {"recompute": recompute, "recompute_layers": recompute_layers, "recompute_interval": recompute_interval}
+    packs = {"pack_activations": pack_activations, "pack_layers": pack_layers}
+    ways = kept_layers(total, keep=keep, offload_activations=offload_activations, **whole, **packs)  # type: ignore[arg-type]
+    found = regions(named, ways, recompute_interval)
+    moved = frozenset(str(i) for i in named if ways[i].offload)
+    if not runs_layers and (moved or recompute_interval > 1):
+        raise ValueError(
+            f"recompute_interval={recompute_interval}, offloaded layers: {len(moved)} of a {type(model).__name__}: "
+            f"only a GPT runs its layers itself; use ops.recompute around several layers, and ops.Offload around each"
+        )
+    said = {i: Keep("none" if str(i) in found else ways[i].recompute, ways[i].pack) for i in named}
+    _say(named, said)
+    if runs_layers:
+        runner.keep = KeepLayers(found, ops.Offload if moved else None, moved)
+    return model
+
+
+def _say(named: dict[int, Any], said: dict[int, Keep]) -> None:
+    """Give each block its Keep. ValueError, before any has one, for a layer that is none and should do something."""
     others = {i: layer for i, layer in named.items() if not isinstance(layer, TransformerBlock)}
     for index, layer in others.items():
         if said[index] != Keep():
@@ -105,9 +126,6 @@ def keep(
             )
     for index in named.keys() - others.keys():
         named[index].keep = said[index]
-    if runs_layers:
-        runner.keep = KeepLayers(found, ops.Offload if offload_activations else None)
-    return model
 
 
 def _layers_of(runner: Any) -> tuple[dict[int, Any], int]:
@@ -116,37 +134,16 @@ def _layers_of(runner: Any) -> tuple[dict[int, Any], int]:
     return layers, runner.config.n_layers
 
 
-def _blocks_in(model: nn.Module, interval: int, offload: bool) -> tuple[dict[int, Any], int]:
-    """(the blocks in a module that is no GPT, by their numbers; their number). ValueError if there is none, if they are
-    a GPT's, and for what takes somebody who runs them."""
+def _blocks_in(model: nn.Module) -> tuple[dict[int, Any], int]:
+    """(the blocks in a module that is no GPT, by their numbers; their number). ValueError if there is none, and if they
+    are a GPT's."""
     for path, each in model.named_modules():
         if isinstance(getattr(each, "keep", None), KeepLayers):
             raise ValueError(f"{type(model).__name__} has a {type(each).__name__} in it, at {path!r}: give that one")
     blocks = [each for each in model.modules() if isinstance(each, TransformerBlock)]
     if not blocks:
         raise ValueError(f"{type(model).__name__} contains no TransformerBlock: give a model that does")
-    if interval > 1 or offload:
-        raise ValueError(
-            f"recompute_interval={interval}, offload_activations={offload} of a {type(model).__name__}: only a GPT "
-            f"runs its layers itself; use ops.recompute around several layers, and ops.Offload around each"
-        )
     return dict(enumerate(blocks)), len(blocks)
-
-
-KEEP_OPTIONS = tuple(
-    name for name, each in inspect.signature(keep).parameters.items() if each.kind is each.KEYWORD_ONLY
-)
-"""The options of `keep`, which are keys of `[parallel]`, too."""
-
-
-def regions(part: Iterable[int], recomputed: set[int], interval: int) -> dict[str, int]:
-    """{name of a recomputed layer: index of the first layer of its region}. A region has at most `interval` layers."""
-    found: dict[str, int] = {}
-    for index in part:
-        first = found.get(str(index - 1))
-        if index in recomputed:
-            found[str(index)] = index if first is None or index - first == interval else first
-    return found
 
 
 def _run_region(layers: list[nn.Module], x: Tensor, positions: Positions, dropout_key: DropoutKey | None) -> Tensor:

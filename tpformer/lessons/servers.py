@@ -22,7 +22,7 @@ from .lesson import Lesson
 from .parameter_server import ParameterServer
 
 WHOLE = ("tensor_parallel", "pipeline_parallel", "data_parallel_shard", "context_parallel", "expert_parallel") + (
-    *("cpu_offload", "reduce_dtype", "recompute_interval", "offload_activations"),
+    *("cpu_offload", "reduce_dtype", "recompute_interval", "offload_activations", "keep", "memory_budget"),
 )  # settings that servers leave at their defaults
 
 

@@ -203,6 +203,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 dlogits = kernels.slice_gradient(
                     logits, normalisers, wanted, None, vocab, terms, work=work, in_place=True
                 )
+                del work  # a chunk's; it would wait beside the next chunk's
                 if dgathered is not None:
                     torch.mm(dlogits, entries, out=dgathered[rows])
                 if dweight is not None:

@@ -23,6 +23,9 @@ class Offload:
             with offload.layer(layer):
                 x = layer(x)
 
+    Give every layer in order: `moves=False` leaves a layer's tensors where they are, and its forward and backward are
+    what the copies of the layer before it run beside.
+
     Autograd saves tensors in the context. Every storage of at least `smallest` bytes that it saves is copied to the
     host once, on a stream of its own, however many views are saved; the layer's parameters stay on the device.
     The copies of a layer may take as long as the next layer's forward; then the layer's device memory is freed. So two
@@ -37,9 +40,13 @@ class Offload:
         self._last: _Layer | None = None
 
     @contextmanager
-    def layer(self, *modules: nn.Module) -> Iterator[None]:
-        """Offload what autograd saves in this context. It is fetched together, as one layer's."""
-        layer = _Layer(modules, self.smallest, self._last)
+    def layer(self, *modules: nn.Module, moves: bool = True) -> Iterator[None]:
+        """Offload what autograd saves in this context. It is fetched together, as one layer's. moves: see above."""
+        if not moves and (self._last is None or not self._last.moves):
+            self._last = None  # there is nothing to give back, and nothing to fetch
+            yield
+            return
+        layer = _Layer(modules, self.smallest, self._last, moves)
         self._last = layer
         try:
             with saved_tensors_hooks(layer.pack, layer.unpack):
@@ -62,14 +69,16 @@ class _View(NamedTuple):
 class _Layer:
     """The saved storages of what one `Offload.layer` context surrounds."""
 
-    def __init__(self, modules: tuple[nn.Module, ...], smallest: int, before: _Layer | None) -> None:
-        self.modules, self.smallest, self.before = modules, smallest, before
+    def __init__(self, modules: tuple[nn.Module, ...], smallest: int, before: _Layer | None, moves: bool) -> None:
+        self.modules, self.smallest, self.before, self.moves = modules, smallest, before, moves
         self.parameters: set[int] | None = None
         self.open: dict[int, _Storage] = {}  # by address; the storages stay alive, so no other gets the same address
         self.storages: list[_Storage] = []
         self.fetched = False
 
     def pack(self, x: Tensor) -> _View | Tensor:
+        if not self.moves:
+            return x
         if self.parameters is None:  # not sooner, because FSDP2 gathers them in a module's forward
             self.parameters = {_address(parameter) for module in self.modules for parameter in module.parameters()}
         address = _address(x)
@@ -89,12 +98,12 @@ class _Layer:
         self.open.clear()
 
     def unpack(self, packed: _View | Tensor) -> Tensor:
-        if not isinstance(packed, _View):
-            return packed
         self.fetch()
         if self.before is not None:
             self.before.fetch()
             self.before = None  # otherwise a chain of all layers would outlive the backward
+        if not isinstance(packed, _View):
+            return packed
         x = packed.storage.take(packed)
         if packed.storage.uses == 0:
             self.storages.remove(packed.storage)

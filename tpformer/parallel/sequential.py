@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import FlopCounterMode
 
-from tpformer.config import Layout
+from tpformer.config import KEEP_KEYS, Layout
 from tpformer.distributed import indexed
-from tpformer.layers.keep import KEEP_OPTIONS
 
 from .exchange import exchange_named
 from .pipeline import Pipeline
@@ -80,7 +79,7 @@ def _check(layout: Layout) -> None:
             f"pipeline_sequential cannot divide samples among parallel.context_parallel={layout.context_parallel} "
             f"ranks: set it to 1, and give the model's attention a context of its own"
         )
-    for name in KEEP_OPTIONS:
+    for name in (*KEEP_KEYS, "memory_budget"):
         if getattr(layout, name) != getattr(Layout, name):
             raise ValueError(
                 f"pipeline_sequential does not apply parallel.{name}={getattr(layout, name)!r}: leave it unset, and "

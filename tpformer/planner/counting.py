@@ -155,6 +155,7 @@ class SavedBytes(Saved):
     def __init__(self) -> None:
         super().__init__()
         self.units = 0  # how many units have begun: a unit is a layer, or a region of several, which moves as a whole
+        self.moving: set[int] = set()  # units that Offload would move
         self.unit_of: dict[torch.UntypedStorage, int] = {}  # the unit that kept it first: 1, 2, ...; 0 before them
         self.gathered: list[int] = []
         """Bytes of the part's parameters when its forward began, then of each FSDP2 unit's when that one's began."""
@@ -170,9 +171,11 @@ class SavedBytes(Saved):
         return super().pack(x)
 
     @contextmanager
-    def layer(self, *_: nn.Module) -> Iterator[None]:
+    def layer(self, *_: nn.Module, moves: bool = True) -> Iterator[None]:
         """Stand in for ops.Offload.layer, whose hooks would hide what is saved: begin a unit."""
         self.units += 1
+        if moves:
+            self.moving.add(self.units)
         yield
 
     @contextmanager
@@ -191,6 +194,7 @@ class SavedBytes(Saved):
 
     def totals(self) -> tuple[int, int]:
         """(all bytes, how many of them ops.Offload would move to the host)."""
-        sizes, moved = self.sizes(), range(1, self.units)  # not the last unit, nor the head, which counts as part of it
+        sizes = self.sizes()
+        moved = self.moving - {self.units}  # not the last unit, nor the head, which counts as part of it
         offloaded = (size for each, size in sizes.items() if self.unit_of[each] in moved and size >= SMALLEST)
         return sum(sizes.values()), sum(offloaded)

@@ -216,7 +216,7 @@ class _Rank:
             queue.run()
             take_weight_gradients(part)
         layers = [int(name) for name in part.layers]
-        moved = offloaded if self.layout.offload_activations else 0
+        moved = offloaded if self.layout.offloads else 0
         return StageCount(self.indices[index], range(layers[0], layers[-1] + 1), kept, moved, output, queued)
 
     def _accumulated(self) -> int:

@@ -285,8 +285,9 @@ class LayerModel:
         return exchanged_rows(self.config, ep=ep) * self.h * self.device.itemsize
 
     def exchanging(self, ep: int | None = None) -> float:
-        """Seconds of all exchanges of rows of one microbatch in a layer. ep: as in exchange."""
-        again = self.software.repeats.get(self.layout.recompute, {}).get("fc1", 0.0)
+        """Seconds of all exchanges of rows of one microbatch in a layer, on average. ep: as in exchange."""
+        ways = self.layout.kept(self.model.n_layers)
+        again = sum(self._repeats(way.recompute).get("fc1", 0.0) for way in ways) / len(ways)
         return (5 + again) * self.exchange(self.exchanged_bytes(ep), ep)
 
     def experts_gemms(self) -> float:
@@ -328,18 +329,22 @@ class LayerModel:
             "rest": activation_seconds(rest, self.device),
         }
 
-    def again(self, experts: bool = False) -> float:
+    def again(self, recompute: str, experts: bool = False) -> float:
         """Seconds in which the backward of a layer computes parts of the forward again, and communicates for them."""
-        repeats = self.software.repeats.get(self.layout.recompute, {})
+        repeats = self._repeats(recompute)
         seconds = sum(repeats.get(each.name, 0.0) * self.linear_forward(each).seconds for each in self.linears[experts])
         seconds += repeats.get("attention", 0.0) * self.attention(False).seconds
         moved = self.elementwise(False, experts)
         every = repeats.get("elementwise", 0.0)
         return seconds + max(every, repeats.get("activation", 0.0)) * moved["activation"] + every * moved["rest"]
 
-    def work(self, recomputes: bool = True, *, experts: bool = False, packs: bool = False) -> PassSeconds:
-        """A layer's. recomputes: whether it is one that the layout recomputes. experts: whether it has some. packs:
-        whether its activations are packed."""
+    def _repeats(self, recompute: str) -> Mapping[str, float]:
+        """Which parts of a layer a backward computes again, and how much of each."""
+        return self.software.repeats.get(recompute, {})
+
+    def work(self, recompute: str = "none", *, experts: bool = False, packs: bool = False) -> PassSeconds:
+        """A layer's. recompute: none, mlp or full. experts: whether it has some. packs: whether its activations are
+        packed."""
         forward, inputs, weights = self.routing() if experts else (Terms(), Terms(), Terms())
         for linear in self.linears[experts]:
             forward += self.linear_forward(linear)
@@ -350,16 +355,15 @@ class LayerModel:
         inputs += self.attention(True) + Terms(elementwise=sum(self.elementwise(True, experts).values()))
         if self.layout.context_parallel > 1:
             gather, exchange = self.keys_and_values()
-            repeats = self.software.repeats.get(self.layout.recompute, {}).get("attention", 0.0) * recomputes
+            repeats = self._repeats(recompute).get("attention", 0.0)
             forward["cp"], inputs["cp"] = gather, gather * (1 + repeats) + exchange
-        if experts and self.ep is not None and recomputes:  # tokens come again; what was decided about them is kept
-            repeats = self.software.repeats.get(self.layout.recompute, {}).get("fc1", 0.0)
-            inputs["ep"] += repeats * self.exchange(self.exchanged_bytes())
-        if recomputes:
-            inputs["recompute"] += self.again(experts)
+        if experts and self.ep is not None:  # tokens come again; what was decided about them is kept
+            inputs["ep"] += self._repeats(recompute).get("fc1", 0.0) * self.exchange(self.exchanged_bytes())
+        if recompute != "none":
+            inputs["recompute"] += self.again(recompute, experts)
         if packs:
             kept = kept_by_kind(self.config)[experts]
-            moved = kept.packing(self.layout.recompute if recomputes else "none")
+            moved = kept.packing(recompute)
             forward["packing"], inputs["packing"] = (activation_seconds(nbytes, self.device) for nbytes in moved)
         if self.device.launch:
             more = self.software.expert_kernels if experts else (0, 0)

@@ -35,18 +35,20 @@ def layout_text(config: RunConfig) -> str:
     if layout.pipeline_parallel > 1:
         parts |= {"schedule": layout.pipeline_schedule, "stages": layout.stages_per_rank}
     others = {"recompute": layout.recompute, "offload": offload_of(layout), "pack": pack_of(config)}
+    if layout.keep:  # of each layer; it is no part of a text that is read
+        others = {"offload": "states" if layout.cpu_offload else "none", "keep": layout.keep.replace(",", "/")}
     parts |= {key: value for key, value in others.items() if value != "none"}
     return ",".join(f"{key}={value}" for key, value in parts.items())
 
 
 def offload_of(layout: Layout) -> str:
     """One of OFFLOADS."""
-    return OFFLOADS[layout.offload_activations + 2 * layout.cpu_offload]
+    return OFFLOADS[layout.offloads + 2 * layout.cpu_offload]
 
 
 def pack_of(config: RunConfig) -> str:
     """One of PACKS."""
-    return PACKS[config.parallel.pack_activations]
+    return PACKS[config.parallel.packs]
 
 
 def with_layout(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
@@ -74,6 +76,8 @@ def with_layout(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
         recompute_interval=1,
         pack_activations=values.get("pack", pack_of(config)) == "all",
         pack_layers="",
+        keep="",
+        memory_budget="",
         cpu_offload=offload in ("states", "both"),
         offload_activations=offload in ("activations", "both"),
     )

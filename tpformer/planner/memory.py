@@ -138,15 +138,19 @@ def fused_workspaces(tokens: int, hidden: int, itemsize: int, tp: int, sequence_
     return sum(2 * slot_bytes(slot) + flags for slot in slots)
 
 
-def loss_workspace(config: GPTConfig, tokens: int, width: int, chunk_tokens: int, itemsize: int) -> int:
+def loss_workspace(
+    config: GPTConfig, tokens: int, width: int, chunk_tokens: int, itemsize: int, *, on_cpu: bool = False
+) -> int:
     """Bytes that linear_cross_entropy needs while it runs.
 
     They are a chunk's logits, the table's gradient in float32 (or float64), the gathered rows and their gradient.
-    width: vocabulary entries on a rank.
+    width: vocabulary entries on a rank. on_cpu: there the exponentials of a chunk are kept beside its logits, in
+    float32 or float64, and of 16 bits the logits in float32, and products before they are added.
     """
-    h = config.hidden_size
-    logits = min(chunk_tokens, tokens) * width * itemsize
-    return logits + max(4, itemsize) * width * h + 2 * tokens * h * itemsize
+    h, wide = config.hidden_size, max(4, itemsize)
+    logits = min(chunk_tokens, tokens) * width * (itemsize + wide * on_cpu * (1 + (itemsize < 4)))
+    product = width * h * itemsize if on_cpu and itemsize < 4 else 0
+    return logits + product + wide * width * h + 2 * tokens * h * itemsize
 
 
 def expert_rows(config: RunConfig, *, worst: bool = False) -> int:
@@ -179,16 +183,15 @@ def exchanged_rows(config: RunConfig, *, worst: bool = False, ep: int | None = N
     return ep * min(rows * model.experts_per_token // ep, round(rows * share))
 
 
-def layer_workspace(config: RunConfig, layer: float, *, experts: bool = False, worst: bool = False) -> float:
-    """The most bytes that the backward of one layer needs while it runs. layer: elements of its parameters on a rank.
+def layer_workspace(config: RunConfig, *, experts: bool = False, worst: bool = False, packs: bool = False) -> float:
+    """The most bytes that the backward of one layer needs while it runs, beside what it kept or makes again.
 
-    They are the gathered output gradient and input, the partial input gradient, the MLP's hidden gradients and
-    activations, or what context-parallel attention needs if that is more, and the gradients of the layer's parameters.
-    Experts have the gradients of their activations, too, and of each dispatched row before those of a token are added;
-    where ranks exchange tokens, also the rows that leave, and those that have come: of the input, and of the output's
-    gradient. With recomputation also all that the layers of a region would save without it. With packed activations
-    also what a backward of attention unpacks: queries, keys, values and the result. experts: whether the layer has
-    experts. worst: as in expert_rows.
+    They are the gathered output gradient and input, the partial input gradient, and the MLP's hidden gradients and
+    activations, or what context-parallel attention needs if that is more. Experts have the gradients of their
+    activations, too, and of each dispatched row before those of a token are added; where ranks exchange tokens, also
+    the rows that leave, and those that have come: of the input, and of the output's gradient. packs: with packed
+    activations also what a backward of attention unpacks: queries, keys, values and the result. experts: whether the
+    layer has experts. worst: as in expert_rows.
     """
     model, layout, h, t = config.model, config.parallel, config.model.hidden_size, config.parallel.tensor_parallel
     item, tokens = Precision.of(config).compute.itemsize, microbatch_tokens(config)
@@ -199,14 +202,12 @@ def layer_workspace(config: RunConfig, layer: float, *, experts: bool = False, w
         if exchanging_ranks(layout) is not None:
             came = exchanged_rows(config, worst=worst)
             made += h * (exchanged_rows(config) + 2 * came)
-    again = 0.0
-    if layout.recompute != "none":
-        index = model.n_layers - 1 if experts else 0
-        rest = model.kept_features(index) - model.activated_features(index)
-        again = min(layout.recompute_interval, model.n_layers) * item * (tokens * rest / t + read)
-    unpacked = 2 * (model.query_size + model.kv_size) / t if layout.pack_activations else 0
+    unpacked = 2 * (model.query_size + model.kv_size) / t if packs else 0
     branch = max(item * (read + made), context_workspace(config))
-    return item * (tokens * (3 * h + unpacked) + layer) + branch + again
+    need = item * tokens * (3 * h + unpacked) + branch
+    if config.train.device == "cpu" and not experts:  # torch makes the gradient of the result, too
+        need = max(need, item * (tokens * h + read + 2 * made))
+    return need
 
 
 def reduction_workspace(

@@ -20,8 +20,8 @@ from tpformer.parallel.zero import uses_fsdp
 from .counting import EXPERT_AXES, named_axes
 from .devices import Device, load_device
 from .memory import boundary_bytes, context_bytes, exchanged_rows, microbatch_rows, microbatch_tokens
-from .rank_memory import stage_ranges
 from .states import Precision, exchanging_ranks, stage_elements
+from .units import stage_ranges
 
 # rows of a microbatch that tensor-parallel ranks gather or scatter for one layer, in forward and backward together. An
 # all-reduce, without sequence parallelism, sends as much as one of each. docs/layouts.md has the collectives
@@ -106,16 +106,18 @@ def axis_bytes(config: RunConfig, pipeline_rank: int = 0) -> dict[str, float]:
         sent["pp"] += sent_bytes("all_reduce", _table_bytes(config) / layout.shards, 2)
     model, tokens = config.model, microbatch_tokens(config)
     ranges = stage_ranges(model, layout.pipeline_split, layout.n_stages)
-    of_stages = [model.has_experts(layer) for stage in stages for layer in ranges[stage]]
-    keys = len(of_stages) * KEYS_AND_VALUES[layout.recompute] * context_bytes(config)
+    ways, own = layout.kept(model.n_layers), [layer for stage in stages for layer in ranges[stage]]
+    of_stages, again = [model.has_experts(layer) for layer in own], [ways[layer].recompute for layer in own]
+    keys = sum(KEYS_AND_VALUES[each] for each in again) * context_bytes(config)
     sent["cp"] += m * sent_bytes("all_gather", keys, layout.context_parallel)
-    transfers = len(of_stages) * TRANSFERS[layout.sequence_parallel][layout.recompute] + ends * OF_END
+    transfers = sum(TRANSFERS[layout.sequence_parallel][each] for each in again) + ends * OF_END
     routed = sum(of_stages) * ROUTED[layout.sequence_parallel] * model.experts_per_token * tokens
     precision = Precision.of(config)
     if (ep := exchanging_ranks(layout)) is not None:
-        other = 0 if model.shared_expert_size else OF_MLP[layout.recompute]
-        transfers, routed = transfers - sum(of_stages) * other, 0
-        sent["ep"] = m * sum(of_stages) * sent_bytes("all_to_all", exchanged_bytes(config), ep)
+        of_experts = [each for each, experts in zip(again, of_stages, strict=True) if experts]
+        other = 0 if model.shared_expert_size else sum(OF_MLP[each] for each in of_experts)
+        transfers, routed = transfers - other, 0
+        sent["ep"] = m * sum(sent_bytes("all_to_all", exchanged_bytes(config, each), ep) for each in of_experts)
     whole = transfers * gathered_bytes(config) + routed * max(4, precision.compute.itemsize)
     sent["tp"] = m * sent_bytes("all_gather", whole, layout.tensor_parallel)
     if layout.sequence_parallel:  # gradients of routers' weights are partial
@@ -125,12 +127,13 @@ def axis_bytes(config: RunConfig, pipeline_rank: int = 0) -> dict[str, float]:
     return sent
 
 
-def exchanged_bytes(config: RunConfig) -> int:
+def exchanged_bytes(config: RunConfig, recompute: str) -> int:
     """Bytes of all exchanges of a layer for one microbatch: rows; of each of a token's experts its number, its weight
-    and the weight's gradient; 16 bytes for each rank. With parts that stay on their rank. train.dtype must be set."""
+    and the weight's gradient; 16 bytes for each rank. With parts that stay on their rank. train.dtype must be set.
+    recompute: the layer's."""
     model, item = config.model, Precision.of(config).compute.itemsize
     chosen = microbatch_rows(model, config.parallel, config.microbatch_size) * model.experts_per_token
-    rows = EXCHANGED[config.parallel.recompute] * exchanged_rows(config) * model.hidden_size * item
+    rows = EXCHANGED[recompute] * exchanged_rows(config) * model.hidden_size * item
     return rows + 3 * max(4, item) * chosen + 16 * (exchanging_ranks(config.parallel) or 1)
 
 

@@ -123,7 +123,7 @@ def predict(table: Table, row: PublishedRun, rate: float = 1.0, without: frozens
         device = table.device.scaled(_rate_of(table.rate_of))
         software = dataclasses.replace(software, shared_attention=rate)
     if table.counts == "layer":
-        work = LayerModel(config, device, software).work().without(without)
+        work = LayerModel(config, device, software).work(config.parallel.recompute).without(without)
         return 1e3 * sum(terms.seconds for terms in work)
     seconds = StepModel(config, device, software, without).step().seconds
     world, train = config.parallel.world_size, config.train

@@ -12,13 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tpformer.config import SCHEDULES, RunConfig, packed_layers, recomputed_layers
-from tpformer.layers.embedding import padded_vocab
-from tpformer.layers.keep import regions
+from tpformer.config import SCHEDULES, RunConfig
 from tpformer.models import GPTConfig
-from tpformer.ops import VocabSlice, default_chunk_tokens
-from tpformer.ops.offload import SMALLEST
-from tpformer.parallel import Layout, exchange_named, split_stages
+from tpformer.parallel import Layout, exchange_named
 
 from .bubbles import Order, schedule_order
 from .counting import StageCount
@@ -28,17 +24,26 @@ from .memory import (
     Peak,
     fused_workspaces,
     kv_heads,
-    layer_workspace,
-    loss_workspace,
     microbatch_tokens,
     occupancies,
     pipeline_buffers,
-    reduction_workspace,
     schedule_peak,
 )
+from .moments import fullest_moment
 from .muon import muon_workspace
 from .software import OURS, Software
-from .states import Elements, Precision, State, accumulates, elements, exchanging_ranks, model_states, most_at_once
+from .states import (
+    GRADIENTS,
+    Elements,
+    Precision,
+    State,
+    accumulates,
+    elements,
+    exchanging_ranks,
+    model_states,
+    most_at_once,
+)
+from .units import head_kept, stage_ranges, stage_units
 
 ROUNDS = 3  # of as many microbatches as ranks: then a rank has as many in flight as with any number of them
 ALONE = Occupancies(np.array([[1]]), np.array([[0]]))  # without a pipeline
@@ -67,12 +72,6 @@ def stages_size(config: RunConfig, stages: Sequence[StageCount]) -> Elements:
     """The Elements of a rank's stages."""
     layout = config.parallel
     return elements(config.model, [s.layers for s in stages], layout.tensor_parallel, exchanging_ranks(layout))
-
-
-@functools.lru_cache(maxsize=4096)
-def stage_ranges(model: GPTConfig, by: str, n_stages: int) -> tuple[range, ...]:
-    """The layers of each stage. by: parameters or time."""
-    return tuple(split_stages(model.layer_costs(by), n_stages))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -119,26 +118,15 @@ def predicted_stage(config: RunConfig, stage: int, kept: Mapping[bool, Kept] | N
     kept, item = kept or kept_by_kind(config), Precision.of(config).compute.itemsize
     stream, of_layer = kept[False].stream, {i: kept[model.has_experts(i)] for i in layers}
     tokens, t = microbatch_tokens(config), layout.tensor_parallel
-    again: dict[str, int] = {}
-    if layout.recompute != "none":
-        pattern, interval = layout.recompute_layers, layout.recompute_interval
-        again = regions(layers, recomputed_layers(layout.recompute, pattern, interval, model.n_layers), interval)
-    modes = {i: layout.recompute if str(i) in again else "none" for i in layers}
-    # a region of several layers keeps the input of its first one
-    packs = packed_layers(layout.pack_activations, layout.pack_layers, model.n_layers)
-    units = [of_layer[i].storages(modes[i], i in packs) for i in layers if again.get(str(i), i) == i]
-    if stage > 0:
-        units[0][0] = stream  # it is received in memory that the pipeline holds, and which is not packed
-    saved = sum(map(sum, units)) + sum(of_layer[i].decided for i in layers if modes[i] != "none")
-    moved = 0.0
-    if layout.offload_activations:
-        moved = sum(each for unit in units[:-1] for each in unit if each >= SMALLEST)
+    units = stage_units(config, stage, kept=kept)
+    moved = sum(unit.moved for unit in units)
+    saved = sum(unit.kept for unit in units) + moved
     shares = layout.context_parallel > 1
     if layers.start == 0 and (t > 1 or shares):  # token ids and which of them are this rank's; positions of its rows
         looked_up = model.position == "learned" and (layout.sequence_parallel or shares)
         saved += tokens * (8 + (t > 1) + 8 * looked_up)
     if last := layers.stop == model.n_layers:
-        saved += _head_kept(config, stream, item)
+        saved += head_kept(config, stream, item)
     queued = 0.0
     if layout.pipeline_parallel > 1 and layout.schedule.splits_backward:
         q, kv = model.query_size / t, kv_heads(model, t)[0] * model.head_size
@@ -150,18 +138,6 @@ def predicted_stage(config: RunConfig, stage: int, kept: Mapping[bool, Kept] | N
             queued += 8 * tokens + 4 * model.seq_length * model.head_size
     output = 0 if last else round(stream)
     return StageCount(stage, layers, round(saved), round(moved), output, round(queued))
-
-
-def _head_kept(config: RunConfig, stream: float, item: int) -> float:
-    """Bytes that the fused loss keeps: its input, the gradients of this and of the table, the norm's statistics.
-
-    In float16 the table's gradient waits in float32.
-    """
-    model, layout = config.model, config.parallel
-    rows = -(-padded_vocab(model.vocab_size or 0, model.vocab_multiple) // layout.tensor_parallel)
-    table = rows * model.hidden_size * (4 if config.train.dtype == "float16" else item)
-    statistics = stream / model.hidden_size / item * max(4, item) * (2 if model.norm == "layernorm" else 1)
-    return 2 * stream + table + statistics
 
 
 def predicted_memory(
@@ -199,13 +175,20 @@ def least_memory(config: RunConfig) -> float:
     of_rank = elements(config.model, own, layout.tensor_parallel, exchanging_ranks(layout))
     states = model_states(of_rank, layout, precision, accumulates=accumulates(config))
     kept = 0.0
-    if not layout.offload_activations and layout.recompute_interval == 1 and not layout.recompute_layers:
+    if not layout.offloads and layout.recompute_interval == 1:
         waiting, of_kind = min(config.n_microbatches, layout.pipeline_parallel), kept_by_kind(config)
-        packs = layout.pack_activations
-        sizes = {kind: sum(each.storages(layout.recompute, packs)) for kind, each in of_kind.items()}
-        kept = waiting * min(sum(sizes[config.model.has_experts(i)] for i in stage) for stage in own)
-    held = sum(state.nbytes for state in states[3:]) if layout.cpu_offload else most_at_once(states)
-    return held + kept
+        ways, model = layout.kept(config.model.n_layers), config.model
+        sizes = {
+            (way, kind): sum(each.storages(way.recompute, way.pack))
+            for way in set(ways)
+            for kind, each in of_kind.items()
+        }
+        kept = waiting * min(sum(sizes[ways[i], model.has_experts(i)] for i in stage) for stage in own)
+    if layout.cpu_offload:
+        return sum(state.nbytes for state in states[3:]) + kept
+    held = most_at_once(states)
+    # before the first backward there may be no gradients yet
+    return held + kept if accumulates(config) else max(held, held - states[1].nbytes + kept)
 
 
 def rank_memory(
@@ -230,21 +213,29 @@ def rank_memory(
         on_device = on_device[3:]
     elif len(states) == 5:  # accumulated gradients turn into shards unit by unit, so only the larger of the two counts
         on_device.pop(1 if states[1].nbytes <= states[4].nbytes else 4)
-    if layout.offload_activations:
+    if layout.offloads:
         host += peak.in_flight * max(stage.offloaded for stage in stages)
     exchange, shard = exchange_named(layout.exchange), of_rank.shard(layout)
     if kept := exchange.kept_bytes(shard, precision.reduce.itemsize):
         on_device.append(("what the exchange keeps", kept))
-    parts = [*on_device, ("saved activations", float(peak.saved))]
-    if peak.queued:
-        parts.append(("queued weight gradients", float(peak.queued)))
+    at = fullest_moment(config, stages, moments, of_rank, worst=worst)
+    if not layout.cpu_offload:
+        on_device = [(n, at.gradients * size if n == GRADIENTS else size) for n, size in on_device]
+    parts = [*on_device, ("saved activations", at.saved)]
+    if at.moving:
+        parts.append(("on their way to or from the host", at.moving))
+    if at.queued:
+        parts.append(("queued weight gradients", at.queued))
     if layout.pipeline_parallel > 1:
-        parts.append(("pipeline buffers", float(pipeline_buffers(config, indices, peak.output, software.keeps_sent))))
+        buffers = pipeline_buffers(config, indices, round(at.output), software.keeps_sent)
+        parts.append(("pipeline buffers", float(buffers)))
     if (workspaces := _workspaces(config)) > 0:
         parts.append(("fused workspaces *", float(workspaces)))
-    parts.append(("temporaries *", _temporaries(config, stages, of_rank, peak.saved, worst)))
-    if config.optimizer.name == "muon":  # when it steps, activations and temporaries are gone
-        more = muon_workspace(config, (layer for stage in stages for layer in stage.layers)) - peak.saved - parts[-1][1]
+    parts.append(("temporaries *", at.working))
+    if config.optimizer.name == "muon":  # when it steps, activations and temporaries are gone, and all gradients there
+        later = 0.0 if layout.cpu_offload else (1 - at.gradients) * states[1].nbytes
+        more = muon_workspace(config, (layer for stage in stages for layer in stage.layers)) + later
+        more -= at.saved + at.moving + at.working
         parts += [("matrices of Muon *", more)] if more > 0 else []
     return RankMemory(states, peak, parts, host)
 
@@ -261,20 +252,3 @@ def _workspaces(config: RunConfig) -> int:
         layout.tensor_parallel,
         layout.sequence_parallel,
     )
-
-
-def _temporaries(config: RunConfig, stages: Sequence[StageCount], of_rank: Elements, saved: int, worst: bool) -> float:
-    """Bytes of temporaries: the loss's, or those of a layer's backward and of reducing gradients if they are more."""
-    layout, precision = config.parallel, Precision.of(config)
-    tokens = microbatch_tokens(config)
-    kinds = {config.model.has_experts(layer) for stage in stages for layer in stage.layers}
-    backward = max(layer_workspace(config, of_rank.layer, experts=kind, worst=worst) for kind in kinds)
-    at_end = layout.pipeline_parallel > 1 and layout.zero < 2  # then activations are freed already
-    reduction = reduction_workspace(of_rank, layout, precision, accumulates=accumulates(config), at_end=at_end)
-    most = max(backward, reduction - saved) if at_end else backward + reduction
-    if stages[-1].stage != layout.n_stages - 1:
-        return most
-    entries = config.model.vocab_size or 0
-    width = -(-padded_vocab(entries, config.model.vocab_multiple) // layout.tensor_parallel)
-    chunk = default_chunk_tokens(VocabSlice(0, width, entries), str(config.train.device))
-    return max(most, float(loss_workspace(config.model, tokens, width, chunk, precision.compute.itemsize)))

@@ -56,7 +56,7 @@ def remedies(config: RunConfig, count: RankCount, plan: RankMemory) -> list[tupl
         found.append(("cpu_offload = true", sum(state.nbytes for state in plan.states[:3])))
     saved, layers = float(plan.peak.saved), [layer for stage in count.stages for layer in stage.layers]
     hidden, kept = (sum(map(of, layers)) for of in (config.model.activated_features, config.model.kept_features))
-    if layout.recompute == "none":
+    if layout.recompute == "none" and not layout.keep:
         found.append(('recompute = "mlp"', saved * hidden / kept))
         found.append(('recompute = "full"', saved * (1 - len(layers) * config.model.hidden_size / kept)))
     if config.microbatch_size > 1:
@@ -101,8 +101,9 @@ def head(config: RunConfig) -> Iterator[str]:
         parameters += f" ({active / 1e9:.2f}B active)" if active >= 1e8 else f" ({active / 1e6:.2f}M active)"
     yield f"{parameters} parameters, world size {layout.world_size}: {axes}"
     regions = f" by {layout.recompute_interval} layers" if layout.recompute_interval > 1 else ""
+    keeps = f"layers keep {layout.keep}" if layout.keep else f"recompute {layout.recompute}{regions}"
     yield (
-        f"ZeRO-{layout.zero}, {config.train.dtype}, recompute {layout.recompute}{regions}; samples of "
+        f"ZeRO-{layout.zero}, {config.train.dtype}, {keeps}; samples of "
         f"{config.model.seq_length} tokens: {config.train.global_batch_size} in a step, {m} microbatches of "
         f"{config.microbatch_size} on a rank"
     )
@@ -128,7 +129,7 @@ def rank_lines(config: RunConfig, count: RankCount, order: Order | None, device_
         note = "" if found == round(state.nbytes) else f"  {found - state.nbytes:+,.0f}"
         yield f"  {state.name:24} {state.formula:24} {state.nbytes:18,.0f} {found:18,.0f}{note}"
     for stage in count.stages:
-        parts = [f"{size(stage.saved)} saved" + ", activations packed" * config.parallel.pack_activations]
+        parts = [f"{size(stage.saved)} saved" + ", activations packed" * config.parallel.packs]
         parts += [f"{size(stage.offloaded)} of it in host memory"] if stage.offloaded else []
         parts += [f"{size(stage.queued)} queued for weight gradients"] if stage.queued else []
         yield f"  one microbatch of stage {stage.stage} keeps: {', '.join(parts)} (counted)"

@@ -106,7 +106,7 @@ def least_seconds(question: Question, shape: Mapping[str, Any], layers: dict) ->
     key = tuple(shape[name] for name in ("tp", "cp", "ep", "microbatch", "recompute", "pack"))
     if key not in layers:
         model = LayerModel(with_layout(question.config, shape), question.device, question.software)
-        again, n_experts = shape["recompute"] != "none", question.config.model.n_expert_layers
+        again, n_experts = shape["recompute"], question.config.model.n_expert_layers
         packs = shape["pack"] == "all"
         dense = model.work(again, packs=packs).times(question.config.model.n_layers - n_experts) + model.head()
         whole = dense
@@ -184,7 +184,7 @@ def least_offloaded(configs: Iterable[RunConfig], model: StepModel) -> float:
     """
     first: dict[bool, RunConfig] = {}  # what else they offload only takes longer
     for config in configs:
-        first.setdefault(config.parallel.offload_activations, config)
+        first.setdefault(config.parallel.offloads, config)
     return min(model.variant(config).least() for config in first.values())
 
 

@@ -6,13 +6,12 @@ Belongs here: how the work of layers (layer_time.py) becomes a step. All is a pr
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import add
 from typing import Any, TypeVar
 
-from tpformer.config import RunConfig, packed_layers, recomputed_layers
+from tpformer.config import LayerKeep, RunConfig
 from tpformer.distributed.links import Link
 from tpformer.parallel import Action, Exchange, exchange_named
 
@@ -22,11 +21,12 @@ from .devices import Device
 from .layer_time import LayerModel, PassSeconds, Terms
 from .memory import microbatch_rows
 from .muon import STEP_BYTES, muon_seconds
-from .rank_memory import cached_order, different_ranks, few_microbatches, predicted_stage, stage_ranges
+from .rank_memory import cached_order, different_ranks, few_microbatches, predicted_stage
 from .roofline import activation_seconds, stream_seconds
 from .software import OURS, Software
 from .stage_time import StageTime, StepTime
 from .states import Elements, elements, exchanging_ranks
+from .units import stage_ranges
 
 NOTHING: frozenset[str] = frozenset()
 T = TypeVar("T")
@@ -67,9 +67,9 @@ class StepModel:
         return other
 
     def _once(self, name: str, compute: Callable[[], T]) -> T:
-        """compute(), once for all variants with this schedule, and with activations offloaded or not."""
+        """compute(), once for all variants with this schedule, and with the same ways of keeping layers."""
         layout = self.layout
-        key = name, layout.pipeline_schedule, layout.stages_per_rank, layout.offload_activations
+        key = name, layout.pipeline_schedule, layout.stages_per_rank, layout.kept(self.model.n_layers)
         if key not in self._shared:
             self._shared[key] = compute()
         return self._shared[key]
@@ -101,32 +101,28 @@ class StepModel:
         return self._once("stages", self._stages)
 
     def _stages(self) -> list[StageTime]:
-        chosen = recomputed_layers("full", self.layout.recompute_layers, 1, self.model.n_layers)
-        packed = packed_layers(self.layout.pack_activations, self.layout.pack_layers, self.model.n_layers)
-        whole, last = len(chosen) == self.model.n_layers, len(self.ranges) - 1
+        ways, last = self.layout.kept(self.model.n_layers), len(self.ranges) - 1
         different: dict[tuple, StageTime] = {}
         found = []
         for index, layers in enumerate(self.ranges):
-            kinds = Counter(
-                (whole or layer in chosen, self.model.has_experts(layer), layer in packed) for layer in layers
-            )
-            key = frozenset(kinds.items()), index == 0, index == last
+            kinds = Counter((ways[layer], self.model.has_experts(layer)) for layer in layers)
+            key = frozenset(kinds.items()), ways[layers[-1]].offload, index == 0, index == last
             if key not in different:
                 different[key] = self._stage(index, kinds)
             found.append(different[key])
         return found
 
-    def _stage(self, index: int, kinds: Mapping[tuple[bool, bool, bool], int]) -> StageTime:
-        """kinds: how many layers there are by whether they are recomputed, have experts, and are packed."""
+    def _stage(self, index: int, kinds: Mapping[tuple[LayerKeep, bool], int]) -> StageTime:
+        """kinds: how many layers there are by what they keep, and whether they have experts."""
         software, layout = self.software, self.layout
-        work = functools.reduce(add, (self._layers[kind].times(number) for kind, number in kinds.items()))
+        work = functools.reduce(add, (self._layer(*kind).times(number) for kind, number in kinds.items()))
         if index == 0:
             work = work + self._embedding()
         if index == layout.n_stages - 1:
             work = work + self.layer.head()
         n_layers, moved = sum(kinds.values()), 0.0
-        routed = sum(number for (_, experts, _), number in kinds.items() if experts)
-        if layout.offload_activations:
+        routed = sum(number for (_, experts), number in kinds.items() if experts)
+        if any(way.offload for way, _ in kinds):
             moved = predicted_stage(self.config, index).offloaded / self.device.host
         forward, backward = (
             software.host_kernel * (n_layers * each + routed * more)
@@ -135,18 +131,12 @@ class StepModel:
         host = {"F": max(forward, moved), "I": max(backward * 2 / 3, moved), "W": backward / 3}
         return StageTime(work.without(self.without), host, self._sends(index))
 
-    @property
-    def _layers(self) -> dict[tuple[bool, bool, bool], PassSeconds]:
-        """A layer's work, by whether it is recomputed, has experts, and is packed."""
-        if ("layers",) not in self._shared:
-            self._shared[("layers",)] = self._works()
-        return self._shared[("layers",)]
-
-    def _works(self) -> dict[tuple[bool, bool, bool], PassSeconds]:
-        experts = {self.model.has_experts(layer) for layer in (0, self.model.n_layers - 1)}
-        packs = (False, True) if self.layout.pack_activations else (False,)
-        every = itertools.product((False, True), experts, packs)
-        return {kind: self.layer.work(kind[0], experts=kind[1], packs=kind[2]) for kind in every}
+    def _layer(self, way: LayerKeep, experts: bool) -> PassSeconds:
+        """A layer's work. Moving to the host and back is a stage's."""
+        key = "layer", way.recompute, way.pack, experts
+        if key not in self._shared:
+            self._shared[key] = self.layer.work(way.recompute, experts=experts, packs=way.pack)
+        return self._shared[key]
 
     def _embedding(self) -> PassSeconds:
         """Rows of the table, read and written; their gradients are added in float32."""

@@ -40,11 +40,12 @@ def why_no_graph(config: RunConfig, device: str) -> str | None:
         "a pipeline's schedule is the host's": layout.pipeline_parallel > 1,
         "the steps of parallel.exchange are the host's": exchange_named(layout.exchange).takes_steps,
         "FSDP2 gathers and frees parameters from the host": uses_fsdp(layout, default_dtype(config, device)),
-        "with parallel.pack_activations the host asks whether values overflowed": layout.pack_activations,
+        "with packed activations the host asks whether values overflowed": layout.packs,
         "the host asks how many rows experts get": config.model.n_experts is not None
         and (tensor_parallel or layout.expert_parallel is not None),
         "with data.separate_documents the host asks where documents begin": config.data.separate_documents,
-        "with parallel.offload_activations the host owns memory of the step": layout.offload_activations,
+        "with offloaded activations the host owns memory of the step": layout.offloads,
+        "a recorded step holds its memory beside what parallel.memory_budget counts": bool(layout.memory_budget),
         'only parallel.transport = "fused" counts its epochs on the device': tensor_parallel
         and layout.transport != "fused",
     }

@@ -175,7 +175,7 @@ class ModelParts:
         compute once more, with activations as they are. There the host waits for the step.
         """
         loss = self._gradients(batch, first_sample, loss_scale)
-        if not self.layout.pack_activations:
+        if not self.layout.packs:
             return loss
         numbers = self._packing_numbers(loss.device)
         if repeated := bool(numbers[3]):

@@ -42,7 +42,7 @@ _TABLE = {
     "pipeline_schedule pipeline_stages_per_rank pipeline_split data_parallel_replicate data_parallel_shard "
     "context_parallel expert_parallel zero_stage "
     "exchange cpu_offload recompute recompute_layers recompute_interval pack_activations "
-    "pack_layers offload_activations",
+    "pack_layers offload_activations keep memory_budget",
     ("parallel", REFUSED): "reduce_dtype",
     (
         "optimizer",

@@ -10,12 +10,11 @@ from functools import partial
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpformer.config import FP8, Layout, RunConfig, check_config, check_fp8_run, check_packing
+from tpformer.config import FP8, KEEP_KEYS, Layout, RunConfig, check_config, check_fp8_run, check_packing
 from tpformer.distributed import build_mesh, initialize
 from tpformer.distributed.agreement import Decides
 from tpformer.distributed.mesh import DEFAULT_TIMEOUT, PROGRAM, expert_mesh
 from tpformer.layers import TensorParallel, keep
-from tpformer.layers.keep import KEEP_OPTIONS
 from tpformer.models import GPT
 from tpformer.ops import use_measured_table
 from tpformer.parallel import Exchange, apply_zero, exchange_of, split_stages
@@ -117,9 +116,14 @@ def build_parts(config: RunConfig, mesh: DeviceMesh, exchange: Exchange | None =
     exchange: how gradients of its replicas become one; unset: the configuration's.
     It also loads the configured table of measured transports. Without one, a table loaded before is forgotten.
     """
+    if config.parallel.memory_budget and not config.parallel.keep:
+        raise ValueError(
+            f"parallel.memory_budget={config.parallel.memory_budget!r} without parallel.keep: choose it first, as "
+            f"`tpformer pretrain` does by tpformer.planner.memory_budget.with_budget"
+        )
     use_measured_table(config.parallel.transport_table or None)
     layout, compute = config.parallel, default_dtype(config)
-    if layout.pack_activations:
+    if layout.packs:
         check_packing(dtype_name(compute))  # of the device's own dtype, if the configuration names none
     if config.train.precision == FP8:
         capability = torch.cuda.get_device_capability() if mesh.device_type == "cuda" else None
@@ -140,7 +144,7 @@ def build_parts(config: RunConfig, mesh: DeviceMesh, exchange: Exchange | None =
             device="meta",
             dtype=torch.float32 if compute.itemsize < 4 else compute,
         )
-        keep(part, **{name: getattr(layout, name) for name in KEEP_OPTIONS})
+        keep(part, **{name: getattr(layout, name) for name in KEEP_KEYS})
         if uses_fsdp(layout, compute) and not exchange.takes_steps:
             apply_zero(part, part.layers.values(), mesh, layout, compute, exchange, group_timeout(config))
         parts.append(part)

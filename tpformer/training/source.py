@@ -217,6 +217,8 @@ def source_config(path: str | Path, overrides: Values | None = None) -> RunConfi
         "cpu_offload": False,
         "pack_activations": False,
         "pack_layers": "",
+        "keep": "",
+        "memory_budget": "",
         "exchange": Layout.exchange,
     }
     alone["train"] = {"microbatch_size": None, "precision": "16"}  # the weights are those of a run in FP8, too

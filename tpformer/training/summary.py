@@ -1,5 +1,7 @@
 """What a run says of itself in words and shares: the first lines of its log, and how much of its devices it uses."""
 
+from collections.abc import Callable
+
 import torch
 
 from tpformer.config import Layout, RunConfig
@@ -11,6 +13,8 @@ from .metrics import rounded
 from .schedules import warmup_notice
 from .separation import separation_notice
 from .setup import device_type
+
+RESERVED_APART = 0.03  # of what was predicted: a budget is a promise up to this
 
 
 def mfu(config: RunConfig, device: torch.device, tokens_per_second: float) -> dict[str, float]:
@@ -43,8 +47,10 @@ def summary(config: RunConfig, device: torch.device, step: int) -> str:
         layout.append(f"expert_parallel {parallel.expert_parallel}")
     if parallel.exchange != Layout.exchange:
         layout.append(f"exchange {parallel.exchange}")
-    if parallel.pack_activations:
+    if parallel.packs:
         layout.append("activations packed")
+    if parallel.keep:
+        layout.append(f"layers keep {parallel.keep}")
     active = "" if model.n_experts is None else f" ({model.n_active_parameters / 1e6:.2f}M active)"
     growing = f"{train.batch_size_start} growing to " if train.batch_size_start else ""
     return (
@@ -64,3 +70,25 @@ def notices(config: RunConfig) -> list[str]:
     if device_type(config) == "cuda":
         found.insert(0, in_words(config, "cuda"))
     return [sentence for sentence in found if sentence is not None]
+
+
+class Reserved:
+    """Compares the memory of a rank's GPU with what was predicted, once, after the second step that is read.
+
+    predicted: bytes; None: nothing is compared.
+    """
+
+    def __init__(self, predicted: float | None) -> None:
+        self.predicted, self.steps = predicted, 0
+
+    def compare(self, device: torch.device, notice: Callable[[str], None]) -> None:
+        """Count a step. After the second one say what torch has reserved on a GPU, and warn if it is more than
+        RESERVED_APART from the prediction."""
+        self.steps += 1
+        if self.predicted is None or self.steps != 2 or device.type != "cuda":
+            return
+        found = torch.cuda.max_memory_reserved(device)
+        apart = found / self.predicted - 1
+        line = f"memory after 2 steps: {found / 2**30:.2f} GiB reserved, {self.predicted / 2**30:.2f} GiB predicted"
+        warns = abs(apart) > RESERVED_APART
+        notice(f"warning: {line}, {abs(apart):.1%} {'more' if apart > 0 else 'less'}" if warns else line)

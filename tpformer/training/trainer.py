@@ -42,7 +42,7 @@ from .schedules import batch_size, learning_rate, samples_before
 from .setup import build_model, check_run, default_dtype, device_type, group_timeout, join_ranks, open_data, run_mesh
 from .source import open_source
 from .step import LossScaler, evaluate, why_skipped
-from .summary import mfu, notices, summary
+from .summary import Reserved, mfu, notices, summary
 from .transfers import Fetched, to_device
 
 
@@ -54,8 +54,9 @@ class Trainer:
     CheckpointError if the run has checkpoints and none is usable.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, predicted: float | None = None) -> None:
         check_run(config)
+        self.reserved = Reserved(predicted)
         self.config = config = resolve(config)
         self.directory = Path(config.run.dir)
         device = device_type(config)
@@ -220,6 +221,7 @@ class Trainer:
         """
         self.working_on = step = launched.step
         numbers = launched.numbers.read()
+        self.reserved.compare(self.device, self._notice)
         check_all()  # if a wait in a kernel expired, the run ends before wrong numbers are logged or saved
         stop, failed, gone = numbers["flags"]
         if gone:
@@ -377,16 +379,15 @@ class Trainer:
         dist.destroy_process_group()
 
 
-def pretrain(config: RunConfig) -> bool:
+def pretrain(config: RunConfig, predicted: float | None = None) -> bool:
     """Train this rank's part of a run. Without torchrun's environment variables this process is the only rank.
 
-    Returns whether the run has reached its last step. Otherwise it was stopped, after a checkpoint.
-
+    predicted: bytes of its device by a memory budget's prediction. Returns whether the run has reached its last step.
     Errors: before the first step those of Trainer. After that FloatingPointError for too many skipped steps, or if the
-    last one is skipped; RunLost; NotSaved; DataError for tokens outside of the vocabulary; WandbError; and RuntimeError
-    in place of any other ValueError, FileNotFoundError or ImportError.
+    last is skipped; RunLost; NotSaved; DataError for tokens outside of the vocabulary; WandbError; RuntimeError for any
+    other ValueError, FileNotFoundError or ImportError.
     """
-    trainer = Trainer(config)
+    trainer = Trainer(config, predicted)
     try:
         trainer.run()
     except (RunLost, NotSaved, DataError, WandbError):

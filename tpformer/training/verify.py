@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from tpformer.config import DataSection, RunConfig
+from tpformer.config import DataSection, RunConfig, keep_text
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.distributed.mesh import close_mesh
 from tpformer.layers import TensorParallel
@@ -93,7 +93,14 @@ def verify_config(config: RunConfig) -> RunConfig:
         )
     train = dataclasses.replace(config.train, dtype="float64", device=config.train.device or "cpu")
     data = dataclasses.replace(config.data, valid=())
-    parallel = dataclasses.replace(config.parallel, pack_activations=False, pack_layers="")
+    unpacked = keep_text([way._replace(pack=False) for way in config.parallel.kept(config.model.n_layers)])
+    parallel = dataclasses.replace(
+        config.parallel,
+        pack_activations=False,
+        pack_layers="",
+        keep=unpacked if config.parallel.keep else "",
+        memory_budget="",
+    )
     config = dataclasses.replace(config, train=train, data=data, parallel=parallel)
     missing = [prefix for prefix in data.train if not all(Path(f"{prefix}{end}").is_file() for end in (".bin", ".idx"))]
     if data.train and not missing:

@@ -1,0 +1,142 @@
+"""What layers keep under a memory budget: monotone, no slower than one way for all, and close to a bound of all mixes.
+
+`python -m checks.budgets` counts the peaks of real steps.
+"""
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+
+from tpformer.config import SCHEDULES, RunConfig, build_config, keep_text, to_toml
+from tpformer.planner.devices import load_device
+from tpformer.planner.keep_choice import choose, peak, ways_of, with_keep
+from tpformer.planner.memory_budget import least, uniform, with_budget
+from tpformer.planner.software import ours
+from tpformer.planner.step_time import StepModel
+from tpformer.planner.units import stage_ranges
+
+H100 = load_device("h100")
+LLAMA = {
+    "vocab_size": 32000, "seq_length": 2048, "hidden_size": 2048, "n_heads": 16, "n_kv_heads": 4, "norm": "rmsnorm",
+    "activation": "swiglu", "position": "rope", "bias": False, "tie_embeddings": False,
+}  # fmt: skip
+MOE = {**LLAMA, "n_experts": 8, "experts_per_token": 2, "expert_ffn_size": 1024, "first_dense_layers": 2}
+
+
+def configuration(model: dict, n_layers: int, **parallel) -> RunConfig:
+    train = {"global_batch_size": 64, "microbatch_size": 2, "dtype": "bfloat16", "device": "cuda"}
+    return build_config({"model": {**model, "n_layers": n_layers}, "parallel": parallel, "train": train})
+
+
+def seconds(config: RunConfig) -> float:
+    return StepModel(config, H100, ours(config.parallel, H100)).step().seconds
+
+
+def drawn(seed: int) -> RunConfig:
+    """A layout of any schedule and ZeRO stage, on some of the axes."""
+    draw = random.Random(seed)
+    model, schedule = draw.choice([LLAMA, MOE]), draw.choice([None, *(name for name in SCHEDULES if name != "naive")])
+    parallel: dict = {"tensor_parallel": draw.choice([1, 2]), "zero_stage": draw.choice([0, 1, 2, 3])}
+    parallel["data_parallel_replicate" if parallel["zero_stage"] == 0 else "data_parallel_shard"] = 2
+    if schedule is not None:
+        parallel |= {"pipeline_parallel": 2, "pipeline_schedule": schedule}
+        if SCHEDULES[schedule].splits_backward:
+            parallel["zero_stage"] = min(1, parallel["zero_stage"])
+    elif draw.random() < 0.3:
+        parallel |= {"context_parallel": 2, "zero_stage": 3}
+        parallel.pop("data_parallel_replicate", None)
+    if model is MOE and draw.random() < 0.5:
+        parallel["expert_parallel"] = 2
+    return configuration(model, draw.choice([4, 8]), **parallel)
+
+
+def check_budgets(config: RunConfig, number: int) -> None:
+    """The rules of a property test: from all kept down to the least, peaks and seconds go one way."""
+    config.parallel.check()
+    low, high = least(config)[0], peak(with_keep(config, "keep"))
+    last = None
+    for n in range(number):
+        room = high + (low * (1 + 1e-9) - high) * n / (number - 1)
+        found, alike = choose(config, H100, room), uniform(config, H100, room)
+        if found is None:  # one way in all layers but the last may need less than mixes in order
+            assert alike is None
+            continue
+        assert found.memory <= room * (1 + 1e-9), found
+        assert found.memory == peak(with_keep(config, found.keep))
+        if config.parallel.pipeline_parallel == 1:
+            assert alike is None or found.seconds <= alike.seconds * (1 + 1e-9), (found, alike)
+            assert last is None or found.seconds >= last.seconds * (1 - 1e-9), (found, last)
+        last = found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_smaller_budget_takes_no_less_time_and_holds(seed):
+    check_budgets(drawn(seed), 4)
+
+
+def test_the_choice_is_the_best_of_all_mixes_of_a_small_stage():
+    """Of 4 layers every mix in the order of ways is looked at one by one."""
+    config = configuration(LLAMA, 4, data_parallel_shard=2, zero_stage=2)
+    ways = ways_of(config)
+    every = []
+    for mix in itertools.combinations_with_replacement(range(len(ways)), 4):
+        changed = with_keep(config, keep_text([ways[way] for way in mix]))
+        every.append((seconds(changed), peak(changed), len(set(mix))))
+    low, high = min(need for _, need, _ in every), max(need for _, need, _ in every)
+    for share in (0.05, 0.3, 0.5, 0.7, 0.95):
+        room = low + share * (high - low)
+        found = choose(config, H100, room)
+        best = min(each for each in every if each[1] <= room)
+        of_three = min(each for each in every if each[1] <= room and each[2] <= 3)
+        assert found is not None and found.seconds == pytest.approx(of_three[0], rel=1e-9)
+        assert found.seconds * (1 - found.short) <= best[0] * (1 + 1e-3), "the bound is one"
+
+
+def test_each_pipeline_rank_has_its_own_mix():
+    """The last rank has one microbatch in flight, and keeps all."""
+    config = configuration(LLAMA, 16, pipeline_parallel=4)
+    whole = [peak(with_keep(config, "keep")), least(config)[0]]
+    found = choose(config, H100, 0.4 * whole[0] + 0.6 * whole[1])
+    assert found is not None
+    ways = dataclasses.replace(config.parallel, keep=found.keep).kept(16)
+    mixes = [[str(ways[layer]) for layer in stage] for stage in stage_ranges(config.model, "parameters", 4)]
+    assert set(mixes[-1]) == {"keep"} and len(set(map(tuple, mixes))) > 2
+
+
+def budgeted(budget: str, directory: str = "runs/none", **more) -> RunConfig:
+    model = {**LLAMA, "n_layers": 4, "seq_length": 256, "hidden_size": 256, "n_heads": 4, "vocab_size": 512}
+    train = {"global_batch_size": 4, "microbatch_size": 4, "device": "cpu", "dtype": "float32"}
+    run = {"dir": directory, **{key: more.pop(key) for key in ("resume",) if key in more}}
+    return build_config({"model": model, "train": train, "parallel": {"memory_budget": budget, **more}, "run": run})
+
+
+def test_a_budget_becomes_keep_and_a_resumed_run_chooses_nothing_again(tmp_path):
+    plain = budgeted("")
+    low, high = least(plain)[0], peak(with_keep(plain, "keep"))
+    text = f"{0.5 * (low + high):.0f}"
+    config, lines = with_budget(budgeted(text, str(tmp_path)))
+    assert "*" in config.parallel.keep and config.parallel.memory_budget == text
+    assert lines[-1].startswith(f"parallel.memory_budget = '{text}': layers keep {config.parallel.keep}; predicted ")
+    assert with_budget(config) == (config, []), "nothing is chosen twice"
+    # the run began with another mix, on another device say
+    began = with_keep(config, "2*full,2*keep")
+    (tmp_path / "config.toml").write_text(to_toml(began))
+    resumed, lines = with_budget(budgeted(text, str(tmp_path), resume=True))
+    assert resumed.parallel.keep == "2*full,2*keep" and lines == []
+    other, lines = with_budget(budgeted(f"{1.1 * high:.0f}", str(tmp_path), resume=True))
+    assert other.parallel.keep == "keep" and lines, "another budget chooses"
+
+
+def test_a_budget_that_nothing_fits_names_what_would_help():
+    with pytest.raises(
+        ValueError, match=r"is too small: this run needs \d.*whatever layers keep, .* of it for model s"
+    ):
+        with_budget(budgeted("5MiB"))
+    with pytest.raises(ValueError, match=r"microbatch_size = 2 \("):
+        with_budget(budgeted("5MiB"))
+    with pytest.raises(ValueError, match="parallel.keep='keep' is predicted to need .*leave keep out to choose again"):
+        with_budget(budgeted("5MiB", keep="keep"))
+    with pytest.raises(ValueError, match="is a share of a GPU's memory, and there is none"):
+        with_budget(budgeted("50%"))
