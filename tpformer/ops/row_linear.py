@@ -86,11 +86,12 @@ class RowLinearFunction(torch.autograd.Function):
             a = implementation("activation", x).activation_forward(unpacked(x), call.activation, unpacked(gate))
             a = call.transport.factor(a)
 
-        held = dy_shard if dy_gathered is None else dy_gathered  # so that a queue keeps one of the two alive, not both
+        # what a queue keeps alive: one of the two, and a dtype in place of the other
+        held, dtype = dy_shard if dy_gathered is None else dy_gathered, dy_shard.dtype
 
         def weight_gradient() -> Tensor:
             dy = gathering.start_gather(held)() if dy_gathered is None else held
-            return call.transport.weight_gradient(dy, a, dy_shard.dtype)
+            return call.transport.weight_gradient(dy, a, dtype)
 
         if call.deferred is not None and wants_weight:
             queue, (sink,) = call.deferred
