@@ -1,5 +1,6 @@
 """What all commands have in common: what they say of themselves, and how they end when nobody reads their output."""
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -28,6 +29,8 @@ from tpformer.cli.training import DryRun
 from tpformer.config import MLP_ACTIVATIONS, NORM_NAMES, PRESETS, RunConfig, preset_config
 from tpformer.config.layout import CHOICES
 from tpformer.config.transport_table import DTYPES
+from tpformer.training.data import build
+from tpformer.training.data.indexed import IndexedWriter
 from tpformer.weights.families import FAMILIES
 
 TINY = (str(ROOT / "examples/gpt_tiny.toml"), "--model.vocab-size", "257", "--model.n-layers", "1")
@@ -75,6 +78,21 @@ def test_a_command_that_does_not_exist_gets_a_suggestion(commands, given, said):
     assert code == 2 and said in err and err.count("\n") == 1 and not out
 
 
+def main_interrupted_behind(owner: str, *arguments: str) -> None:
+    """The command, to which SIGTERM comes as soon as a context manager of this class has been entered."""
+    kind = IndexedWriter if owner == "writer" else contextlib._GeneratorContextManager
+    entered = kind.__enter__
+
+    def enter(self: object) -> object:
+        result = entered(self)
+        if owner == "writer" or self.gen.gi_code is build._written.__wrapped__.__code__:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    kind.__enter__ = enter
+    main(*arguments)
+
+
 def main_on_a_full_disk(*arguments: str) -> None:
     """The command, with room for 300 bytes in each file, and a standard output that is no file."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -103,6 +121,14 @@ def test_a_build_that_a_signal_ends_leaves_nothing(commands, tmp_path, number):
     command.wait_until((tmp_path / "made.bin.tmp").exists, "the build")
     os.kill(command.pid, number)
     assert command.finish()[0] == -number and os.listdir(tmp_path) == ["long.txt"]
+
+
+@pytest.mark.parametrize("owner", ["writer", "writers"])
+def test_a_signal_as_a_build_begins_leaves_nothing(commands, tmp_path, owner):
+    (tmp_path / "text.txt").write_text("some words\n" * 20)
+    command = "data", "build", str(tmp_path / "text.txt"), "--out", str(tmp_path / "made")
+    code, _, err = commands.call(main_interrupted_behind, owner, *command).finish()
+    assert code == -signal.SIGTERM and os.listdir(tmp_path) == ["text.txt"], err
 
 
 @pytest.mark.parametrize(("command", "arguments"), [

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 
 from tpformer.launchers import JoinError
@@ -45,6 +46,7 @@ def guarded(work: Callable[[], None]) -> None:
             raise
         _end_by(signal.SIGPIPE)
     except KeyboardInterrupt as error:
+        traceback.clear_frames(error.__traceback__)  # what a signal has left half entered ends with its frame
         _end_by(error.args[0] if error.args else signal.SIGINT)
     except BaseException as error:  # DCP's CheckpointException does not derive from Exception
         record_exception(error)

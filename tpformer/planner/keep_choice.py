@@ -4,8 +4,10 @@ Belongs here: the choice, a pure function of a configuration and a device. Bytes
 seconds step_time.py's. A budget's text, and what is said where nothing fits, is in memory_budget.py.
 
 Layers of a stage are in the order of WAYS: what is offloaded first, because it has the longest time to return, then
-what makes most again, where least waits; what keeps all comes last. All mixes of up to three ways are looked at. A
-lower bound of the seconds of all others is given beside the choice.
+what makes most again, where least waits; what keeps all comes last. Of these mixes the fastest is found in two steps:
+first of those of up to three ways, then of all that could be faster. For that, bytes and moved bytes have prices, by
+which no mix that fits is faster than each layer with its cheapest way. A mix that is faster than the first step's is
+above that by less than the first step's is, and few are.
 """
 
 from __future__ import annotations
@@ -43,13 +45,15 @@ WAYS = (
 )
 KEPT, PLACE, FORWARD, BACKWARD, MOVED = range(5)  # columns of mixes: bytes, the worst place, seconds, bytes
 PRICES = np.array([0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0])  # shares of a bus that bounds weigh
+MOST = 1 << 20  # mixes that are looked at in the second step
 STEPS = 40  # in which shares of three ways are tried; of as many layers of a stage, or fewer, all are
 
 
 class Choice(NamedTuple):
     """What every layer keeps. memory: the predicted peak of the rank that needs most, in bytes. seconds: of a step.
 
-    short: by which share of its time the slowest rank's microbatch could be faster with a mix of more ways, at most.
+    short: by which share of its time the slowest rank's microbatch could be faster with a mix that was not looked at,
+    at most; 0 if all that could be faster were.
     """
 
     keep: str
@@ -156,16 +160,46 @@ class _Stage:
         launched = np.maximum(host["I"], moving) + host["W"]
         return forward + np.maximum(self.time.device("B") + values[:, BACKWARD], launched)
 
-    def bound(self, left: float) -> float:
-        """A lower bound of the seconds of all mixes that keep at most `left` bytes."""
-        rates = [0.0, *(self.seconds.sum(-1).max() / max(self.kept.max(), 1.0) * np.geomspace(0.01, 10, 60))]
-        pairs = [*((a, 0.0) for a in PRICES), *((1.0, b) for b in PRICES[1:])]
-        # prices of kept bytes, of the forward, of the backward, and of moved bytes
-        w = np.array([(rate, 1 - a, 1 - b, (a + b) / self.bus) for rate in rates for a, b in pairs])
+    def bound(self, left: float) -> tuple[float, np.ndarray]:
+        """(a lower bound of the seconds of all mixes that keep at most `left` bytes, and above: (ways, layers)). No mix
+        is faster than the bound and what all its layers are above it."""
+        best, at = -np.inf, np.zeros(4)
+        rates = self.seconds.sum(-1).max() / max(self.kept.max(), 1.0) * np.geomspace(0.01, 10, 60)
+        shares, near = np.array([*((a, 0.0) for a in PRICES), *((1.0, b) for b in PRICES[1:])]), 1.0
         parts = np.stack([self.kept, self.seconds[..., 0], self.seconds[..., 1], self.moved], -1)
-        layers = (parts @ w.T).min(0).sum(0)
-        time = w[:, 1] * self.time.device("F") + w[:, 2] * self.time.device("B") + (1 - w[:, 2]) * self.time.host["W"]
-        return float((layers + time - w[:, 0] * left).max())
+        for _ in range(5):
+            # prices of kept bytes, of the forward, of the backward, and of moved bytes
+            w = np.array([(rate, 1 - a, 1 - b, (a + b) / self.bus) for rate in (0.0, *rates) for a, b in shares])
+            work = (
+                w[:, 1] * self.time.device("F") + w[:, 2] * self.time.device("B") + (1 - w[:, 2]) * self.time.host["W"]
+            )
+            found = (parts @ w.T).min(0).sum(0) + work - w[:, 0] * left
+            if found.max() > best:
+                best, at = float(found.max()), w[int(found.argmax())]
+            near /= 4  # again, closer to the best prices
+            share = np.clip(2 - at[1] - at[2] + near * np.linspace(-1, 1, 9), 0, 2)
+            shares = np.stack([np.minimum(share, 1), np.maximum(share - 1, 0)], 1)
+            rates = at[0] * np.exp(near * np.linspace(-1, 1, 17))
+        priced = parts @ at
+        return best, priced - priced.min(0)
+
+
+class _Sums:
+    """Sums over the layers of numbers (ways, layers), for mixes whose ways come in order."""
+
+    def __init__(self, numbers: np.ndarray) -> None:
+        nothing = np.zeros((len(numbers), 1))
+        self.sums = np.concatenate([nothing, np.cumsum(numbers, 1)], 1)
+        least = np.minimum.accumulate(numbers[::-1], 0)[::-1]  # of this way and those behind it
+        # rest[way][layer]: at least so much from this layer on, of this way and those behind it
+        self.rest = np.concatenate([np.cumsum(least[:, ::-1], 1)[:, ::-1], nothing], 1)
+        self.rest = np.concatenate(
+            [self.rest, np.where(np.arange(self.rest.shape[1]) < numbers.shape[1], np.inf, 0)[None]]
+        )
+
+    def of(self, way: int, begin: np.ndarray) -> np.ndarray:
+        """Of layers from each of these on to each other one, in this way."""
+        return self.sums[way][None, :] - self.sums[way][begin][:, None]
 
 
 @functools.cache
@@ -212,24 +246,32 @@ class _Rank:
         seconds, mixes = self._mixes(room)
         if seconds == np.inf:
             return None
+        least, above, left = self._bound(room)
+        if above is not None:
+            for share in (0.1, 0.3, 1.0):  # what is found early leaves less to look at
+                slack = 1e-9 * seconds  # sums of floats differ by their order
+                found = self._faster(above, share * (seconds - least) + slack, left * (1 + 1e-9), room)
+                if found is not None and found[0] < seconds - slack:
+                    seconds, mixes = found
+            least = least if found is None else seconds  # the last had all that could be faster
         chosen = {
             layer: self.ways[way]
             for stage, mix in zip(self.stages, mixes, strict=True)
             for layer, way in zip(stage.layers, mix, strict=True)
         }
-        return chosen, seconds, self._bound(room)
+        return chosen, seconds, least
 
-    def _bound(self, room: float) -> float:
-        """A lower bound of the seconds of all mixes that fit, of any number of ways: bytes have a price, and each layer
-        takes the way that is cheapest by it."""
-        if len(self.stages) > 1:  # what each stage may keep is not known by itself
-            return sum(stage.time.seconds("F") + stage.time.seconds("B") for stage in self.stages)
+    def _bound(self, room: float) -> tuple[float, np.ndarray | None, float]:
+        """(_Stage.bound of all mixes that fit, and the bytes that they may keep). With several stages a bound without
+        layers, because what each of them may keep is not known by itself."""
+        if len(self.stages) > 1:
+            return sum(stage.time.seconds("F") + stage.time.seconds("B") for stage in self.stages), None, 0.0
         (stage,), flights = self.stages, self.flights[:, 0]
         at = int(flights.argmax())
         left = (room - self.fixed[at] + stage.before - stage.need[:, -1].min()) / flights[at]
         if stage.last:
             left = min(left, (room - self.fixed[at] - stage.loss - stage.none) / flights[at])
-        return stage.bound(float(left))
+        return *stage.bound(float(left)), float(left)
 
     def _mixes(self, room: float) -> tuple[float, list[np.ndarray]]:
         """(seconds, each stage's ways) of the fastest mix of up to three ways that fits, in the same shares in every
@@ -255,6 +297,33 @@ class _Rank:
                 if order < best[:3]:
                     best = *order, [chosen[first] for chosen, _ in stages]
         return best[0], best[3]
+
+    def _faster(self, above: np.ndarray, gap: float, left: float, room: float) -> tuple[float, list[np.ndarray]] | None:
+        """(seconds, the ways) of the fastest mix that fits, of all whose layers are at most `gap` above the bound; inf
+        if none fits. None if they are too many. left: what layers may keep. The rank has one stage."""
+        (stage,) = self.stages
+        more, kept = _Sums(above), _Sums(stage.kept)
+        every, n = np.arange(stage.n + 1), stage.n
+        ends = np.zeros((1, 1), int)  # where each way ends, the first of them before all layers
+        cost, bytes_ = np.zeros(1), np.zeros(1)
+        for way in range(len(above)):
+            begin = ends[:, -1]
+            costs, sizes = (x[:, None] + sums.of(way, begin) for x, sums in ((cost, more), (bytes_, kept)))
+            can = (costs + more.rest[way + 1] <= gap) & (sizes + kept.rest[way + 1] <= left) & (every >= begin[:, None])
+            row, end = np.nonzero(can & ((way + 1 < len(above)) | (every == n)))
+            if len(row) > MOST:
+                return None
+            ends, cost, bytes_ = np.concatenate([ends[row], end[:, None]], 1), costs[row, end], sizes[row, end]
+        best: tuple[float, list[np.ndarray]] = np.inf, []
+        for some in np.array_split(ends[:, 1:], max(1, len(ends) * n >> 20)):
+            chosen = (every[:-1, None] >= some[:, None, :]).sum(-1)
+            values = self._values(stage, chosen)
+            seconds = np.where(self._fits([values], room), stage.cost(values), np.inf)
+            # of equally fast ones that which moves least, and keeps most
+            order = np.lexsort((-chosen.sum(1), values[:, MOVED], np.round(seconds, 12)))
+            if len(order) and seconds[order[0]] < best[0]:
+                best = float(seconds[order[0]]), [chosen[order[0]]]
+        return best
 
     @staticmethod
     def _values(stage: _Stage, chosen: np.ndarray) -> np.ndarray:

@@ -112,13 +112,13 @@ def _began_with(config: RunConfig) -> str:
 
 def _refusal(config: RunConfig, device: Device, text: str, nbytes: float, most: float) -> str:
     """The sentence for a budget that is too small: the least that works, and what would lower it."""
-    floor, _ = least(config)
+    floor, keep = least(config)
     share = nbytes / most
     states = max(_states(config, rank) for rank in range(config.parallel.pipeline_parallel))
     lower = [f"{what} ({size(share * need)})" for what, need in lowering(config) if need < floor]
     less = f"less is needed with {', '.join(lower[:4])}; " if lower else ""
     return (
-        f"parallel.memory_budget={text!r} is too small: this run needs {size(share * floor)}, whatever layers keep, "
+        f"parallel.memory_budget={text!r} is too small: this run needs {size(share * floor)} with keep = {keep!r}, "
         f"{size(share * states)} of it for model states; {less}or take more ranks"
     )
 
@@ -189,6 +189,7 @@ def budget_table(config: RunConfig, device: Device, budgets: Sequence[str]) -> I
         "budget", "one way for all", "mixed, no offload", "mixed", "peak", "keep", box=None, pad_edge=False,
         title=f"Memory budgets, predicted: all is kept in {size(need)}, a step takes {bare:.3g} s",
     )  # fmt: skip
+    open_: list[str] = []
     for text, nbytes in zip(budgets, sizes, strict=True):
         most = room(nbytes, on_cpu)
         found = [uniform(config, device, most), choose(config, device, most, ways), choose(config, device, most)]
@@ -196,8 +197,14 @@ def budget_table(config: RunConfig, device: Device, budgets: Sequence[str]) -> I
         if found[0] is not None:
             cells[0] += f" {found[0].keep}"
         best = found[-1]
+        if best is not None and best.short > 0:
+            open_.append(f"{text}: {best.short:.1%}")
         table.add_row(text, *cells, *(("", "does not fit") if best is None else (size(best.memory), best.keep)))
     yield table
+    if open_:
+        yield f"Another mix could be faster, at most by so much of a microbatch: {', '.join(open_)}; elsewhere none."
+    else:
+        yield "No other mix is faster."
     share = FORMULAS if on_cpu else MARGIN
     floor, keep = least(config)
     yield (

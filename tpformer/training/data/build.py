@@ -161,7 +161,8 @@ def _written(parts: Sequence[_Part], tokenizer_name: str) -> Iterator[None]:
     try:
         with ExitStack() as stack:
             for part in parts:
-                stack.enter_context(part.writer)
+                stack.push(part.writer)  # first: a signal may come as soon as the files are there
+                part.writer.__enter__()
             yield
         for part in parts:
             part.finish(tokenizer_name)

@@ -277,9 +277,7 @@ class IndexedWriter:
         if dtype.name not in _TOKEN_DTYPE_NAMES:
             raise ValueError(f"tokens are stored as uint16 or int32, got {dtype}; use token_dtype(vocab_size)")
         self._paths = dataset_paths(prefix)
-        self._temporary_bin = Path(f"{self._paths.bin}.tmp")
-        self._temporary_idx = Path(f"{self._paths.idx}.tmp")
-        self._temporary_mask = Path(f"{self._paths.mask}.tmp")
+        self._temporary_bin, self._temporary_idx, _, self._temporary_mask = (Path(f"{x}.tmp") for x in self._paths)
         self._dtype = dtype
         self._largest = int(np.iinfo(dtype).max)
         self._masked, self._published = masked, False
@@ -288,24 +286,26 @@ class IndexedWriter:
         self.n_tokens = self.n_targets = 0
         self._stream: BinaryIO
         self._mask_stream: BinaryIO | None = None
+        self._own = False  # whether the temporary files are this writer's, or would be
 
     def __enter__(self) -> "IndexedWriter":
         make_folder(self._paths.bin.parent)
-        own = not self._temporary_bin.exists()
+        self._own = not self._temporary_bin.exists()
         try:
             # exclusive creation makes the temporary a lock: two builds of one prefix cannot mix their tokens
             self._stream = self._temporary_bin.open("xb")
+            self._own = True
             # a stale sidecar counts too: it would describe tokens that are no longer there
             if existing := [str(path) for path in self._paths if path.exists()]:
                 raise ValueError(f"{', '.join(existing)} already exists; choose another --out or delete it first")
             if self._masked:
                 self._mask_stream = self._temporary_mask.open("wb")
         except FileExistsError:
+            self._own = False
             why = "another build of this dataset is running, or one was killed; delete the file if none is running"
             raise ValueError(f"{self._temporary_bin} exists: {why}") from None
         except BaseException:  # a signal, too, which may come as soon as the file is there
-            if own:
-                self._discard()
+            self._discard()
             raise
         return self
 
@@ -395,5 +395,5 @@ class IndexedWriter:
         for stream in filter(None, (getattr(self, "_stream", None), self._mask_stream)):
             with suppress(OSError):  # what is still to be written may not fit on the disk
                 stream.close()
-        for path in (self._temporary_bin, self._temporary_idx, self._temporary_mask):
+        for path in (self._temporary_bin, self._temporary_idx, self._temporary_mask) if self._own else ():
             path.unlink(missing_ok=True)
