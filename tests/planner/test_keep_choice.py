@@ -8,6 +8,7 @@ import itertools
 import random
 from unittest import mock
 
+import numpy as np
 import pytest
 from turns import in_turns
 
@@ -118,6 +119,27 @@ def test_the_choice_is_the_best_of_all_mixes_of_a_small_stage():
         assert bounded is not None and bounded.seconds == pytest.approx(of_three[0], rel=1e-9)
         assert bounded.seconds * (1 - bounded.short) <= best[0] * (1 + 1e-3), "the bound is one"
     assert beyond, "one has more than three ways"
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+def test_stages_of_one_rank_have_mixes_of_their_own(schedule):
+    """Two stages of two or three layers: all pairs of their mixes are looked at one by one."""
+    parallel = {"pipeline_parallel": 2, "pipeline_schedule": schedule, "pipeline_stages_per_rank": 2}
+    config = with_keep(configuration(LLAMA, 9, **parallel), "keep")
+    ways = ways_of(config)
+    rank = keep_choice._Rank(config, 0, StepModel(config, H100, ours(config.parallel, H100)), ways)
+    each = [list(itertools.combinations_with_replacement(range(len(ways)), stage.n)) for stage in rank.stages]
+    pairs = [np.array(mixes) for mixes in zip(*itertools.product(*each), strict=True)]
+    values = [rank._values(stage, mixes) for stage, mixes in zip(rank.stages, pairs, strict=True)]
+    seconds = sum(stage.cost(each) for stage, each in zip(rank.stages, values, strict=True))
+    differ = 0
+    for room in np.linspace(least(config)[0], peak(config), 7)[1:-1]:
+        fits = rank._fits(values, room - rank.base)
+        best = np.where(fits, seconds, np.inf)
+        found = rank.choose(room)
+        assert found is not None and found[1] == pytest.approx(best.min(), rel=1e-9) and found[2] == found[1]
+        differ += len({frozenset(mixes[best.argmin()].tolist()) for mixes in pairs}) > 1
+    assert differ or schedule == "ZBVZeroBubble", "no stage wants another mix than the other one"
 
 
 @pytest.mark.proof

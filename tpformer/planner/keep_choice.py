@@ -5,9 +5,9 @@ seconds step_time.py's. A budget's text, and what is said where nothing fits, is
 
 Layers of a stage are in the order of WAYS: what is offloaded first, because it has the longest time to return, then
 what makes most again, where least waits; what keeps all comes last. Of these mixes the fastest is found in two steps:
-first of those of up to three ways, then of all that could be faster. For that, bytes and moved bytes have prices, by
-which no mix that fits is faster than each layer with its cheapest way. A mix that is faster than the first step's is
-above that by less than the first step's is, and few are.
+first of those of up to three ways, then of all that could be faster. For that, kept and moved bytes have prices, and
+each way of a layer is by so many seconds above its cheapest one. No mix that fits takes less than the cheapest ways of
+all layers and these seconds. So a mix that beats the first step's has few of them, and there are few such mixes.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ WAYS = (
 KEPT, PLACE, FORWARD, BACKWARD, MOVED = range(5)  # columns of mixes: bytes, the worst place, seconds, bytes
 PRICES = np.array([0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0])  # shares of a bus that bounds weigh
 MOST = 1 << 20  # mixes that are looked at in the second step
+MOMENTS = 4  # of a rank with several stages, whose bounds are compared
 STEPS = 40  # in which shares of three ways are tried; of as many layers of a stage, or fewer, all are
 
 
@@ -160,42 +161,32 @@ class _Stage:
         launched = np.maximum(host["I"], moving) + host["W"]
         return forward + np.maximum(self.time.device("B") + values[:, BACKWARD], launched)
 
-    def bound(self, left: float) -> tuple[float, np.ndarray]:
-        """(a lower bound of the seconds of all mixes that keep at most `left` bytes, and above: (ways, layers)). No mix
-        is faster than the bound and what all its layers are above it."""
-        best, at = -np.inf, np.zeros(4)
-        rates = self.seconds.sum(-1).max() / max(self.kept.max(), 1.0) * np.geomspace(0.01, 10, 60)
-        shares, near = np.array([*((a, 0.0) for a in PRICES), *((1.0, b) for b in PRICES[1:])]), 1.0
-        parts = np.stack([self.kept, self.seconds[..., 0], self.seconds[..., 1], self.moved], -1)
-        for _ in range(5):
-            # prices of kept bytes, of the forward, of the backward, and of moved bytes
-            w = np.array([(rate, 1 - a, 1 - b, (a + b) / self.bus) for rate in (0.0, *rates) for a, b in shares])
-            work = (
-                w[:, 1] * self.time.device("F") + w[:, 2] * self.time.device("B") + (1 - w[:, 2]) * self.time.host["W"]
-            )
-            found = (parts @ w.T).min(0).sum(0) + work - w[:, 0] * left
-            if found.max() > best:
-                best, at = float(found.max()), w[int(found.argmax())]
-            near /= 4  # again, closer to the best prices
-            share = np.clip(2 - at[1] - at[2] + near * np.linspace(-1, 1, 9), 0, 2)
-            shares = np.stack([np.minimum(share, 1), np.maximum(share - 1, 0)], 1)
-            rates = at[0] * np.exp(near * np.linspace(-1, 1, 17))
-        priced = parts @ at
-        return best, priced - priced.min(0)
+
+class _Bound(NamedTuple):
+    """seconds: no mix that fits is faster than this and what all its layers are above it: (ways, layers), of the stages
+    one after the other. In one moment layers may keep `left` bytes; kept: (ways, layers), what they keep then."""
+
+    seconds: float
+    above: np.ndarray
+    kept: np.ndarray
+    left: float
 
 
 class _Sums:
-    """Sums over the layers of numbers (ways, layers), for mixes whose ways come in order."""
+    """Sums over layers of numbers (ways, layers), for mixes whose ways come in order in each stage. ends: of stages."""
 
-    def __init__(self, numbers: np.ndarray) -> None:
-        nothing = np.zeros((len(numbers), 1))
-        self.sums = np.concatenate([nothing, np.cumsum(numbers, 1)], 1)
-        least = np.minimum.accumulate(numbers[::-1], 0)[::-1]  # of this way and those behind it
-        # rest[way][layer]: at least so much from this layer on, of this way and those behind it
-        self.rest = np.concatenate([np.cumsum(least[:, ::-1], 1)[:, ::-1], nothing], 1)
-        self.rest = np.concatenate(
-            [self.rest, np.where(np.arange(self.rest.shape[1]) < numbers.shape[1], np.inf, 0)[None]]
-        )
+    def __init__(self, numbers: np.ndarray, ends: Sequence[int]) -> None:
+        ways, n = numbers.shape
+        self.sums = np.concatenate([np.zeros((ways, 1)), np.cumsum(numbers, 1)], 1)
+        least, behind = np.minimum.accumulate(numbers[::-1], 0)[::-1], 0.0  # of this way and those behind it
+        # rest[stage][way][layer]: at least so much from this layer on, if it has this way or one behind it
+        self.rest: list[np.ndarray] = []
+        for begin, end in reversed(list(zip([0, *ends], ends, strict=False))):
+            rest = np.full((ways + 1, n + 1), np.inf)
+            rest[:, end] = behind
+            rest[:ways, begin:end] = np.cumsum(least[:, begin:end][:, ::-1], 1)[:, ::-1] + behind
+            self.rest.insert(0, rest)
+            behind = rest[0, begin]
 
     def of(self, way: int, begin: np.ndarray) -> np.ndarray:
         """Of layers from each of these on to each other one, in this way."""
@@ -246,14 +237,13 @@ class _Rank:
         seconds, mixes = self._mixes(room)
         if seconds == np.inf:
             return None
-        least, above, left = self._bound(room)
-        if above is not None:
-            for share in (0.1, 0.3, 1.0):  # what is found early leaves less to look at
-                slack = 1e-9 * seconds  # sums of floats differ by their order
-                found = self._faster(above, share * (seconds - least) + slack, left * (1 + 1e-9), room)
-                if found is not None and found[0] < seconds - slack:
-                    seconds, mixes = found
-            least = least if found is None else seconds  # the last had all that could be faster
+        bound = self._bound(room)
+        for share in (0.1, 0.3, 1.0):  # what is found early leaves less to look at
+            slack = 1e-9 * seconds  # sums of floats differ by their order
+            found = self._faster(bound, share * (seconds - bound.seconds) + slack, room)
+            if found is not None and found[0] < seconds - slack:
+                seconds, mixes = found
+        least = bound.seconds if found is None else seconds  # the last had all that could be faster
         chosen = {
             layer: self.ways[way]
             for stage, mix in zip(self.stages, mixes, strict=True)
@@ -261,17 +251,39 @@ class _Rank:
         }
         return chosen, seconds, least
 
-    def _bound(self, room: float) -> tuple[float, np.ndarray | None, float]:
-        """(_Stage.bound of all mixes that fit, and the bytes that they may keep). With several stages a bound without
-        layers, because what each of them may keep is not known by itself."""
-        if len(self.stages) > 1:
-            return sum(stage.time.seconds("F") + stage.time.seconds("B") for stage in self.stages), None, 0.0
-        (stage,), flights = self.stages, self.flights[:, 0]
-        at = int(flights.argmax())
-        left = (room - self.fixed[at] + stage.before - stage.need[:, -1].min()) / flights[at]
-        if stage.last:
-            left = min(left, (room - self.fixed[at] - stage.loss - stage.none) / flights[at])
-        return *stage.bound(float(left)), float(left)
+    def _bound(self, room: float) -> _Bound:
+        """The highest bound of MOMENTS in which most microbatches wait."""
+        found = []
+        for at in np.argsort(-self.flights.sum(1), kind="stable")[:MOMENTS]:
+            here = [stage for stage, flights in zip(self.stages, self.flights[at], strict=True) if flights]
+            place = max(max(stage.need[:, -1].min() - stage.before, stage.loss + stage.none) for stage in here)
+            found.append(self._priced(self.flights[at], float(room - self.fixed[at] - place)))
+        return max(found, key=lambda bound: bound.seconds)
+
+    def _priced(self, flights: np.ndarray, left: float) -> _Bound:
+        """The bound of a moment with so many microbatches of each stage, whose layers may keep `left` bytes."""
+        stages, bus = self.stages, self.stages[0].bus
+        kept = np.concatenate([stage.kept * number for stage, number in zip(stages, flights, strict=True)], 1)
+        seconds, moved = (np.concatenate(each, 1) for each in zip(*((s.seconds, s.moved) for s in stages), strict=True))
+        forward, backward = (sum(stage.time.device(kind) for stage in stages) for kind in "FB")
+        host = sum(stage.time.host["W"] for stage in stages)
+        best, at = -np.inf, np.zeros(4)
+        rates = seconds.sum(-1).max() / max(kept.max(), 1.0) * np.geomspace(0.01, 10, 60)
+        shares, near = np.array([*((a, 0.0) for a in PRICES), *((1.0, b) for b in PRICES[1:])]), 1.0
+        parts = np.stack([kept, seconds[..., 0], seconds[..., 1], moved], -1)
+        for _ in range(5):
+            # prices of kept bytes, of the forward, of the backward, and of moved bytes
+            w = np.array([(rate, 1 - a, 1 - b, (a + b) / bus) for rate in (0.0, *rates) for a, b in shares])
+            work = w[:, 1] * forward + w[:, 2] * backward + (1 - w[:, 2]) * host
+            found = (parts @ w.T).min(0).sum(0) + work - w[:, 0] * left
+            if found.max() > best:
+                best, at = float(found.max()), w[int(found.argmax())]
+            near /= 4  # again, closer to the best prices
+            share = np.clip(2 - at[1] - at[2] + near * np.linspace(-1, 1, 9), 0, 2)
+            shares = np.stack([np.minimum(share, 1), np.maximum(share - 1, 0)], 1)
+            rates = at[0] * np.exp(near * np.linspace(-1, 1, 17))
+        priced = parts @ at
+        return _Bound(best, priced - priced.min(0), kept, left)
 
     def _mixes(self, room: float) -> tuple[float, list[np.ndarray]]:
         """(seconds, each stage's ways) of the fastest mix of up to three ways that fits, in the same shares in every
@@ -298,31 +310,35 @@ class _Rank:
                     best = *order, [chosen[first] for chosen, _ in stages]
         return best[0], best[3]
 
-    def _faster(self, above: np.ndarray, gap: float, left: float, room: float) -> tuple[float, list[np.ndarray]] | None:
-        """(seconds, the ways) of the fastest mix that fits, of all whose layers are at most `gap` above the bound; inf
-        if none fits. None if they are too many. left: what layers may keep. The rank has one stage."""
-        (stage,) = self.stages
-        more, kept = _Sums(above), _Sums(stage.kept)
-        every, n = np.arange(stage.n + 1), stage.n
-        ends = np.zeros((1, 1), int)  # where each way ends, the first of them before all layers
-        cost, bytes_ = np.zeros(1), np.zeros(1)
-        for way in range(len(above)):
+    def _faster(self, bound: _Bound, gap: float, room: float) -> tuple[float, list[np.ndarray]] | None:
+        """(seconds, each stage's ways) of the fastest mix that fits, of all whose layers are at most `gap` above the
+        bound; inf if none fits. None if they are too many."""
+        lasts = list(itertools.accumulate(stage.n for stage in self.stages))
+        above, kept, ways = _Sums(bound.above, lasts), _Sums(bound.kept, lasts), len(bound.above)
+        every = np.arange(lasts[-1] + 1)
+        ends = np.zeros((1, 1), np.int16)  # where each way ends in each stage, behind where the first one begins
+        cost, size = np.zeros(1), np.zeros(1)
+        for stage, way in itertools.product(range(len(lasts)), range(ways)):
             begin = ends[:, -1]
-            costs, sizes = (x[:, None] + sums.of(way, begin) for x, sums in ((cost, more), (bytes_, kept)))
-            can = (costs + more.rest[way + 1] <= gap) & (sizes + kept.rest[way + 1] <= left) & (every >= begin[:, None])
-            row, end = np.nonzero(can & ((way + 1 < len(above)) | (every == n)))
+            costs, sizes = cost[:, None] + above.of(way, begin), size[:, None] + kept.of(way, begin)
+            can = (costs + above.rest[stage][way + 1] <= gap) & (every >= begin[:, None])
+            row, end = np.nonzero(can & (sizes + kept.rest[stage][way + 1] <= bound.left * (1 + 1e-9)))
             if len(row) > MOST:
                 return None
-            ends, cost, bytes_ = np.concatenate([ends[row], end[:, None]], 1), costs[row, end], sizes[row, end]
+            made = np.concatenate([ends[row], end[:, None].astype(np.int16)], 1)
+            ends, cost, size = made, costs[row, end], sizes[row, end]
         best: tuple[float, list[np.ndarray]] = np.inf, []
-        for some in np.array_split(ends[:, 1:], max(1, len(ends) * n >> 20)):
-            chosen = (every[:-1, None] >= some[:, None, :]).sum(-1)
-            values = self._values(stage, chosen)
-            seconds = np.where(self._fits([values], room), stage.cost(values), np.inf)
+        for some in np.array_split(ends[:, 1:], max(1, len(ends) * lasts[-1] >> 20)):
+            firsts = zip([0, *lasts], lasts, np.split(some, len(lasts), 1), strict=False)
+            mixes = [(every[begin:end, None] >= each[:, None, :]).sum(-1) for begin, end, each in firsts]
+            values = [self._values(stage, mix) for stage, mix in zip(self.stages, mixes, strict=True)]
+            taken = np.sum([stage.cost(each) for stage, each in zip(self.stages, values, strict=True)], 0)
+            seconds = np.where(self._fits(values, room), taken, np.inf)
             # of equally fast ones that which moves least, and keeps most
-            order = np.lexsort((-chosen.sum(1), values[:, MOVED], np.round(seconds, 12)))
+            moved, does = np.sum([each[:, MOVED] for each in values], 0), np.sum([mix.sum(1) for mix in mixes], 0)
+            order = np.lexsort((-does, moved, np.round(seconds, 12)))
             if len(order) and seconds[order[0]] < best[0]:
-                best = float(seconds[order[0]]), [chosen[order[0]]]
+                best = float(seconds[order[0]]), [mix[order[0]] for mix in mixes]
         return best
 
     @staticmethod
