@@ -25,7 +25,7 @@ REACH = {
     "grouped_matmul/kernel.py": ["groups"], "launch.py": ["matmul by descriptors"],
     "matmul_all_reduce/kernel.py": ["all-reduce"], "matmul_reduce_scatter/kernel.py": ["reduce-scatter"],
     "norm/kernel.py": ["norm"], "pack/kernel.py": ["pack"], "philox/kernel.py": ["dropout"],
-    "quantize/kernel.py": ["quantize"],
+    "quantize/kernel.py": ["quantize"], "quantized_matmul/kernel.py": ["quantized matmul"],
     "rope/kernel.py": ["rope"], "route/kernel.py": ["route"], "rows.py": ["dropout", "norm"],
     "tile.py": ["matmul", "reduce-scatter", "all-gather matmul", "all-reduce"],
     "update/kernel.py": ["update"], "weighted_activation/kernel.py": ["weighted activation"],
@@ -34,6 +34,7 @@ REACH = {
 WHOLE = "a whole block may take the path with a mask, too: it is slower, and the same"
 ROWS = "the rows of the last share that do not exist are masked: a step more is done in vain"
 TURN = "which pieces are pushed before the wait is a matter of time, and pieces beyond the shard are masked"
+BLOCKS = "columns of blocks of e4m3 are multiples of 128, which a tile divides: no mask of theirs leaves anything out"
 PACKED = "packed memory has room for whole tiles: rows that do not exist are sent, read and added in vain"
 EQUIVALENT = {
     "tile.py store_packed: tl.store(target + offsets, block.to(target.dtype.element_ty), mask=mask)"
@@ -65,6 +66,15 @@ EQUIVALENT = {
         "a last block without valid columns adds nothing to any statistic",
     "route/kernel.py route_forward_kernel: POLICY.top_groups < POLICY.groups -> POLICY.top_groups < POLICY.groups + 1":
         "experts whose groups are all allowed are chosen in the way of those that are not: it is slower, and the same",
+    **{
+        f"quantized_matmul/kernel.py quantized_matmul_kernel: load_block({before}, {rows}, {tile}, BLOCK, TILE.tma)"
+        f" -> load_block({before}, {other}, {tile}, BLOCK, TILE.tma)": BLOCKS
+        for before, rows, other, tile in (
+            ("b, column, step * BLOCK", "n, k, k", "n + 1, k, k", "BLOCK_N"),
+            ("b, column, step * BLOCK", "n, k, k", "n, k + 1, k", "BLOCK_N"),
+            ("a, row, step * BLOCK", "m, k, k", "m, k + 1, k", "BLOCK_M"),
+        )
+    },
     **{
         f"{place}_kernel: tl.minimum(first + share, m) -> tl.minimum(first + share, first + share)": ROWS
         for place in ("dropout/kernel.py finish_backward", "norm/kernel.py norm_backward",

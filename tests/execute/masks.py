@@ -32,6 +32,7 @@ import test_matmul_reduce_scatter_kernel as scatters
 import test_norm_kernel as norms
 import test_pack_kernel as packs
 import test_quantize_kernel as quantizing
+import test_quantized_matmul_kernel as quantized_products
 import test_rope_kernel as ropes
 import test_route_kernel as routes
 import test_update_kernel as updates
@@ -255,6 +256,11 @@ CASES: dict[str, tuple[Callable[[Shape, Watch], object], list[Shape]]] = {
     "pack": (pack, [(GROUP - 1,), (GROUP + 3,), (2 * GROUP,), (5,), (50,), (4097,)]),
     "quantize": (lambda shape, watch: quantizing.check(kernel("quantize"), *shape, 2 * quantizing.BLOCK, FLOAT),
         [(3,), (5,), *[(n,) for n in (1, 2, 4, 130)]]),
+    "quantized matmul": (
+        lambda shape, watch: quantized_products.check(
+            kernel("quantized_matmul"), *shape, 1, 2, FLOAT, "cpu", tile=quantized_products.WIDE._replace(m=4)
+        ),
+        [(3,), (5,), *[(n,) for n in range(1, 10)]]),
     "route": (route, [(3, 5), (5, 3), (3, 1), *every_remainder(2, 4)]),
     "update": (update, [(13,), (15,), *[(n,) for n in range(1, 18)]]),
     "targets outside": (strange_targets, [()]),

@@ -87,9 +87,8 @@ def check_budgets(config: RunConfig, number: int) -> None:
             continue
         assert found.memory <= room * (1 + 1e-9), found
         assert found.memory == peak(with_keep(config, found.keep))
-        if config.parallel.pipeline_parallel == 1:
-            assert alike is None or found.seconds <= alike.seconds * (1 + 1e-9), (found, alike)
-            assert last is None or found.seconds >= last.seconds * (1 - 1e-9), (found, last)
+        assert alike is None or found.seconds <= alike.seconds * (1 + 1e-9), (found, alike)
+        assert last is None or found.seconds >= last.seconds * (1 - 1e-9), (found, last)
         last = found
 
 
