@@ -88,7 +88,8 @@ def check_budgets(config: RunConfig, number: int) -> None:
         assert found.memory <= room * (1 + 1e-9), found
         assert found.memory == peak(with_keep(config, found.keep))
         assert alike is None or found.seconds <= alike.seconds * (1 + 1e-9), (found, alike)
-        assert last is None or found.seconds >= last.seconds * (1 - 1e-9), (found, last)
+        if config.parallel.pipeline_parallel == 1:  # in a schedule a stage that takes longer may shorten the step
+            assert last is None or found.seconds >= last.seconds * (1 - 1e-9), (found, last)
         last = found
 
 
@@ -165,9 +166,10 @@ def test_each_pipeline_rank_has_its_own_mix():
 
 @pytest.mark.parametrize("preset", in_turns(PRESETS))
 def test_every_preset_in_every_schedule(preset):
-    """With a ZeRO stage each; all presets together have every pair."""
-    for number, schedule in enumerate([None, *(name for name in SCHEDULES if name != "naive")]):
-        stage = (number + list(PRESETS).index(preset)) % 4
+    """A third of the schedules for each preset, with a ZeRO stage each; three neighbours have all schedules."""
+    place = list(PRESETS).index(preset)
+    for number, schedule in list(enumerate([None, *(name for name in SCHEDULES if name != "naive")]))[place % 3 :: 3]:
+        stage = (number + place) % 4
         splits = schedule is not None and SCHEDULES[schedule].splits_backward
         parallel: dict = {"zero_stage": min(1, stage) if splits else stage, "tensor_parallel": 1}
         parallel["data_parallel_shard" if parallel["zero_stage"] else "data_parallel_replicate"] = 4
