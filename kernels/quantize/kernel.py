@@ -143,12 +143,16 @@ def dequantize_kernel(values, exponents, x, m, k, WEIGHT: tl.constexpr, ROWS: tl
 
 
 def require_e4m3(x: Tensor) -> None:
-    """ValueError for a tensor on a GPU that has no e4m3. Other devices run no compiled kernel."""
-    if x.is_cuda and (found := torch.cuda.get_device_capability(x.device)) < CAPABILITY:
-        raise ValueError(
-            f"{torch.cuda.get_device_name(x.device)} is sm_{found[0]}{found[1]}, which has no e4m3: quantise on sm_89 "
-            f"or later, or compute in 16 bits"
-        )
+    """ValueError for a tensor on a GPU that has no e4m3."""
+    require_capability(x, CAPABILITY, (100, 0), "which has no e4m3: quantise on sm_89 or later")
+
+
+def require_capability(x: Tensor, first: tuple[int, int], behind: tuple[int, int], lack: str) -> None:
+    """ValueError for a tensor on a GPU of a capability below `first`, or from `behind` on; other devices run no
+    compiled kernel. lack: what such a GPU lacks, and which one does not."""
+    if x.is_cuda and not first <= (found := torch.cuda.get_device_capability(x.device)) < behind:
+        name = torch.cuda.get_device_name(x.device)
+        raise ValueError(f"{name} is sm_{found[0]}{found[1]}, {lack}, or compute in 16 bits")
 
 
 @replayed

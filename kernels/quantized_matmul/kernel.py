@@ -9,12 +9,14 @@ from ..configurations import select_tile
 from ..launch import Tile, launch_options, operand, persistent_programs, triton_dtype
 from ..quantize import format as blocks_format
 from ..quantize.format import Blocks
-from ..quantize.kernel import power
+from ..quantize.kernel import power, require_capability
 from ..replay import launch, replayed
 from ..tile import load_block, store_activated, swizzle
 from .reference import check_operands
 
 BLOCK = tl.constexpr(blocks_format.BLOCK)
+CAPABILITIES = (9, 0), (12, 0)  # with TMA, and enough shared memory for the tiles
+NO_TILE = "for which no tile of blocks of e4m3 ships: multiply on sm_90 or sm_100"
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -40,15 +42,6 @@ def quantized_matmul_kernel(a, b, a_exponents, b_exponents, bias, out, m, n, k, 
         store_activated(out, result, bias, row, column, m, n, "", BLOCK_M, BLOCK_N)
 
 
-def require_tiles(x: Tensor) -> None:
-    """ValueError for a tensor on a GPU without TMA, or with too little shared memory for the tiles."""
-    if x.is_cuda and not (9, 0) <= (found := torch.cuda.get_device_capability(x.device)) < (12, 0):
-        raise ValueError(
-            f"{torch.cuda.get_device_name(x.device)} is sm_{found[0]}{found[1]}, for which no tile of blocks of e4m3 "
-            f"ships: multiply on sm_90 or sm_100, or compute in 16 bits"
-        )
-
-
 @replayed
 def quantized_matmul(
     a: Blocks,
@@ -72,7 +65,7 @@ def quantized_matmul(
     """
     check_operands(a, b, bias, dtype)
     triton_dtype(dtype)  # an error for what kernels do not take
-    require_tiles(a.values)
+    require_capability(a.values, *CAPABILITIES, NO_TILE)
     (m, k), n = a.values.shape, b.values.shape[0]
     tile = tile or select_tile(a.values.device, a.values.dtype, m, n)
     out = a.values.new_empty((m, n), dtype=dtype)

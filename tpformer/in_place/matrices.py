@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from tpformer.distributed.dtensor import is_dtensor
+from tpformer.distributed.dtensor import local_part
 from tpformer.layers import TensorParallel
 from tpformer.ops.divided import enter_part, leave_part
 from tpformer.ops.uncompiled import uncompiled
@@ -322,7 +322,7 @@ def part_of(whole: Tensor, name: str, division: Division, rank: int, t: int) -> 
 def locals_of(module: nn.Module) -> dict[str, Tensor]:
     """What a rank has of each parameter of a module, by its name."""
     named = module.named_parameters(remove_duplicate=False)
-    return {name: x.to_local() if is_dtensor(x) else x for name, x in named}
+    return {name: local_part(x) for name, x in named}
 
 
 @contextmanager

@@ -98,9 +98,10 @@ def keep(
     runs_layers = isinstance(getattr(runner, "keep", None), KeepLayers)
     named, total = _layers_of(runner) if runs_layers else _blocks_in(model)
     check_choice("recompute", recompute, RECOMPUTE)
-    whole = {"recompute": recompute, "recompute_layers": recompute_layers, "recompute_interval": recompute_interval}
-    packs = {"pack_activations": pack_activations, "pack_layers": pack_layers}
-    ways = kept_layers(total, keep=keep, offload_activations=offload_activations, **whole, **packs)  # type: ignore[arg-type]
+    ways = kept_layers(
+        total, keep=keep, recompute=recompute, recompute_layers=recompute_layers, recompute_interval=recompute_interval,
+        pack_activations=pack_activations, pack_layers=pack_layers, offload_activations=offload_activations,
+    )  # fmt: skip
     found = regions(named, ways, recompute_interval)
     moved = frozenset(str(i) for i in named if ways[i].offload)
     if not runs_layers and (moved or recompute_interval > 1):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tpformer.torch_private import held_by, laid_out_as, version_of
+from tpformer.ops.unsaved import check_unwritten, versions
+from tpformer.torch_private import held_by, laid_out_as
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -25,7 +26,7 @@ class LocalPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: "DTensor", partial: bool, read: bool) -> Tensor:
         """The local tensor, as a tensor of its own: autograd writes to the object that a function gives."""
-        ctx.parameter, ctx.partial, ctx.version = parameter, partial, version_of(parameter) if read else None
+        ctx.parameter, ctx.partial, ctx.versions = parameter, partial, versions(parameter) if read else None
         ctx.set_materialize_grads(False)
         held = held_by(parameter)
         return held.view_as(held)
@@ -36,11 +37,8 @@ class LocalPart(torch.autograd.Function):
         (gradient,), parameter = gradients, ctx.parameter
         if gradient is None:
             return None, None, None
-        if ctx.version is not None and version_of(parameter) != ctx.version:
-            raise RuntimeError(
-                f"a parameter {tuple(parameter.shape)} was written in place between the forward and its backward, "
-                f"which reads it again: write to it after the backward"
-            )
+        if ctx.versions is not None:
+            check_unwritten("a layer's parameter", ctx.versions, parameter)
         if not gradient.requires_grad and gradient.stride() == held_by(parameter).stride():
             return laid_out_as(gradient, parameter, ctx.partial), None, None
         from torch.distributed.tensor import DTensor, Partial

@@ -143,7 +143,7 @@ class _Stage:
         self.last = index == config.parallel.n_stages - 1
         count = predicted_stage(with_keep(config, PLAIN), index)
         rest = count.saved - sum(unit.kept for unit in stage_units(with_keep(config, PLAIN), index, kept=kept))
-        self.rest, self.queued, self.output = rest, count.queued, count.output
+        self.rest, self.queued = rest, count.queued
         self.before = of.head if self.last else 0.0  # freed before the first place of a layer
         self.loss = of.loss if self.last else -np.inf
         made = (

@@ -14,8 +14,9 @@ Each block lies within one rank's shard, and its scale follows from itself: so e
 Biases, residuals, norms, sums and weight gradients have the dtype of x.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from tpformer.kernels.quantize.format import BLOCK, EXPONENTS, VALUES, Blocks
 
 from ..implementation import implementation
 from ..quantized_product import quantized_product
-from .interface import GATHER, REGISTRY, Factor, Kept
+from .interface import REGISTRY, Factor
 from .sequential import Sequential
 
 
@@ -53,48 +54,22 @@ class Quantized(Sequential):
         dequantize = implementation("quantize", x.values.new_empty(0, dtype=dtype)).dequantize
         return dequantize(dy, dtype).t() @ dequantize(x, dtype)
 
-    def gather_matmul(
-        self, x_shard: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-    ) -> list[Tensor]:
-        """Transport.gather_matmul: all-gather of blocks, then a GEMM for each weight."""
-        self._record(GATHER)
-        x_gathered = self._gathered(x_shard)
-        return [self._linear(x_gathered, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-
-    def gather_matmul_derivative(
-        self, dy_shard: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
-    ) -> tuple[Tensor, Tensor | None, Factor, Factor]:
-        """Transport.gather_matmul_derivative: all-gather of blocks, GEMM, then the activation's derivative."""
-        self._record(GATHER)
-        dy_gathered = self._gathered(dy_shard)
-        backward = implementation("activation", x).activation_backward
-        dx, dgate, a = backward(self._sum_of_products([dy_gathered], [weight], False), x, activation, gate)
-        return dx, dgate, self.factor(a), dy_gathered
-
-    def start_gather(self, x_shard: Tensor) -> Callable[[], Blocks]:
-        """Transport.start_gather: gathers blocks when it is waited for."""
-        return lambda: self._gathered(x_shard)
-
     def _gathered(self, x_shard: Tensor) -> Blocks:
         """The blocks of all ranks' rows."""
         blocks = self.factor(x_shard)
         return blocks if self.group is None else unpacked_rows(all_gather(packed_rows(blocks), self.group))
 
-    def _linear(self, x: Blocks, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _linear(self, x: Blocks, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return quantized_product(x, _told(implementation("quantize", weight).quantize_weight(weight)), bias, weight)
 
     def _sum_of_products(self, inputs: Sequence[Blocks], weights: Sequence[Tensor], transposed: bool) -> Tensor:
-        y = None
-        for x, weight in zip(inputs, weights, strict=True):
-            if transposed:
-                product = self._linear(x, weight, None)
-            else:  # matrix units multiply e4m3 along rows only
-                blocks, turned = implementation("quantize", weight).quantize_weight_twice(weight)
-                _told(blocks)
-                product = quantized_product(x, turned, None, weight)
-            y = product if y is None else y.add_(product)
-        assert y is not None
-        return y
+        return reduce(Tensor.add_, map(self._linear if transposed else self._by_columns, inputs, weights))
+
+    def _by_columns(self, x: Blocks, weight: Tensor) -> Tensor:
+        """x W, by the weight's transposed copy: matrix units multiply e4m3 along rows only."""
+        blocks, turned = implementation("quantize", weight).quantize_weight_twice(weight)
+        _told(blocks)
+        return quantized_product(x, turned, None, weight)
 
 
 def packed_rows(blocks: Blocks) -> Tensor:

@@ -31,19 +31,19 @@ class Sequential(Transport):
     def gather_matmul(
         self, x_shard: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """Transport.gather_matmul: all-gather, then F.linear for each weight."""
+        """Transport.gather_matmul: all-gather, then a GEMM for each weight."""
         self._record(GATHER)
-        x_gathered = all_gather(x_shard, self.group)
-        return list(map(F.linear, repeat(x_gathered), weights, biases))
+        return list(map(self._linear, repeat(self._gathered(x_shard)), weights, biases))
 
     def gather_matmul_derivative(
         self, dy_shard: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
     ) -> tuple[Tensor, Tensor | None, Factor, Factor]:
         """Transport.gather_matmul_derivative: all-gather, GEMM, then the activation's derivative."""
         self._record(GATHER)
-        dy_gathered = all_gather(dy_shard, self.group)
+        dy_gathered = self._gathered(dy_shard)
         backward = implementation("activation", x).activation_backward
-        return *backward(dy_gathered @ weight, x, activation, gate), dy_gathered
+        dx, dgate, a = backward(self._sum_of_products([dy_gathered], [weight], False), x, activation, gate)
+        return dx, dgate, self.factor(a), dy_gathered
 
     def matmul_reduce(
         self,
@@ -61,10 +61,18 @@ class Sequential(Transport):
         y = self._sum_of_products(inputs, weights, transposed)
         return finish_rows((reduce_scatter if self.sequence_parallel else all_reduce)(y, self.group), finish)
 
+    # what a transport of other factors does in another way
+
+    def _gathered(self, x_shard: Tensor) -> Any:
+        """The factor of all ranks' rows."""
+        return all_gather(x_shard, self.group)
+
     def _linear(self, x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + bias of a factor."""
         return F.linear(x, weight, bias)
 
     def _sum_of_products(self, inputs: Sequence[Any], weights: Sequence[Tensor], transposed: bool) -> Tensor:
+        """The sum of inputs_i W_i, or W_i^T if transposed, of this rank's factors."""
         first, *rest = (weight.t() if transposed else weight for weight in weights)
         y = inputs[0] @ first
         for x, weight in zip(inputs[1:], rest, strict=True):
@@ -73,7 +81,7 @@ class Sequential(Transport):
 
     def start_gather(self, x_shard: Tensor) -> Callable[[], Factor]:
         """Transport.start_gather: gathers when it is waited for, so that one collective is under way at a time."""
-        return lambda: all_gather(x_shard, self.group)
+        return lambda: self._gathered(x_shard)
 
 
 LOCAL = Sequential(None)  # one rank
