@@ -5,7 +5,7 @@ Belongs here: one import and one entry for each. Everything else is in runner.py
 
 import sys
 
-from checks import faults, host, layouts, observe, zero
+from checks import faults, host, layouts, observe, replicas, zero
 from harness.runner import Bench, main
 
 from . import (
@@ -27,6 +27,8 @@ from . import (
     pretrain,
     protocol,
     quantized_matmul,
+    rounds,
+    two_sites,
 )
 from .data_parallel import bench as data_parallel
 from .families import matrix as families
@@ -51,6 +53,7 @@ BENCHES: tuple[Bench, ...] = (
         bubbles.BENCH,
         data_parallel.BENCH,
         layouts.BENCH,
+        replicas.BENCH,
         zero.BENCH,
     ),
     *(
@@ -60,6 +63,8 @@ BENCHES: tuple[Bench, ...] = (
         faults.BENCH,
         observe.BENCH,
         optimizers.BENCH,
+        rounds.BENCH,
+        two_sites.BENCH,
         protocol.BENCH,
         host.BENCH,
     ),

@@ -13,7 +13,8 @@ from testing import assert_identical, on_every_rank
 from turns import in_turns
 
 from tpformer.distributed import record_collectives
-from tpformer.lessons.compression import BLOCK, Compression
+from tpformer.distributed.encodings import BLOCK
+from tpformer.lessons.compression import Compression
 from tpformer.lessons.reductions import reduce_by
 from tpformer.parallel import exchange_named, exchange_of
 from tpformer.training.checkpoint import CheckpointError, load_checkpoint
@@ -180,9 +181,9 @@ def test_a_run_that_loses_nothing_is_the_run_without_compression() -> None:
 
 @pytest.mark.parametrize(("exchange", "parallel", "words"), [
     ("ring", {"data_parallel_replicate": 1}, "='ring' is about sums over replicas, of which .* one"),
-    ("star", {}, "parallel.exchange='star': choose one of library, driver"),
+    ("star", {}, "parallel.exchange='star': choose one of library, diloco, driver"),
     ("gzip", {}, "parallel.exchange='gzip': choose one of library, .* bfloat16"),
-    ("", {}, "parallel.exchange='': choose one of library, driver"),
+    ("", {}, "parallel.exchange='': choose one of library, diloco, driver"),
     ("library twice", {}, "parallel.exchange='library twice': library has no options"),
     ("int8", {"data_parallel_replicate": 1}, "exchange='int8' is about sums over replicas"),
     ("int8", {"reduce_dtype": "bfloat16"}, "compressed from float32, leave reduce_dtype out"),

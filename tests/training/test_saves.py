@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tpformer.config import build_config
 from tpformer.parallel import local_part
+from tpformer.training import saves
 from tpformer.training import step as step_module
-from tpformer.training import trainer
 from tpformer.training.checkpoint import Checkpointer, newest_good, steps
 from tpformer.training.model import ModelParts
 from tpformer.training.saves import TRIES
@@ -105,7 +105,7 @@ def train_on_a_full_disk(values: dict, failing: list[int]):
         wait([self._pending] if self._pending else [])
         return failed.fget(self)
 
-    with mock.patch.object(FileSystemWriter, "write_data", full), mock.patch.object(trainer, "PAUSE_SECONDS", 0.01):
+    with mock.patch.object(FileSystemWriter, "write_data", full), mock.patch.object(saves, "PAUSE_SECONDS", 0.01):
         with mock.patch.object(Checkpointer, "failed", property(known)):
             return train(values)
 

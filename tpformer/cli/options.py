@@ -16,6 +16,7 @@ T = TypeVar("T")
 # of every number among the options of commands, as in RANGES
 OPTION_RANGES = {
     "batch": COUNT,
+    "between_ms": "[0, 10000]",
     "device_memory": "(0, 1e9]",
     "gpus": "[1, 1e7]",
     "max_new_tokens": "[0, 1e6]",
@@ -25,6 +26,7 @@ OPTION_RANGES = {
     "samples": "[1, 1e6]",
     "seed": "[-9e18, 9e18]",
     "seq_length": "[1, 1e9]",
+    "sites": "[2, 1000]",
     "step": AMOUNT,
     "temperature": AMOUNT,
     "tensor_parallel": COUNT,

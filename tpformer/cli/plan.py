@@ -18,6 +18,7 @@ from tpformer.processes.files import replace_file
 
 from .options import new_file, number, parsed
 from .plan_budgets import budgets
+from .plan_sites import check_sites, sites
 
 if TYPE_CHECKING:
     from tpformer.planner.candidates import Question
@@ -78,6 +79,12 @@ class Plan:
     """A file for a report with pictures, which needs no network."""
     memory_budget: str = ""
     """Budgets such as "48GiB,40GiB" or "80%": what layers keep in each, in the layout of --explain, or of the file."""
+    sites: int | None = None
+    """Sites that share GPUs and batch, each with a copy of the model: a step over --between, and in rounds (DiLoCo)."""
+    between: str = "1Gb/s,10Gb/s"
+    """With --sites: the rates of each site's link in one direction, in bits."""
+    between_ms: float = 30.0
+    """With --sites: milliseconds of a message between sites."""
     calibrate: str = ""
     """A folder of results of `python -m bench` on the device, such as bench/results/NAME, which correct its rates."""
     validate: bool = False
@@ -95,7 +102,9 @@ def plan_command(arguments: Sequence[str]) -> None:
     if options.validate:
         sys.exit(0 if _validate() else 1)
     _check(options)
-    if options.memory_budget:
+    if options.sites is not None:
+        sites(options.sites, options.between, options.between_ms, _question(options), _print)
+    elif options.memory_budget:
         budgets(options.memory_budget, options.explain, bool(options.file), _question(options), _print)
     elif len(options.kinds) > 1 or (options.kinds and options.sweep is not None):
         _compare(options)
@@ -115,6 +124,8 @@ def _check(options: Plan) -> None:
             raise ValueError(f"{name} only prints: leave out --explain, --out, --json, --csv and --html")
     if options.memory_budget and (files or options.sweep is not None or options.kinds):
         raise ValueError("--memory-budget only prints: leave out --within, --sweep, --out, --json, --csv and --html")
+    if options.sites is not None:
+        check_sites(options, files)
     if options.tokens != "auto":
         number("--tokens", options.tokens)
     if len({*map(Path.absolute, files.values())}) < len(files):

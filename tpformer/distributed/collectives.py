@@ -270,6 +270,25 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None, op: str = "sum"
     return reduced.resize_(x.shape)
 
 
+def start_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Begin an all_reduce of several ranks, a sum. What it returns waits and gives the result, each time it is called.
+
+    On a GPU, and over a network, what comes in between runs beside it. Through shared memory it is done at once.
+    """
+    if collective_state(group).shared and x.is_cpu:
+        result = all_reduce(x, group)
+        return lambda: result
+    record("all_reduce", x.numel() * x.dtype.itemsize)
+    output = x.detach().clone(memory_format=torch.contiguous_format)
+    work = dist.all_reduce(output, group=group, async_op=True)
+
+    def wait() -> torch.Tensor:
+        _wait(work, group, output)
+        return output
+
+    return wait
+
+
 def reduce_own_part(
     slots: list[list[torch.Tensor]],
     flat: torch.Tensor,

@@ -17,9 +17,9 @@ from torch.distributed import ProcessGroup
 
 from tpformer.config import Layout, RunConfig
 from tpformer.distributed.links import Link
+from tpformer.exchange import NamedExchange
 
 from .algorithms import HIERARCHICAL, all_reduce_seconds
-from .lesson import Lesson
 from .reductions import reduce_by
 
 
@@ -39,7 +39,7 @@ def ranks_of_a_node(group: ProcessGroup) -> int:
 
 
 @dataclass
-class AllReduce(Lesson):
+class AllReduce(NamedExchange):
     """The all-reduce of its name, among those of reductions.py.
 
     Communicates: what reduce_by says, for the elements of a unit's shards, once a step, but once a microbatch where

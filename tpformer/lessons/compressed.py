@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.config import Layout, RunConfig
+from tpformer.exchange import NamedExchange
 
 from .compression import BFloat16, Compression, Int8, PowerSGD, TopK
-from .lesson import Lesson
 
 ROUNDED = {"bfloat16": BFloat16, "int8": Int8}
 TO_THE_LAST_BIT = ("int8", "topk")  # what they leave out depends on all values of a shard
 
 
 @dataclass
-class Compressed(Lesson):
+class Compressed(NamedExchange):
     """bfloat16 or int8: values of fewer bits. What is lost of a gradient is added to the next step's.
 
     feedback: whether it is. units: what compresses each unit's sums, by the unit's name.

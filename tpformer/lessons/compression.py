@@ -19,8 +19,7 @@ from torch.distributed import ProcessGroup
 
 from tpformer.distributed import all_gather, all_reduce
 from tpformer.distributed.collectives import all_to_all, combine
-
-BLOCK = 256  # values that share a scale in int8
+from tpformer.distributed.encodings import ENCODINGS, Encoding
 
 
 class Compression(ABC):
@@ -76,20 +75,12 @@ class Rounded(Compression):
     Source: arXiv:2102.02888 (1-bit Adam), section 4.3, with other encodings.
     """
 
-    block = 1  # a rank's part is a multiple of it
-
-    @abstractmethod
-    def encode(self, values: Tensor) -> tuple[Tensor, ...]:
-        """(parts, n) values -> what is sent of them, (parts, ...) each."""
-
-    @abstractmethod
-    def decode(self, codes: Sequence[Tensor]) -> Tensor:
-        """What `encode` gave -> (parts, n) float32."""
+    encoding: Encoding
 
     @property
     def padded(self) -> int:
         """The elements of equal parts of the ranks."""
-        unit = self.ranks * self.block
+        unit = self.ranks * self.encoding.block
         return -(-self.elements // unit) * unit
 
     @property
@@ -100,14 +91,14 @@ class Rounded(Compression):
         padded = x.new_zeros(self.padded, dtype=torch.float32)
         padded[: len(x)] = x
         values = self._with_error(padded).view(self.ranks, -1)
-        codes = self.encode(values)
-        self._lost((values - self.decode(codes)).flatten())
+        codes = self.encoding.encode(values)
+        self._lost((values - self.encoding.decode(codes)).flatten())
         total = self._with_error(
-            combine(list(self.decode([self._exchange(each) for each in codes])), torch.add), "second"
+            combine(list(self.encoding.decode([self._exchange(each) for each in codes])), torch.add), "second"
         )
-        codes = self.encode(total[None])
-        self._lost(total - self.decode(codes)[0], "second")
-        sums = self.decode([all_gather(each, self.group) for each in codes])
+        codes = self.encoding.encode(total[None])
+        self._lost(total - self.encoding.decode(codes)[0], "second")
+        sums = self.encoding.decode([all_gather(each, self.group) for each in codes])
         x.copy_(sums.view(-1)[: len(x)])
 
     def _exchange(self, codes: Tensor) -> Tensor:
@@ -116,30 +107,15 @@ class Rounded(Compression):
 
 
 class BFloat16(Rounded):
-    """2 bytes a value: float32 without the last 16 bits, rounded to nearest."""
+    """2 bytes a value."""
 
-    def encode(self, values: Tensor) -> tuple[Tensor, ...]:
-        return (values.to(torch.bfloat16),)
-
-    def decode(self, codes: Sequence[Tensor]) -> Tensor:
-        return codes[0].float()
+    encoding = ENCODINGS["bfloat16"]
 
 
 class Int8(Rounded):
-    """1 byte a value, and 4 bytes for each BLOCK of them: multiples of a 127th of the block's largest magnitude."""
+    """1 byte a value, and 4 bytes for each block of 256."""
 
-    block = BLOCK
-
-    def encode(self, values: Tensor) -> tuple[Tensor, ...]:
-        blocks = values.view(len(values), -1, BLOCK)
-        scales = blocks.abs().amax(-1) / 127
-        # a block of zeros has the scale 0, and a value that is not finite makes its block so when it is decoded
-        steps = (blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).nan_to_num(0.0)
-        return steps.round().clamp(-127, 127).to(torch.int8), scales
-
-    def decode(self, codes: Sequence[Tensor]) -> Tensor:
-        steps, scales = codes
-        return (steps.float() * scales[..., None]).flatten(1)
+    encoding = ENCODINGS["int8"]
 
 
 class TopK(Compression):

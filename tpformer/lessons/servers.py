@@ -13,12 +13,11 @@ from torch import Tensor
 
 from tpformer.config import Layout, RunConfig
 from tpformer.distributed.links import Link
-from tpformer.exchange import StepResult
+from tpformer.exchange import NamedExchange, StepResult
 from tpformer.words import shown
 
 from .algorithms import all_reduce_seconds
 from .arrivals import Arrivals
-from .lesson import Lesson
 from .parameter_server import ParameterServer
 
 WHOLE = ("tensor_parallel", "pipeline_parallel", "data_parallel_shard", "context_parallel", "expert_parallel") + (
@@ -27,7 +26,7 @@ WHOLE = ("tensor_parallel", "pipeline_parallel", "data_parallel_shard", "context
 
 
 @dataclass
-class SyncServer(Lesson):
+class SyncServer(NamedExchange):
     """sync_server: workers push gradients to servers at once, and pull parameters."""
 
     takes_steps = True

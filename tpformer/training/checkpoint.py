@@ -4,12 +4,12 @@ They are written while training goes on, and verified before they are loaded. A 
 DCP's files, trainer.json (the step and the trainer's own numbers) and manifest.json (size and SHA-256 of every file).
 It is written under a temporary name and renamed when complete, so an interrupted save leaves the previous ones whole.
 Tensors have the same global names on every part and rank: model.NAME, and optimizer.NAME.KEY for each key of a
-parameter's optimizer state. What an exchange of gradients keeps is each rank's own: sums.NAME.
+parameter's optimizer state. What an exchange of gradients keeps is sums.NAME. Where replicas take steps by themselves,
+model.NAME is what they have in common, and replica.R. stands before the names of replica R's own.
 """
 
 import json
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
@@ -32,7 +31,6 @@ from tpformer.words import listed
 from .checkpoint_files import (
     MANIFEST,
     MODEL,
-    OPTIMIZER,
     TRAINER,
     Writer,
     check_files,
@@ -51,12 +49,15 @@ from .checkpoint_files import (
 from .checkpoint_metadata import METADATA, CheckpointError
 from .checkpoint_tensors import (
     check_pairs,
-    exchange_tensors,
     first_not_finite,
     load_exchange,
     load_optimizer,
+    load_own,
     model_tensors,
-    optimizer_tensors,
+    of_replica,
+    replicas_note,
+    saved_replicas,
+    state_tensors,
 )
 
 T = TypeVar("T")
@@ -105,6 +106,8 @@ def load_checkpoint(
     """Fill parts, and optimizers and exchange if given, in place from a checkpoint. Returns the checkpoint's `extra`.
 
     group: its ranks' parts together must be the whole model, in any layout. None stands for this process alone.
+    Of replicas that took steps by themselves, replica r takes what r modulo their number had of its own, and ranks that
+    take steps together take the common model and the optimizer's state of replica 0.
     Communication: one all-gather of names and errors; each rank reads for itself.
     CheckpointError, on all ranks, for names or shapes that the model and the checkpoint do not share.
     """
@@ -112,17 +115,19 @@ def load_checkpoint(
         check_pairs(parts, optimizers)
 
     def load() -> tuple[set[str], set[str], dict[str, Any]]:
-        states: dict[str, dict[str, TensorStorageMetadata]] = defaultdict(dict)
-        for name, entry in saved_tensors(path, OPTIMIZER).items() if optimizers else ():
-            parameter, _, key = name.rpartition(".")
-            states[parameter][key] = entry
+        own, replicas = None if exchange is None else exchange.replica, saved_replicas(path)
+        prefix = of_replica((own or (0, 1))[0] % replicas) if replicas else ""
         loaded: set[str] = set()
-        for index, part in enumerate(parts):
+        for part in parts:
             tensors = model_tensors(part)
             read_tensors(path, tensors)
             loaded |= {name.removeprefix(MODEL) for name in tensors}
-            if optimizers:
-                load_optimizer(path, part, optimizers[index], states)
+        if exchange is not None:
+            exchange.begin(anew=True)
+        for part in parts if own is not None and replicas else ():
+            load_own(path, part, prefix)
+        for part, optimizer in zip(parts, optimizers, strict=False):
+            load_optimizer(path, part, optimizer, prefix)
         if exchange is not None:
             load_exchange(path, exchange)
         return loaded, set(saved_tensors(path, MODEL)), read_note(path)[1]
@@ -209,10 +214,7 @@ class Checkpointer:
         self.settle()
         check_pairs(parts, optimizers)
         note = json.dumps({"step": step, "extra": dict(extra or {})})
-        tensors: dict[str, Tensor] = {}
-        for part, optimizer in zip(parts, optimizers, strict=True):
-            tensors |= model_tensors(part) | optimizer_tensors(part, optimizer)
-        tensors |= {} if exchange is None else exchange_tensors(exchange)
+        tensors = state_tensors(parts, optimizers, exchange or Exchange())
         if offenders := [each for each in _on_every_rank(self._group, lambda: first_not_finite(parts)) if each]:
             raise FloatingPointError(f"checkpoint of step {step} is not saved: {offenders[0]} is not finite")
         temporary = self.directory / f".saving-{step}"
@@ -335,4 +337,7 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Fill what this rank has from a step's checkpoint, as load_checkpoint; returns its `extra`."""
         self.settle()
-        return load_checkpoint(step_path(self.directory, step), parts, optimizers, exchange, group=self._group)
+        path = step_path(self.directory, step)
+        if self._rank == 0 and (note := replicas_note(path, exchange)):
+            self._report(note)
+        return load_checkpoint(path, parts, optimizers, exchange, group=self._group)

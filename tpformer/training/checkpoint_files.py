@@ -21,7 +21,7 @@ from tpformer.words import listed, message, shown
 from .checkpoint_metadata import METADATA, CheckpointError, MetadataReader, read_metadata
 
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
-MODEL, OPTIMIZER, SUMS = "model.", "optimizer.", "sums."
+MODEL, OPTIMIZER, SUMS, REPLICA = "model.", "optimizer.", "sums.", "replica."
 
 
 def fsync(path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tpformer.parallel import Exchange, local_part
 from tpformer.torch_private import foreach_norm
 from tpformer.words import listed
 
-from .checkpoint_files import MODEL, OPTIMIZER, SUMS, read_tensors, saved_tensors
+from .checkpoint_files import MODEL, OPTIMIZER, REPLICA, SUMS, read_tensors, saved_tensors
 from .checkpoint_metadata import CheckpointError
 from .updates import LocalUpdate
 
@@ -76,8 +76,15 @@ def check_pairs(parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> 
         raise ValueError(f"{len(optimizers)} optimizers for {len(parts)} model parts: give each part its own, in order")
 
 
-def load_optimizer(path: Path, part: nn.Module, optimizer: Optimizer, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replace the optimizer's state by the saved state of its parameters. Its hyperparameters stay as they are."""
+def load_optimizer(path: Path, part: nn.Module, optimizer: Optimizer, prefix: str = "") -> None:
+    """Replace the optimizer's state by the saved state of its parameters. Its hyperparameters stay as they are.
+
+    prefix: of_replica's, where the states of several are saved.
+    """
+    saved: dict[str, dict[str, Any]] = defaultdict(dict)
+    for full, entry in saved_tensors(path, prefix + OPTIMIZER).items():
+        parameter, _, key = full.rpartition(".")
+        saved[parameter][key] = entry
     state: dict[int, dict[str, Tensor]] = {}
     tensors: dict[str, Tensor] = {}
     for number, (name, parameter) in enumerate(named_parameters(part, optimizer)):
@@ -93,15 +100,52 @@ def load_optimizer(path: Path, part: nn.Module, optimizer: Optimizer, saved: Map
             else torch.empty(entry.size, dtype=entry.properties.dtype)
             for key, entry in saved.get(name, {}).items()
         }
-        tensors |= {f"{OPTIMIZER}{name}.{key}": value for key, value in state[number].items()}
+        tensors |= {f"{prefix}{OPTIMIZER}{name}.{key}": value for key, value in state[number].items()}
     read_tensors(path, tensors)
     # torch moves what is not laid out as the parameter (AdamW's counter) to the device that its kernels need
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def exchange_tensors(exchange: Exchange) -> dict[str, Tensor]:
-    """What this rank's exchange keeps for the next step, by global name."""
-    return {SUMS + name: value for name, value in exchange.state().items()}
+def state_tensors(parts: Sequence[nn.Module], optimizers: Sequence[Optimizer], exchange: Exchange) -> dict[str, Tensor]:
+    """All that this rank saves, by global name: the model, which all replicas have in common, and the optimizers' and
+    the exchange's state. Where replicas take steps by themselves, each has an optimizer's state of its own, and its own
+    variant of the model unless that is the common one now."""
+    own = dict[str, Tensor]()
+    for part, optimizer in zip(parts, optimizers, strict=True):
+        own |= model_tensors(part) | optimizer_tensors(part, optimizer)
+    common = {MODEL + name: value for name, value in exchange.common().items()}
+    if exchange.replica is not None:
+        prefix, shared = of_replica(exchange.replica[0]), {name for name in own if name.startswith(MODEL)}
+        shared -= common.keys() if exchange.apart else set()
+        own = {name if name in shared else prefix + name: value for name, value in own.items()}
+    return own | common | {SUMS + name: value for name, value in exchange.state().items()}
+
+
+def of_replica(replica: int) -> str:
+    """What the names of a replica's own tensors begin with."""
+    return f"{REPLICA}{replica}."
+
+
+def saved_replicas(path: Path) -> int:
+    """How many replicas have tensors of their own in a checkpoint."""
+    return 1 + max((int(name.partition(".")[0]) for name in saved_tensors(path, REPLICA)), default=-1)
+
+
+def replicas_note(path: Path, exchange: Exchange | None) -> str | None:
+    """A sentence, if a checkpoint has other replicas with an optimizer's state of their own than are here; else
+    None."""
+    here, saved = 0 if exchange is None or exchange.replica is None else exchange.replica[1], saved_replicas(path)
+    if saved in (0, here):
+        return None
+    who = f"replica r of {here} takes that of r modulo {saved}" if here else "all ranks take that of replica 0"
+    return f"{path} has an optimizer's state for each of {saved} replicas: {who}"
+
+
+def load_own(path: Path, part: nn.Module, prefix: str) -> None:
+    """Replace what a replica has of its own of a part's parameters and buffers, if anything."""
+    saved = saved_tensors(path, prefix + MODEL)
+    tensors = {prefix + name: value for name, value in model_tensors(part).items()}
+    read_tensors(path, {name: value for name, value in tensors.items() if name.removeprefix(prefix + MODEL) in saved})
 
 
 def load_exchange(path: Path, exchange: Exchange) -> None:

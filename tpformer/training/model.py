@@ -95,6 +95,9 @@ class ModelParts:
         self.parts, self.layout, self.mesh = list(parts), layout, mesh
         self.config, self.microbatch_size, self.n_microbatches = parts[0].config, microbatch_size, n_microbatches
         self.groups = {axis: mesh.get_group(axis) for axis in AXES if mesh is not None and mesh[axis].size() > 1}
+        """The group of each mesh axis whose ranks take a step together."""
+        self.replicas = self.groups.pop("dp_replicate", None) if self.exchange.keeps_apart else None
+        """The group over which replicas take steps by themselves, if they do."""
         self.tied: TiedParameter | None = None
         self.pipeline: Pipeline | None = None
         self.router_bias_rate, self.end_of_document = router_bias_rate, end_of_document
@@ -111,6 +114,10 @@ class ModelParts:
                 owners = [part.embed_tokens for part in self.parts if part.embed_tokens is not None]
                 last_rank = 0 if layout.schedule.v_shaped else layout.pipeline_parallel - 1
                 self.tied = TiedParameter(owners, mesh, first_rank=0, last_rank=last_rank, timeout=timeout)
+        self.targets = torch.zeros((), dtype=torch.float64)
+        """Of the last step's batch."""
+        device = indexed(torch.device("cpu" if mesh is None else mesh.device_type))
+        self.exchange.join(self.parts, self.replicas, [] if self.tied is None else self.tied.local, device)
 
     def set_samples(self, global_batch_size: int) -> None:
         """Prepare for steps of other global batches; a pipeline's schedule is for one number of microbatches."""
@@ -154,7 +161,8 @@ class ModelParts:
         return [parameter for part in self.parts for parameter in part.parameters()]
 
     def _total(self, number: Tensor, *axes: str) -> Tensor:
-        """The sum of a scalar over the data-parallel ranks, and over those of further axes; float64."""
+        """The sum of a scalar over the data-parallel ranks that take a step together, and over those of further axes;
+        float64."""
         total = number.double().reshape(1)
         for axis in ("dp_replicate", "dp_shard", *axes):
             total = all_reduce(total, self.groups.get(axis))
@@ -174,6 +182,7 @@ class ModelParts:
         With packed activations one of 4 numbers per mesh axis: if a tensor overflowed on any rank's GPU, all ranks
         compute once more, with activations as they are. There the host waits for the step.
         """
+        self.exchange.begin()
         loss = self._gradients(batch, first_sample, loss_scale)
         if not self.layout.packs:
             return loss
@@ -185,6 +194,10 @@ class ModelParts:
                 loss = self._gradients(batch, first_sample, loss_scale)
         self.packing = torch.cat([numbers[:3], torch.tensor([int(repeated)], device=numbers.device)])
         return loss
+
+    def over_replicas(self, x: Tensor, op: str = "sum") -> Tensor:
+        """all_reduce over the replicas that take steps by themselves; x where they take them together."""
+        return all_reduce(x, self.replicas, op)
 
     def drop_gradients(self) -> None:
         """Set .grad of all parameters to None."""
@@ -201,9 +214,10 @@ class ModelParts:
         return numbers
 
     def _gradients(self, batch: Tensor, first_sample: int | Tensor, loss_scale: float | Tensor) -> Tensor:
-        targets = self._total((batch[:, 1:] >= 0).sum())
+        targets = self.targets = self._total((batch[:, 1:] >= 0).sum())
         self._scale = loss_scale / targets.clamp(min=1)
-        self._prepare_experts(targets / (batch[:, 1:].numel() * self.layout.data_parallel))
+        ranks = self.layout.data_parallel // (1 if self.replicas is None else self.replicas.size())
+        self._prepare_experts(targets / (batch[:, 1:].numel() * ranks))
         total = self._run(batch, first_sample, train=True)
         for part in self.parts if "tp" in self.groups else ():
             reduce_partial_gradients(part)
@@ -225,7 +239,7 @@ class ModelParts:
     @torch.no_grad()
     def summed_loss(self, batch: Tensor) -> Tensor:
         """(The loss summed over the targets of all data-parallel ranks' batches, their number): float64 (2,), equal on
-        all ranks.
+        all ranks that take a step together.
 
         batch: as for `gradients`, but a pipeline needs n_microbatches microbatches. Samples without targets give no
         loss.
@@ -303,7 +317,7 @@ class ModelParts:
     def first_not_finite(self, local: Tensor) -> str | None:
         """The first parameter, in the model's order, whose gradient has no finite norm on some rank, or None.
 
-        local: local_norms(self.parameters()) of those gradients. Collective over the world; waits for the device.
+        local: local_norms(self.parameters()) of those gradients. Collective over `groups`; waits for the device.
         """
         found: list[tuple[int, int, str]] = []
         finite = iter(local.isfinite().tolist())
@@ -311,11 +325,12 @@ class ModelParts:
         for stage, part in zip(self.layout.stages_of(rank), self.parts, strict=True):
             names = [name for name, _ in part.named_parameters()]
             found += [(stage, position, name) for position, name in enumerate(names) if not next(finite)]
-        everywhere = [found]
-        if self.groups:
-            everywhere = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(everywhere, found[:1])
-        return min((one for rank_found in everywhere for one in rank_found), default=(0, 0, None))[2]
+        found = found[:1]
+        for group in self.groups.values():
+            everywhere: list[list] = [[] for _ in range(group.size())]
+            dist.all_gather_object(everywhere, found, group=group)
+            found = sorted(one for each in everywhere for one in each)[:1]
+        return min(found, default=(0, 0, None))[2]
 
     def train(self, mode: bool = True) -> None:
         """Put all parts into training mode, or with False into evaluation mode."""

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tpformer.config import RunConfig
 from tpformer.processes.files import replace_file
 
 from .checkpoint import Checkpointer
@@ -12,6 +13,7 @@ from .checkpoint_files import steps
 from .checkpoint_metadata import CheckpointError
 from .metrics import read_metrics
 from .results import Tally
+from .schedules import falls_due
 
 ADVICE = (
     "lower optimizer.lr or lengthen optimizer.warmup_steps, and continue from the last checkpoint with "
@@ -75,30 +77,31 @@ class NotSaved(ValueError):
 
 
 class Saves:
-    """The steps at which a run saves: every `interval` (0: none), and again after a save that failed or had to wait.
+    """The steps at which a run saves: every checkpoint.interval (0: none), and again after a save that failed or had to
+    wait.
 
-    After the n-th failure in a row the run saves again 2 ** (n - 1) - 1 steps later, or when the next one is due.
-    save: starts saving what the run has after a step. notice: prints one line, on one rank. pause: seconds between the
-    tries of the last one.
-    All methods are called on all ranks, with the same numbers.
+    With rounds of `every` steps it saves when the round ends in which that step lies. After the n-th failure in a row
+    the run saves again 2 ** (n - 1) - 1 steps later, or when the next one is due. save: starts saving what the run has
+    after a step. notice: prints one line, on one rank. All methods are called on all ranks, with the same numbers.
     """
 
     def __init__(
         self,
         checkpointer: Checkpointer,
-        interval: int,
+        config: RunConfig,
+        every: int,
         save: Callable[[], None],
         notice: Callable[[str], None],
-        pause: float,
     ) -> None:
-        self._checkpointer, self._interval, self._save, self._notice = checkpointer, interval, save, notice
+        self._checkpointer, self._save, self._notice = checkpointer, save, notice
+        self._interval, self._every = config.checkpoint.interval, every
         self._again: int | None = None
-        self._pause = pause
+        self._pause = min(PAUSE_SECONDS, config.run.timeout / 4)  # the watchdog has to hear of the next try
 
     def due(self, step: int) -> bool:
         """Whether to save after a step."""
-        regular = self._interval > 0 and step % self._interval == 0
-        return regular or (self._again is not None and step >= self._again)
+        again = self._again is not None and step >= self._again and step % self._every == 0
+        return again or falls_due(step, self._interval, self._every)
 
     def save(self, step: int, *, diverging: bool, ending: bool) -> None:
         """Save, unless the run diverges: then it saves after the first step that is not skipped.

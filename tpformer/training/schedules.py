@@ -59,3 +59,9 @@ def samples_before(step: int, train: TrainSection) -> int:
 def batch_size(step: int, train: TrainSection) -> int:
     """Samples of step 1, 2, ..."""
     return samples_before(step + 1, train) - samples_before(step, train)
+
+
+def falls_due(step: int, interval: int, every: int = 1) -> bool:
+    """Whether something that is due after each `interval` steps (0: never) is to be done after a step: when the round
+    of `every` steps ends in which it fell due."""
+    return interval > 0 and step % every == 0 and step // interval > (step - every) // interval

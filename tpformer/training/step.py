@@ -72,7 +72,8 @@ def train_step(
     each forward with separated documents. why_skipped says why.
     batch, first_sample: as for ModelParts.gradients. lr: the learning rate of this step. clip_norm: the largest
     gradient norm; 0 turns clipping off. scaler: for float16. watch: what measures norms by layer.
-    Gradients are None afterwards. Communication: that of ModelParts.gradients, gradient_norm and settle_experts.
+    Gradients are None afterwards. Communication: that of ModelParts.gradients, gradient_norm, settle_experts and the
+    exchange's `after`.
     """
     scale = 1.0 if scaler is None else scaler.scale
     with watch or nullcontext():
@@ -88,6 +89,7 @@ def train_step(
         optimizer.update(lr, skipped, clip / scale)
     model.exchange.settle(skipped)
     loads = settle_experts(model, skipped)
+    model.exchange.after(model.targets, skipped)
     packing = None if model.packing is None else model.packing.to(norm.device)
     if scaler is not None:
         scaler.update(skipped)
@@ -134,16 +136,18 @@ def _slice(samples: Samples, first: int, size: int, end: int) -> Tensor:
 def evaluate(model: ModelParts, datasets: Iterable[TokenSamples], n_samples: int, device: torch.device) -> float:
     """Mean loss (nats per target) over the first n_samples of each dataset, equal on all ranks; NaN without targets.
 
-    Data-parallel ranks share the samples; in the last round samples without targets fill the gaps. The model is in
-    training mode afterwards.
+    Data-parallel ranks share the samples; in the last round samples without targets fill the gaps. Where replicas take
+    steps by themselves, the model is what they have in common. It is in training mode afterwards.
     """
     model.train(False)
     size = model.microbatch_size * (1 if model.pipeline is None else model.n_microbatches)
     total = torch.zeros(2, dtype=torch.float64, device=device)
-    for samples in datasets:
-        count = min(n_samples, samples.n_samples)
-        for first in range(0, count, size * model.layout.data_parallel):
-            rows = _slice(samples, first + model.data_rank * size, size, count)
-            total += model.summed_loss(to_device(rows, device))
+    with model.exchange.showing_common():
+        for samples in datasets:
+            count = min(n_samples, samples.n_samples)
+            for first in range(0, count, size * model.layout.data_parallel):
+                rows = _slice(samples, first + model.data_rank * size, size, count)
+                total += model.summed_loss(to_device(rows, device))
     model.train()
+    total = model.over_replicas(total)
     return float(total[0] / total[1])

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.config import RunConfig
-from tpformer.distributed import all_reduce, check_all, indexed
+from tpformer.distributed import check_all, indexed
 from tpformer.distributed.mesh import close_mesh
 from tpformer.parallel import local_part
 from tpformer.processes.standard_files import when_unread
@@ -24,6 +24,7 @@ from tpformer.processes.watchdog import Watchdog
 from tpformer.words import dtype_name
 
 from . import saves
+from .agreement import Agreement
 from .batches import Batch, Batches
 from .checkpoint import Checkpointer
 from .checkpoint_files import remove_leftovers
@@ -37,13 +38,13 @@ from .optimizer import build_optimizers
 from .resolve import mask_notes, resolve, vocabulary_note
 from .results import Launched, Tally
 from .run_directory import Start, check_run_directory, check_steps, read_start, write_run
-from .saves import ADVICE, PAUSE_SECONDS, NotSaved, RunLost, Saves
-from .schedules import batch_size, learning_rate, samples_before
+from .saves import ADVICE, NotSaved, RunLost, Saves
+from .schedules import batch_size, falls_due, learning_rate, samples_before
 from .setup import build_model, check_run, default_dtype, device_type, group_timeout, join_ranks, open_data, run_mesh
 from .source import open_source
 from .step import LossScaler, evaluate, why_skipped
 from .summary import Reserved, mfu, notices, summary
-from .transfers import Fetched, to_device
+from .transfers import Fetched
 
 
 class Trainer:
@@ -96,7 +97,7 @@ class Trainer:
         first_scale = 2.0 ** (16 + (microbatches - 1).bit_length())
         where = local_part(self.model.parameters()[0]).device
         self.scaler = LossScaler(first_scale, device=where) if default_dtype(config) == torch.float16 else None
-        self.tally = Tally(config)
+        self.tally, self.agreement = Tally(config), Agreement(self.model, self.device, config.train.steps)
         self.batches = Batches(config, self.model, self.data.train, self.device)
         self.watch = NormWatch(self.model) if config.log.norm_interval else None
         self.watchdog.progress(0, "looking for a checkpoint")
@@ -107,9 +108,9 @@ class Trainer:
             report=self._notice,
             on_saved=lambda step: saves.note_saved(self.directory, step),
         )
-        pause = min(PAUSE_SECONDS, config.run.timeout / 4)  # the watchdog has to hear of the next try
-        self.saves = Saves(self.checkpointer, config.checkpoint.interval, self._save, self._notice, pause)
+        self.saves = Saves(self.checkpointer, config, self.model.exchange.every, self._save, self._notice)
         self.step = self._resume() if config.run.resume else 0
+        self.model.exchange.at(self.step)
         self.working_on = self.step + 1  # the step that is queued or read, which an error names
         if finished := check_steps(config, self.step):
             self._notice(finished)
@@ -194,23 +195,19 @@ class Trainer:
                 scaler=self.scaler,
                 watch=self.watch if watched else None,
             )
-        numbers = {"half_norm": half_norm, "flags": self._flags(requests, result.norm.device), **result._asdict()}
+        flags = self.agreement.flags(self._flags(requests), result.norm.device)
+        numbers = {"half_norm": half_norm, "flags": flags, **result._asdict()}
         numbers["pairs"] = self.batches.pairs(step, samples)
+        if step == config.train.steps:
+            self.model.exchange.finish()
         del numbers["local"]  # stays on the device until somebody asks why the step was skipped
         self.step = step
         return Launched(step, lr, samples, result, Fetched(numbers))
 
-    def _flags(self, requests: list[int], device: torch.device) -> Tensor:
-        """Whether any rank is asked to stop, has a save that failed, or misses the run directory; equal on all ranks.
-
-        Communication: an all-reduce of three numbers per mesh axis.
-        """
+    def _flags(self, requests: list[int]) -> list[bool]:
+        """Whether this rank is asked to stop, has a save that failed, or misses the run directory."""
         gone = self.leader and self._place != saves.place_of(self.directory)
-        found = [float(flag) for flag in (bool(requests), self.checkpointer.failed, gone)]
-        flags = to_device(torch.tensor(found), device)
-        for group in self.model.groups.values():
-            flags = all_reduce(flags, group, op="max")
-        return flags
+        return [bool(requests), self.checkpointer.failed, gone]
 
     def _read(self, launched: Launched, log: MetricsLog | None) -> bool:
         """Read a step's numbers, count it and write its rows. Returns whether to stop. log: only on rank 0.
@@ -223,10 +220,10 @@ class Trainer:
         numbers = launched.numbers.read()
         self.reserved.compare(self.device, self._notice)
         check_all()  # if a wait in a kernel expired, the run ends before wrong numbers are logged or saved
-        stop, failed, gone = numbers["flags"]
+        row = self.tally.add(step, numbers) | {"lr": launched.lr}
+        stop, failed, gone = self.agreement.agreed(step, numbers["flags"], self.tally, row)
         if gone:
             raise saves.lost(self.directory, step)
-        row = self.tally.add(step, numbers) | {"lr": launched.lr}
         if numbers["skipped"]:
             self._report_skipped(launched, numbers)
         norms = self.tally.norms(step, numbers, self.watch.names if self.watch else [])
@@ -284,7 +281,8 @@ class Trainer:
 
     def _validation_due(self) -> bool:
         last = self.step == self.config.train.steps
-        return bool(self.data.valid) and (last or self.step % self.config.train.validation_interval == 0)
+        every = self.model.exchange.every
+        return bool(self.data.valid) and (last or falls_due(self.step, self.config.train.validation_interval, every))
 
     def _validation_lost(self) -> bool:
         """Whether the run was stopped after a step whose validation is due. Communication: a broadcast from rank 0."""
@@ -350,7 +348,8 @@ class Trainer:
             if before is not None:
                 stop = self._read(before, log)
             last = self.step == final
-            if last or stop or self._validation_due() or self.saves.due(self.step):
+            met = self.agreement.meets(self.step)
+            if last or stop or met or self._validation_due() or self.saves.due(self.step):
                 stop, pending = self._read(pending, log), None
                 if self._validation_due() and (last or not stop):  # after a stop, it is done when the run resumes
                     self._validate(log)
