@@ -15,7 +15,7 @@ ITEMS = $(UNINSTALLED) -m bench gpu $(if $(SECONDS),--seconds $(SECONDS))
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-changed check docs proofs proofs-compiled proofs-together proofs-alone coverage mutations compile-check execute gpu gpu-cache nvlink bench clean
+.PHONY: train test test-changed check docs proofs proofs-compiled proofs-together proofs-alone coverage mutations compile-check execute gpu gpu-cache nvlink two-sites bench clean
 
 # the environment, remade when the pins or the package's metadata change
 .venv/ready: constraints.txt pyproject.toml
@@ -105,6 +105,9 @@ execute: .venv/ready  ## compiled kernels executed on the CPU, against their ref
 
 gpu:  ## the tests that need a GPU, and their reports under bench/results/; SECONDS=390: what fits
 	$(ITEMS) --only '*tests*'
+
+two-sites: .venv/ready  ## seconds of a step on two network namespaces that a slow link joins, in rounds of DiLoCo; RATE=1Gb/s
+	$(if $(filter-out 0,$(shell id -u)),unshare --map-root-user --net) $(BIN)/python -m bench two_sites $(if $(RATE),--rate $(RATE))
 
 nvlink:  ## the tests and the bench that need several GPUs, on all that there are; PART=1/2: half of the tests, no bench
 	@gpus=$$($(PYTHON) -c "import torch; print(torch.cuda.device_count())") || exit 1; \

@@ -29,9 +29,9 @@ from tpformer.training.step import train_step
 MODEL = {"vocab_size": 257, "seq_length": 64, "n_layers": 4, "hidden_size": 256, "n_heads": 4}
 SAMPLES = 4  # of a step, two on each site
 ALONE = "diloco every=1000000"  # no round of it ends
-TIMED = {  # parallel.exchange -> steps
-    **{ALONE: 20, "library": 20, "diloco every=1": 20, "diloco every=10": 40, "diloco every=100": 200},
-    **{"diloco every=10 send=int8": 40, "diloco every=20 fragments=2 delay=5": 60},
+TIMED = {  # parallel.exchange -> rounds, or steps where none ends
+    **{ALONE: 30, "library": 20, "diloco every=1": 20, "diloco every=10": 4, "diloco every=100": 2},
+    **{"diloco every=10 send=int8": 4, "diloco every=20 fragments=2 delay=5": 3},
 }
 NOTE = (
     "Seconds of a step on two sites of one machine, each with one rank and a GPT of {elements:,} parameters, joined by "
@@ -41,10 +41,10 @@ NOTE = (
 )
 
 
-def site(exchange: str, steps: int) -> dict[str, float]:
+def site(exchange: str, rounds: int) -> dict[str, float]:
     """A rank's steps: seconds of one, and bytes that it has sent for it."""
     parallel = {"data_parallel_replicate": 2, "exchange": exchange}
-    train = {"global_batch_size": SAMPLES, "device": "cpu", "dtype": "float32", "steps": steps}
+    train = {"global_batch_size": SAMPLES, "device": "cpu", "dtype": "float32"}
     config = build_config({"model": MODEL, "train": train, "parallel": parallel, "data": {"train": ["none"]}})
     model = build_model(config, run_mesh(config, "cpu"))
     optimizers, rows = build_optimizers(model, config.optimizer), torch.randint(257, (SAMPLES // 2, 65))
@@ -52,8 +52,8 @@ def site(exchange: str, steps: int) -> dict[str, float]:
     def step(number: int) -> None:
         train_step(model, optimizers, rows, first_sample=SAMPLES * number, lr=1e-4, clip_norm=1.0)
 
-    every = model.exchange.every if exchange != ALONE else 1
-    for number in range(min(every, 2)):  # kernels warm up, and replicas compare what they begin with
+    steps = rounds * (1 if exchange == ALONE else model.exchange.every)
+    for number in range(2):  # kernels warm up, and replicas compare what they begin with
         step(number)
     model.exchange.finish()
     model.exchange.at(0)
@@ -86,7 +86,8 @@ def run(options: argparse.Namespace) -> Report:
         raise WrongCall(str(error)) from None
     elements = build_config({"model": MODEL}).model.n_parameters
     with nodes.two_nodes(f"{round(8 * link.bandwidth)}bit") as found:
-        started = nodes.start_ranks(found, 2, [sys.executable, "-m", "bench.two_sites"], {"OMP_NUM_THREADS": "1"})
+        words = [sys.executable, "-m", "bench.two_sites", *(["--quick"] if options.quick else [])]
+        started = nodes.start_ranks(found, 2, words, {"OMP_NUM_THREADS": "1"})
         output, _ = started[0].communicate(timeout=1800)
         started[1].communicate(timeout=60)
     if started[0].returncode or started[1].returncode:
@@ -107,7 +108,10 @@ def run(options: argparse.Namespace) -> Report:
 BENCH = Bench(
     name="two_sites",
     description="DiLoCo over a slow link between two network namespaces, beside the formula",
-    options={"--rate": {"default": "1Gb/s", "help": "of the link, in each direction"}},
+    options={
+        "--rate": {"default": "1Gb/s", "help": "of the link, in each direction"},
+        "--quick": {"action": "store_true", "help": "one round of each, nothing written"},
+    },
     run=run,
     draw=None,
     obstacle=lambda: nodes.obstacle("any"),
@@ -115,6 +119,7 @@ BENCH = Bench(
 
 if __name__ == "__main__":  # a rank
     join_ranks("cpu")
-    results = {exchange: site(exchange, steps) for exchange, steps in TIMED.items()}
+    quick = "--quick" in sys.argv
+    results = {exchange: site(exchange, 1 if quick else rounds) for exchange, rounds in TIMED.items()}
     print(json.dumps(results), flush=True)
     dist.destroy_process_group()

@@ -1,20 +1,16 @@
-"""Two nodes that only a network joins: context-parallel ranks on both train the run of one process.
+"""Two nodes that only a network joins (harness/nodes.py): context-parallel ranks on both train the run of one process,
+and replicas that train by themselves send what the formula says over a slow link."""
 
-A node is a network and a process namespace of its own, so the ranks neither share memory nor reach a loopback that the
-other listens on. It takes root and iproute2.
-"""
-
-import os
-import shutil
-import subprocess
+import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from commands import ROOT
+from commands import python
 from testing import assert_same
 from tiny_runs import losses, write_run
+
+from harness.nodes import Node, obstacle, start_ranks, two_nodes
 
 RUN = {
     "model": {"seq_length": 32, "n_layers": 2, "hidden_size": 32, "n_heads": 4, "position": "rope", "dropout": 0.1},
@@ -24,62 +20,17 @@ RUN = {
 LAYOUTS = [{"context_parallel": 2}, {"context_parallel": 2, "tensor_parallel": 2}]
 
 
-class Node:
-    """A network namespace with one interface, and a process namespace in which commands run."""
-
-    def __init__(self, name: str, address: str) -> None:
-        self.name, self.address = name, address
-        forever = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "sleep", "infinity"]
-        self.process = subprocess.Popen(forever, start_new_session=True)
-
-    def inside(self, *words: str) -> list[str]:
-        """A command in the node."""
-        child = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0]
-        return ["nsenter", f"--target={child}", "--net", "--pid", "--mount", *words]
-
-    def connect(self) -> None:
-        for words in (("addr", "add", f"{self.address}/24", "dev", self.name), *self._up()):
-            subprocess.run(self.inside("ip", *words), check=True)
-
-    def _up(self) -> Iterator[tuple[str, ...]]:
-        for device in (self.name, "lo"):
-            yield "link", "set", device, "up"
-
-
 @pytest.fixture
 def nodes() -> Iterator[list[Node]]:
-    tools = [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]
-    if tools or os.geteuid() != 0 or subprocess.run(["unshare", "--net", "--pid", "--fork", "true"]).returncode:
-        pytest.skip(f"no network namespaces here: {', '.join(tools) or 'they need root'}")
-    found = [Node("tpf0", "10.213.7.1"), Node("tpf1", "10.213.7.2")]
-    try:
-        while any(not Path(f"/proc/{n.process.pid}/task/{n.process.pid}/children").read_text() for n in found):
-            pass
-        ends = [[each.name, "netns", str(each.process.pid)] for each in found]
-        subprocess.run(["ip", "link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1]], check=True)
-        for node in found:
-            node.connect()
+    if reason := obstacle():
+        pytest.skip(reason)
+    with two_nodes() as found:
         yield found
-    finally:
-        for node in found:
-            os.killpg(node.process.pid, 9)
-            node.process.wait()
 
 
 def train(nodes: list[Node], run: str, ranks: int) -> None:
-    """`tpformer pretrain` with the ranks in order over the nodes, as a launcher would start them."""
-    started, each = [], ranks // len(nodes)
-    for rank in range(ranks):
-        node = nodes[rank // each]
-        told = {
-            "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank % each), "LOCAL_WORLD_SIZE": str(each),
-            "MASTER_ADDR": nodes[0].address, "MASTER_PORT": "29517", "GLOO_SOCKET_IFNAME": node.name,
-            "PYTHONPATH": str(ROOT),
-        }  # fmt: skip
-        words = node.inside(sys.executable, "-m", "tpformer.cli", "pretrain", run)
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen(words, env=os.environ | told, **pipes))
-    for process in started:
+    """`tpformer pretrain` with the ranks in order over the nodes."""
+    for process in start_ranks(nodes, ranks, [sys.executable, "-m", "tpformer.cli", "pretrain", run]):
         output, _ = process.communicate(timeout=300)
         assert process.returncode == 0, output
 
@@ -102,3 +53,18 @@ def test_ranks_of_two_nodes_share_samples(commands, nodes, tmp_path, tiny_values
     one, two = (losses(tmp_path / name / "run") for name in ("one", "two"))
     assert len(one) == 3
     assert_same(two, one)
+
+
+@pytest.mark.proof
+def test_replicas_on_two_sites_send_what_the_formula_says(tmp_path) -> None:
+    """Bytes by the kernel's count: those of a round's parameters, and of headers and notes what every step sends."""
+    if reason := obstacle("any"):
+        pytest.skip(reason)
+    python("-m", "bench", "two_sites", "--rate", "10Gb/s", "--quick", "--into", str(tmp_path))
+    (path,) = tmp_path.glob("*.json")
+    rows = {row["exchange"]: row for row in json.loads(path.read_text())["rows"]}
+    assert len(rows) == 7
+    for exchange, row in rows.items():
+        assert row["formula_sent"] <= row["sent"] <= 1.03 * row["formula_sent"] + 4096, exchange
+    sent = {exchange: row["sent"] for exchange, row in rows.items()}
+    assert sent["diloco every=1"] > 5 * sent["diloco every=10"] > 5 * sent["diloco every=100"]

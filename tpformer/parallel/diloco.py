@@ -282,8 +282,8 @@ class DiLoCo(NamedExchange):
     # for the planner
 
     def kept_bytes(self, elements: float, itemsize: int) -> float:
-        """The common values and the outer momentum, and a fragment on its way."""
-        return (2 + 2 / self.fragments) * itemsize * elements
+        """The common values and the outer momentum, and a fragment that travels beside steps."""
+        return (2 + (1 / self.fragments if self.delay else 0)) * itemsize * elements
 
     def sent_bytes(self, elements: float, replicas: int) -> float:
         """What a replica sends in a round, of so many float32 elements on all its ranks: by a ring, or encoded to each
