@@ -168,10 +168,11 @@ def test_a_skipped_step_changes_no_bit():
 
 @on_every_rank(3)
 def test_a_matrix_without_a_gradient_is_named_on_all_ranks():
+    """In any step, before anything is sent or a momentum has moved. The ranks can go on together afterwards."""
     model = model_of(init_device_mesh("cpu", (3,)))
+    optimizer = optimizer_of(model)
     sent = mock.Mock(side_effect=AssertionError("something was sent"))
-    for missing, ranks in (("column", [1]), ("experts", [0, 1, 2])):
-        optimizer = optimizer_of(model)
+    for missing, ranks in (("column", [1]), ("experts", [0, 1, 2]), ("row", [2])):
         give_gradients(model, 1)
         if dist.get_rank() in ranks:
             model.get_parameter(missing).grad = None
@@ -180,12 +181,39 @@ def test_a_matrix_without_a_gradient_is_named_on_all_ranks():
             pytest.raises(RuntimeError, match=f"{missing} has no gradient, and Muon needs those of all its matrices"),
         ):
             optimizer.step()
+        give_gradients(model, 1)
+        optimizer.step()
+    alone = model_of()
+    other = optimizer_of(alone)
+    for _ in range(3):
+        give_gradients(alone, 1)
+        other.step()
+    for name in MATRICES:
+        assert_same(full_tensor(model.get_parameter(name).detach()), alone.get_parameter(name).detach(), name)
     model.column.requires_grad_(False)
-    optimizer = optimizer_of(model)
+    before, optimizer = full_tensor(model.column.detach()).clone(), optimizer_of(model)
     give_gradients(model, 1)
     model.column.grad = None
     optimizer.step()
-    assert_same(full_tensor(model.column.detach()), drawn("column", 0), "a matrix that was frozen before")
+    assert_identical(full_tensor(model.column.detach()), before, "a matrix that was frozen before")
+
+
+@on_every_rank(4)
+def test_a_missing_gradient_is_named_beyond_the_ranks_of_its_matrix():
+    """Rows of the grid of ranks share one matrix, columns the other, and nobody is in both groups of all."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    for missing in ("a", "b"):
+        model = nn.Module()
+        for axis in ("a", "b"):
+            model.register_parameter(axis, nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh[axis], [Shard(0)])))
+        optimizer = Muon(model, ["a", "b"])
+        for axis in ("a", "b"):
+            model.get_parameter(axis).grad = torch.ones_like(model.get_parameter(axis))
+        optimizer.step()
+        if dist.get_rank() == 3:
+            model.get_parameter(missing).grad = None
+        with pytest.raises(RuntimeError, match=f"^{missing} has no gradient"):
+            optimizer.step()
 
 
 def test_torchs_muon_is_the_same_within_bfloat16():

@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from tpformer.config import OptimizerSection, check_choice
 from tpformer.distributed import all_reduce, indexed
+from tpformer.distributed.groups import host_group
 from tpformer.distributed.mesh import DEFAULT_TIMEOUT
+from tpformer.distributed.shared_memory import torch_backend
 from tpformer.kernels.newton_schulz.reference import (
     COEFFICIENTS,
     SCALES,
@@ -66,11 +68,11 @@ class Muon(LocalAdamW):
     weight_decay, betas, eps: of both; vectors do not decay. newton_schulz: "quintic" or "polar_express". scale: "rms"
     or "spectral" (kernels/newton_schulz). dtype: unset, bfloat16 on CUDA, else the parameter's. groups, timeout: as of
     WholeMatrices; parts of a model share the first.
-    Communicates: constructing it makes a process group of the ranks of each mesh with several axes, so all ranks of it
-    do that in the same order. A step: as WholeMatrices, in dtype. In the first one also an all-reduce of a flag a
-    matrix, for which the host waits.
-    Errors: ValueError for names that are no matrices of the module. RuntimeError for a matrix without a gradient,
-    before anything is sent: on all ranks if it has none in the first step, and later where it has none.
+    Communicates: constructing it makes a process group of the ranks of each mesh with several axes, and on GPUs one of
+    their hosts, so all ranks of it do that in the same order. A step: as WholeMatrices, in dtype; and before, between
+    hosts, an all-reduce of a byte a matrix, beside what devices have still to do.
+    Errors: ValueError for names that are no matrices of the module. RuntimeError on all ranks for a matrix that lacks
+    its gradient on any, before anything else is sent.
     Source: Jordan et al. 2024; Liu et al., arXiv:2502.16982 (scale, and AdamW beside it with one rate).
     """
 
@@ -109,11 +111,12 @@ class Muon(LocalAdamW):
         super().__init__(made, lr=lr, betas=betas, eps=eps, fused=True)
         self.momentum, self.scale, self.dtype = momentum, scale, dtype
         self.coefficients, self._stacked = COEFFICIENTS[newton_schulz], [stacked[name] for name in self._names]
-        self._agreed, groups = False, {} if groups is None else groups
+        groups = {} if groups is None else groups
         by_ranks: dict[tuple[int, ...], list[int]] = {}
         for index, parameter in enumerate(taken):
             by_ranks.setdefault(tuple(sorted(Laid.of(parameter).ranks)), []).append(index)
         self.sets = [(own, self._whole(own, taken, groups, timeout)) for own in by_ranks.values()]
+        self._hosts = _hosts([whole for _, whole in self.sets])
 
     def _whole(self, own: list[int], taken: list[nn.Parameter], groups: Groups, timeout: timedelta) -> WholeMatrices:
         stacked = [self._stacked[index] for index in own]
@@ -137,17 +140,13 @@ class Muon(LocalAdamW):
         yield from super()._groups()
 
     def _check_gradients(self) -> None:
-        """RuntimeError for a matrix that has no gradient. Ranks would wait for its parts for ever."""
+        """RuntimeError on all ranks for a matrix that has no gradient on one. Others would wait for its parts."""
         taken = [each for group in self.param_groups if group.get("muon") for each in group["params"]]
-        missing = [each.grad is None for each in taken]
-        for own, whole in self.sets if not self._agreed else ():
-            if whole.group is not None and dist.get_backend(whole.group) != "fake":
-                device = indexed(torch.device(taken[own[0]].device_mesh.device_type))
-                flags = torch.tensor([float(missing[index]) for index in own], device=device)
-                for index, flag in zip(own, all_reduce(flags, whole.group, "max").tolist(), strict=True):
-                    missing[index] = bool(flag)
-        self._agreed = True
-        if names := [name for name, lacks in zip(self._names, missing, strict=True) if lacks]:
+        missing = [int(each.grad is None) for each in taken]
+        for group in self._hosts:
+            missing = all_reduce(torch.tensor(missing, dtype=torch.uint8), group, "max").tolist()
+        if any(missing):
+            names = [name for name, lacks in zip(self._names, missing, strict=True) if lacks]
             raise RuntimeError(
                 f"{listed(names)} has no gradient, and Muon needs those of all its matrices on all ranks: freeze it "
                 f"before the optimizer is made, or leave it out of the matrices"
@@ -212,6 +211,15 @@ class _Update:
         held.addcmul_(part.to(held.device, held.dtype), rate.to(held.dtype), value=-1)
         if self.copies is not None:
             self.whole.local(matrix, self.copies[matrix.parameter]).copy_(held)
+
+
+def _hosts(sets: Sequence[WholeMatrices]) -> list[dist.ProcessGroup]:
+    """Groups of hosts in which all ranks learn what any rank of a set knows: of the sets whose ranks are in no other's.
+    Collective over the ranks of each."""
+    several = [(set(whole.ranks), whole.group) for whole in sets if whole.group is not None]
+    outermost = [group for ranks, group in several if not any(ranks < others for others, _ in several)]
+    hosts = [group if torch_backend(group, "cpu") == "gloo" else host_group(group) for group in outermost]
+    return [group for group in hosts if group is not None]  # a dry run has none
 
 
 def cost(rows: int, columns: int) -> float:
