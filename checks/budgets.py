@@ -57,7 +57,7 @@ class Alive(TorchDispatchMode):
     def _see(self, x: Tensor) -> None:
         storage = x.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if size and key not in self.sizes:
+        if size and storage.resizable() and key not in self.sizes:  # not the memory that ranks share
             self.sizes[key] = size
             self.now += size
             self.peak = max(self.peak, self.now)

@@ -2,13 +2,20 @@
 and its seconds follow from them."""
 
 import dataclasses
+import re
 
 import pytest
+import torch
+from small_runs import build, run_config
+from testing import on_every_rank
 from torch.distributed.tensor import Replicate, Shard
 
-from tpformer.config import build_config, preset_config
+from checks.budgets import Alive
+from tpformer.config import OptimizerSection, build_config, preset_config
 from tpformer.models import GPT, GPTConfig
+from tpformer.parallel import local_part
 from tpformer.parallel.owners import Laid, assign, busiest
+from tpformer.planner.counting import OF_OWNERS
 from tpformer.planner.devices import load_device
 from tpformer.planner.dry_run import count_rank, plan_config
 from tpformer.planner.muon import (
@@ -19,6 +26,7 @@ from tpformer.planner.muon import (
     sent_elements,
     stage_matrices,
 )
+from tpformer.planner.placement import placement
 from tpformer.planner.report import rank_lines
 from tpformer.planner.step_time import StepModel
 from tpformer.training.muon import cost, hidden_matrices
@@ -92,6 +100,31 @@ def test_a_dry_run_says_what_a_rank_sends():
     assert len(lines) == 1 and f" in {found.rounds} rounds; this rank sends " in lines[0]
 
 
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_lists_of_collectives_have_its_all_to_alls(pipeline):
+    """Over all axes of a stage: what each rank sends, and in the mean what the placement says of any."""
+    layout = {"data_parallel_shard": 2, "data_parallel_replicate": 2, "zero_stage": 2, "pipeline_parallel": pipeline}
+    config = config_of(layout, {**SIZES, "n_layers": 4})
+    axes, total, ranks = "dp_replicate x dp_shard", 0.0, range(4)
+    for rank in ranks:
+        count = count_rank(config, rank)
+        own = {call: times for call, times in count.collectives.items() if call.operation in OF_OWNERS}
+        (found,) = count.matrices
+        assert {(call.axis, call.operation) for call in own} == {(axes, name) for name in OF_OWNERS}
+        assert set(own.values()) == {found.rounds}
+        sent = sum(times * call.nbytes for call, times in own.items())
+        assert found.to_owners + found.back - sent < 2 * found.rounds, "but for rounding down"
+        assert any(
+            re.match(rf"  {axes} from_owners +{found.rounds} ", each) for each in rank_lines(config, count, None, 1)
+        )
+        total += found.to_owners + found.back
+    adamw = dataclasses.replace(config, optimizer=OptimizerSection())
+    (sent,) = [each.sent for each in placement(config, 8) if each.axis == axes]
+    assert sent == pytest.approx(total / len(ranks))
+    others = {each.axis: each.sent for each in placement(config, 8) if each.axis != axes}
+    assert others == {each.axis: each.sent for each in placement(adamw, 8)}
+
+
 def test_seconds_and_bytes_of_a_step():
     device = load_device("h100")
     one, many = (
@@ -108,6 +141,38 @@ def test_seconds_and_bytes_of_a_step():
     muon, other = (StepModel(each, device).step() for each in (many, adamw))
     assert muon.optimizer > other.optimizer and muon.compute == other.compute
     biggest = 14336 * 4096
-    assert 2 * 3 * biggest < muon_workspace(many, layers) < 2 * 9 * biggest
+    assert 2 * 3 * biggest < muon_workspace(many, [layers]) < 2 * 9 * biggest
     single = dataclasses.replace(many, optimizer=dataclasses.replace(many.optimizer, muon_dtype="float32"))
-    assert muon_workspace(single, layers) == 2 * muon_workspace(many, layers)
+    assert muon_workspace(single, [layers]) == 2 * muon_workspace(many, [layers])
+
+
+WORKED = {  # six layers: on four ranks nine rounds, of which three in a row are of the largest matrices
+    1: [{}],
+    2: [{"tensor_parallel": 2}, {"data_parallel_replicate": 2}],
+    4: [
+        {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3},
+        {"data_parallel_shard": 2, "data_parallel_replicate": 2, "zero_stage": 2},
+        {"data_parallel_replicate": 4},
+    ],
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@on_every_rank(1, 2, 4)
+def test_a_real_step_takes_the_bytes_of_the_formula(dtype):
+    """Each storage that a step makes is counted, but for the 4 bytes of its flag. The least of some steps, as gloo's
+    threads may keep a message for a moment longer."""
+    sizes = {**SIZES, "n_layers": 6}
+    for parallel in WORKED[torch.distributed.get_world_size()]:
+        config = run_config(parallel, sizes, {"name": "muon", "muon_dtype": dtype})
+        model, (optimizer,) = build(config)
+        peaks = []
+        for _ in range(6):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            held = [(each.detach(), each.grad, *optimizer.state[each].values()) for each in model.parameters()]
+            with Alive(local_part(each) for several in held for each in several) as alive:
+                there = alive.now
+                optimizer.step()
+            peaks.append(alive.peak - there - 4)
+        assert min(peaks[1:]) == muon_workspace(config, [range(6)]), parallel

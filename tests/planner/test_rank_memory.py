@@ -1,6 +1,7 @@
 """Models of memory and of messages beside the dry run's counts: every stage's bytes, the sum at the peak, and what a
 rank sends over each axis."""
 
+import dataclasses
 import re
 
 import pytest
@@ -8,7 +9,8 @@ from commands import ROOT
 from test_dry_run import ILV, TP2, ZB, ZBV, ZERO1, ZERO2, ZERO3, configuration, order_of
 from turns import in_turns
 
-from tpformer.config import build_config, read_toml
+from tpformer.config import OptimizerSection, build_config, read_toml
+from tpformer.planner.counting import OF_OWNERS
 from tpformer.planner.dry_run import count_rank, plan_config
 from tpformer.planner.placement import axis_bytes, axis_groups, axis_names, sent_bytes
 from tpformer.planner.rank_memory import predicted_memory, predicted_stage
@@ -106,8 +108,11 @@ def test_predicted_bytes_are_those_that_a_dry_run_counts(model, given):
     assert states == pytest.approx(held[: len(states)], rel=0, abs=uneven) and not any(held[len(states) :])
     groups, sent = axis_groups(layout), dict.fromkeys(axis_names(layout), 0.0)
     for call, times in count.collectives.items():
+        if call.operation in OF_OWNERS:  # each rank sends something else, so test_muon_plans.py has their mean
+            continue
         ranks = 2 if call.axis == "pp" and call.operation == "all_reduce" else len(groups[call.axis][0])
         sent[call.axis] += times * sent_bytes(call.operation, call.nbytes, ranks)
+    config = dataclasses.replace(config, optimizer=OptimizerSection())
     assert axis_bytes(config, last) == pytest.approx(sent, rel=0.02, abs=100)
 
 

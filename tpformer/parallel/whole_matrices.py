@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from tpformer.distributed.collectives import start_all_to_all
 from tpformer.distributed.dtensor import local_part
 from tpformer.distributed.mesh import DEFAULT_TIMEOUT, joining
+from tpformer.torch_private import foreach_copy_
 
 from .owners import Cost, Job, Laid, Matrix, Part, assign, rounds
 
@@ -29,7 +29,8 @@ class WholeMatrices:
 
     run() has an owner compute with each as a whole. Its matrices come in rounds, the k-th of each owner in one. The
     next round's parts come while this one is computed with, and the last one's results go back.
-    Memory: on a rank two matrices that it owns and parts of those of three rounds, beside what `compute` takes.
+    Memory, beside what `compute` takes: an owner's matrix, what of the next round is sent and comes, and what of the
+    last one goes back. planner/muon.py has the bytes.
     Communicates, in a run: two all-to-alls a round, of parts. With ZeRO and tensor parallelism on P ranks each sends
     2 (E / P) (P - 1) / P elements of E in all, if the matrices can be shared evenly. Replicas do not send to an owner
     in another one; its results go to all of them. Nothing travels for a matrix that its owner alone holds.
@@ -73,10 +74,10 @@ class WholeMatrices:
     ) -> None:
         """Compute with every matrix. All ranks call it.
 
-        prepare(matrices): this rank's part of each, of what is to be computed with. It is asked for every matrix of
-        which this rank holds some, once, those of a round together. compute(matrix, whole): the result, of the same
-        shape and dtype, on its owner. finish(matrix, part): takes this rank's part of the result. like: of the dtype
-        and on the device of what prepare gives.
+        prepare(matrices): this rank's part of each, of what is to be computed with. It is asked once for every matrix
+        of which this rank holds some, for those of a round that it sends together. compute(matrix, whole): the result,
+        of the same shape and dtype, on its owner. finish(matrix, part): takes this rank's part of the result. like: of
+        the dtype and on the device of what prepare gives.
         """
         under_way: Callable[[], None] | None = None
         arriving = self._gather(self.rounds[0], prepare, like) if self.rounds else None
@@ -88,21 +89,26 @@ class WholeMatrices:
                 arriving = self._gather(self.rounds[index + 1], prepare, like)
             result = None if own is None or whole is None else compute(own.matrix, whole)
             del whole
-            before, under_way = under_way, self._scatter(jobs, own, result, finish, like)
-            if before is not None:
-                before()
+            if under_way is not None:
+                under_way()
+            under_way = None  # before this round's results take as much
+            under_way = self._scatter(jobs, own, result, finish, like)
+            del result
         if under_way is not None:
             under_way()
 
     def _gather(self, jobs: Sequence[Job], prepare: Prepare, like: Tensor) -> Callable[[], Tensor | None]:
         """Send this rank's parts of a round's matrices to their owners. What it returns waits for the own matrix."""
-        held = [job for job in jobs if self.rank in job.holders]
-        found = prepare([job.matrix for job in held]) if held else []
-        parts = {job.owner: part for job, part in zip(held, found, strict=True)}
+        sends = [job for job in jobs if self.rank in job.senders]
+        copies = [job for job in jobs if self.rank in job.holders and self.rank not in job.senders]
+        each = max(1, len(sends))
+        for first in range(0, len(copies), each):  # what another replica sends is dropped, some at a time
+            prepare([job.matrix for job in copies[first : first + each]])
+        found = prepare([job.matrix for job in sends]) if sends else []
+        sent = {job.owner: part for job, part in zip(sends, found, strict=True)}
         own = next((job for job in jobs if job.owner == self.rank), None)
         if all(job.senders.keys() == {job.owner} for job in jobs):
-            return lambda: parts.get(self.rank)
-        sent = {job.owner: parts[job.owner] for job in jobs if self.rank in job.senders}
+            return lambda: sent.get(self.rank)
         wait = self._exchange(sent, {} if own is None else own.senders, like)
 
         def arrive() -> Tensor | None:
@@ -126,7 +132,9 @@ class WholeMatrices:
     ) -> Callable[[], None]:
         """Send a round's results to all that hold some of them. What it returns waits for the own parts, and ends."""
         if all(job.holders.keys() == {job.owner} for job in jobs):
-            return lambda: finish(own.matrix, result) if own is not None and result is not None else None
+            if own is not None and result is not None:
+                finish(own.matrix, result)
+            return lambda: None
         sent = {}
         if own is not None and result is not None:
             sent = {rank: part.of(result) for rank, part in own.holders.items()}
@@ -145,11 +153,10 @@ class WholeMatrices:
         self, sent: Mapping[int, Tensor], wanted: Mapping[int, Part], like: Tensor
     ) -> Callable[[], dict[int, Tensor]]:
         """An all-to-all of one part for each rank. What it returns waits, and gives what ranks have sent, by rank."""
-        flat = [sent[rank].reshape(-1) for rank in self.ranks if rank in sent]
         sizes = [[sent[rank].numel() if rank in sent else 0 for rank in self.ranks]]
         sizes.append([wanted[rank].size if rank in wanted else 0 for rank in self.ranks])
         assert self.group is not None
-        wait = start_all_to_all(torch.cat(flat) if flat else like.new_empty(0), self.group, *sizes)
+        wait = start_all_to_all(self._flat(sent, sizes[0], like), self.group, *sizes)
 
         def arrive() -> dict[int, Tensor]:
             return {
@@ -159,6 +166,14 @@ class WholeMatrices:
             }
 
         return arrive
+
+    def _flat(self, parts: Mapping[int, Tensor], sizes: Sequence[int], like: Tensor) -> Tensor:
+        """The parts one after the other, by rank. Those that are no block of memory are copied once."""
+        found = like.new_empty(sum(sizes))
+        pieces = dict(zip(self.ranks, found.split(list(sizes)), strict=True))
+        if parts:
+            foreach_copy_([pieces[rank].view_as(part) for rank, part in parts.items()], list(parts.values()))
+        return found
 
 
 def _group_of(parameter: Tensor, groups: Groups, timeout: timedelta) -> dist.ProcessGroup | None:

@@ -36,7 +36,7 @@ class Collective(NamedTuple):
     """A kind of collective or message. axis: of the mesh, or several, as named_axes joins them.
 
     nbytes: the bytes of the full tensor, as in distributed.record_collectives. For "send" and "receive" they are the
-    bytes of the message.
+    bytes of the message; for OF_OWNERS, Muon's all-to-alls, what this rank sends of one in the mean.
     """
 
     axis: str
@@ -66,6 +66,7 @@ class StageCount(NamedTuple):
 
 
 SEND = "send"
+OF_OWNERS = ("to_owners", "from_owners")
 # operation of torch.distributed -> (its name here, the position of the argument that is the full tensor)
 OPERATIONS = {
     "_allgather_base_": ("all_gather", 0),

@@ -37,9 +37,10 @@ from tpformer.training.resolve import resolve, with_vocab_size
 from tpformer.training.setup import build_parts, check_run, default_dtype, run_mesh
 from tpformer.words import dtype_name
 
-from .counting import Collective, CollectiveCounter, SavedBytes, StageCount, live_bytes
+from .counting import OF_OWNERS, Collective, CollectiveCounter, SavedBytes, StageCount, live_bytes
 from .memory import boundary_bytes, microbatch_rows
 from .muon import Counted, counted, itemsize
+from .placement import owners_axes
 from .storages import nbytes, new_objects, storages
 
 
@@ -48,8 +49,7 @@ class RankCount(NamedTuple):
 
     coordinates: the rank's index on each mesh axis. gradients: those that are reduced. copies: the parameters that
     FSDP2 gathers to compute with. accumulated: gradients that wait for their reduction. collectives: how often each is
-    called in an optimizer step. matrices: of each stage, who owns them and what they send, if Muon trains them: beside
-    all other numbers.
+    called in an optimizer step. matrices: of each stage, who owns them and what they send, if Muon trains them.
     """
 
     rank: int
@@ -261,6 +261,12 @@ class _Rank:
                         calls[Collective("pp", operation, size)] += self.config.n_microbatches
         return calls
 
+    def _of_owners(self, found: Counted) -> Counter[Collective]:
+        """Muon's all-to-alls of a stage, over all ranks that may own its matrices."""
+        axes, sent = owners_axes(self.layout), (found.to_owners, found.back)
+        each = zip(OF_OWNERS, sent, strict=True)
+        return Counter({Collective(axes, name, of // found.rounds): found.rounds for name, of in each if of})
+
     def count(self, rank: int) -> RankCount:
         """Run one optimizer step and count it."""
         # before the mode, in which nobody could read the ranks of a mesh
@@ -275,6 +281,7 @@ class _Rank:
                     moments += nbytes(value for value in state.values() if value.ndim)
                 if isinstance(optimizer, Muon):
                     matrices.append(counted(optimizer, rank, itemsize(self.config)))
+                    calls += self._of_owners(matrices[-1])
             if self.pipelined:
                 calls += self._messages()
         for axis, numbers in (("dp_replicate", 2), ("dp_shard", 2), ("pp", 1)):

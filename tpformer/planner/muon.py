@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -18,6 +20,7 @@ import torch
 from tpformer.config import RunConfig
 from tpformer.distributed.links import Link, all_to_all_seconds
 from tpformer.models import GPTConfig
+from tpformer.parallel import Layout
 from tpformer.parallel.owners import busiest
 from tpformer.training.muon import Muon
 from tpformer.training.muon import cost as flops
@@ -96,18 +99,19 @@ def meeting_ranks(config: RunConfig) -> int:
     return layout.stage_ranks if own_sum else layout.stage_ranks // layout.data_parallel_replicate
 
 
+def matrix_holders(layout: Layout) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of the matrices of stage_matrices, those of experts last: (the ranks that hold one matrix, each a part of it; the
+    ranks that hold all matrices, each element once)."""
+    dense, ep = layout.shards * layout.tensor_parallel, exchanging_ranks(layout)
+    shards = layout.shards if ep is None else layout.expert_shards
+    return (dense, dense), (shards, shards * (ep or layout.tensor_parallel))
+
+
 def sent_elements(config: RunConfig, layers: range) -> tuple[float, float]:
     """Elements that a rank sends in a step, on average: (to owners, back). docs/optimizers.md has the formula."""
-    layout, ranks = config.parallel, meeting_ranks(config)
-    ep = exchanging_ranks(layout)
-    found = [0.0, 0.0]
-    of_experts = layout.expert_shards if ep is not None else layout.shards
-    for shapes, shards, together in zip(
-        stage_matrices(config.model.architecture, layers),
-        (layout.shards * layout.tensor_parallel, of_experts),
-        (layout.shards * layout.tensor_parallel, of_experts * (ep or layout.tensor_parallel)),
-        strict=True,
-    ):
+    ranks, found = meeting_ranks(config), [0.0, 0.0]
+    matrices = stage_matrices(config.model.architecture, layers)
+    for shapes, (shards, together) in zip(matrices, matrix_holders(config.parallel), strict=True):
         elements = sum(rows * columns * number for (rows, columns), number in shapes)
         found[0] += elements / ranks * (1 - 1 / shards)
         found[1] += elements / ranks * (max(1.0, ranks / together) - 1 / shards)
@@ -165,12 +169,27 @@ def counted(optimizer: Muon, rank: int, nbytes: int) -> Counted:
     return Counted(most, mean, turns, sent * nbytes, back * nbytes)
 
 
-def muon_workspace(config: RunConfig, layers: Iterable[int]) -> float:
-    """The most bytes of an owner's round: the largest matrix as it came, in order, and that of the next round; two of
-    its iterates and its two squares; and the result as it leaves. Parts of others' are left out."""
-    most = 0
-    for layer in layers:
-        for (rows, columns), _ in sum(stage_matrices(config.model.architecture, range(layer, layer + 1)), ()):
-            m, n = sorted((rows, columns))
-            most = max(most, 7 * m * n + 2 * m * m)
-    return float(most * itemsize(config))
+def muon_workspace(config: RunConfig, stages: Iterable[range]) -> float:
+    """The most bytes that a step of Muon needs at once beside shards and states: those of an owner's round.
+
+    While it orthogonalises a matrix of m x n = N elements, m the smaller: the matrix as it came, two iterates and two
+    squares, 3 N + 2 m m. Of the next round as much as this rank sends, and what comes, 2 N; N where owners hold whole
+    matrices. Of the last round what its owner sends to R replicas and what comes of all owners, 2 R N; nothing where
+    nothing goes back. A test counts these bytes.
+    """
+    ranks, holders = meeting_ranks(config), matrix_holders(config.parallel)
+    most = 0.0
+    for layers in stages:
+        kinds = []
+        for shapes, (shards, together) in zip(stage_matrices(config.model.architecture, layers), holders, strict=True):
+            replicas = max(1.0, ranks / together)
+            comes, goes = 1.0 + (shards > 1), 2 * replicas if shards * replicas > 1 else 0.0
+            kinds += [(-flops(*shape), shape, number, comes, goes) for shape, number in shapes]
+        order = itertools.chain(*(itertools.repeat(kind, kind[2]) for kind in sorted(kinds)))
+        rounds = list(itertools.islice(order, 0, None, ranks))  # the costliest matrix of each
+        for index, (_, (rows, columns), *_) in enumerate(rounds):
+            after, before = rounds[index + 1 : index + 2], rounds[max(0, index - 1) : index]
+            near = [math.prod(shape) * comes for _, shape, _, comes, _ in after]
+            near += [math.prod(shape) * goes for _, shape, _, _, goes in before]
+            most = max(most, 3.0 * rows * columns + 2 * min(rows, columns) ** 2 + sum(near))
+    return most * itemsize(config)

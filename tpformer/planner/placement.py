@@ -17,9 +17,10 @@ from tpformer.layers.embedding import padded_vocab
 from tpformer.parallel import Layout
 from tpformer.parallel.zero import uses_fsdp
 
-from .counting import EXPERT_AXES, named_axes
+from .counting import EXPERT_AXES, OF_OWNERS, SEND, named_axes
 from .devices import Device, load_device
 from .memory import boundary_bytes, context_bytes, exchanged_rows, microbatch_rows, microbatch_tokens
+from .muon import itemsize, sent_elements
 from .states import Precision, exchanging_ranks, stage_elements
 from .units import stage_ranges
 
@@ -60,9 +61,17 @@ def data_axes(layout: Layout) -> tuple[str, str]:
     return "dp_replicate", named_axes(axis for axis in found if axis != "dp_replicate")
 
 
+def owners_axes(layout: Layout) -> str:
+    """The axes over all of whose ranks a stage's matrices have owners, if Muon trains them; "" for one rank."""
+    first = 1 if layout.exchange == type(layout).exchange else 2  # with a sum of its own each replica has owners
+    sizes = zip(AXES[first:], rank_grid(layout).shape[first:], strict=True)
+    return named_axes(axis for axis, size in sizes if size > 1)
+
+
 def axis_names(layout: Layout) -> tuple[str, ...]:
-    """AXES, among them data_axes, and EXPERT_AXES if there are some: what a layout's collectives are counted by."""
-    found = (*AXES[:3], *data_axes(layout), *AXES[3:])
+    """AXES, among them data_axes and owners_axes, and EXPERT_AXES if there are some: what a layout's collectives are
+    counted by."""
+    found = (*AXES[:3], *data_axes(layout), *filter(None, [owners_axes(layout)]), *AXES[3:])
     return tuple(dict.fromkeys(found if exchanging_ranks(layout) is None else (*found, *EXPERT_AXES)))
 
 
@@ -84,10 +93,10 @@ def axis_groups(layout: Layout) -> dict[str, list[list[int]]]:
 
 
 def sent_bytes(operation: str, nbytes: float, ranks: int) -> float:
-    """Bytes that each rank sends, in a ring or to every other one. nbytes: of the whole tensor, or of a message for
-    "send"."""
+    """Bytes that each rank sends, in a ring or to every other one. nbytes: of the whole tensor, or of what is sent for
+    "send" and OF_OWNERS."""
     share = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2, "receive": 0}
-    return nbytes if operation == "send" else share[operation] * nbytes * (ranks - 1) / ranks
+    return nbytes if operation in (SEND, *OF_OWNERS) else share[operation] * nbytes * (ranks - 1) / ranks
 
 
 def axis_bytes(config: RunConfig, pipeline_rank: int = 0) -> dict[str, float]:
@@ -124,6 +133,8 @@ def axis_bytes(config: RunConfig, pipeline_rank: int = 0) -> dict[str, float]:
         times, dtype = (m, precision.compute) if layout.zero > 1 else (1, precision.reduce)
         weights = sum(of_stages) * model.hidden_size * (model.n_experts or 0) * dtype.itemsize
         sent["tp"] += times * sent_bytes("all_reduce", weights, layout.tensor_parallel)
+    if config.optimizer.name == "muon" and (axes := owners_axes(layout)):
+        sent[axes] += itemsize(config) * sum(sum(sent_elements(config, ranges[stage])) for stage in stages)
     return sent
 
 

@@ -234,7 +234,7 @@ def rank_memory(
     parts.append(("temporaries *", at.working))
     if config.optimizer.name == "muon":  # when it steps, activations and temporaries are gone, and all gradients there
         later = 0.0 if layout.cpu_offload else (1 - at.gradients) * states[1].nbytes
-        more = muon_workspace(config, (layer for stage in stages for layer in stage.layers)) + later
+        more = muon_workspace(config, [stage.layers for stage in stages]) + later
         more -= at.saved + at.moving + at.working
         parts += [("matrices of Muon *", more)] if more > 0 else []
     return RankMemory(states, peak, parts, host)
