@@ -73,17 +73,26 @@ def sgd_(
     Math:     g = scale * gradient + weight_decay p; b = momentum b + g; p -= lr b, or lr (g + momentum b) with
               nesterov; without momentum p -= lr g. Where skipped is 1: nothing
     Shapes:   as for adamw_; momentum_buffers b like masters, which begin at 0, or none without momentum
-    Numerics: as for adamw_
+    Numerics: as for adamw_; masters of 16 bits move in float32 and are rounded
     Traffic:  see update_cost
     Source:   Sutskever et al. 2013, as torch.optim.SGD(fused=True) with dampening 0
     """
     check_numbers(masters, lr, scale, skipped)
     check(masters, gradients, momentum_buffers, copies=copies)
+    wide, buffers = ([_moving(x) for x in tensors] for tensors in (masters, momentum_buffers))
     sgd(
-        list(masters), scaled(gradients, masters, scale), list(momentum_buffers), fused=True, found_inf=skipped,
-        weight_decay=weight_decay, momentum=momentum, lr=lr, dampening=0.0, nesterov=nesterov, maximize=False,
+        wide, scaled(gradients, wide, scale), buffers, fused=True, found_inf=skipped, weight_decay=weight_decay,
+        momentum=momentum, lr=lr, dampening=0.0, nesterov=nesterov, maximize=False,
     )  # fmt: skip
+    for x, own in zip([*masters, *momentum_buffers], [*wide, *buffers], strict=True):
+        if x is not own:
+            x.copy_(own)
     round_to(copies, masters)
+
+
+def _moving(x: Tensor) -> Tensor:
+    """What torch's fused SGD can move: on a CPU it leaves most elements of 16 bits where they were (torch 2.13)."""
+    return x.float() if x.is_cpu and x.dtype.itemsize == 2 else x
 
 
 def check(

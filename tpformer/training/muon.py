@@ -66,8 +66,8 @@ class Muon(LocalAdamW):
     matrices: their names; or {name: how many linears stand one below the other in its rows}, such as 3 for a fused
     query, key and value: each is orthogonalised by itself. A parameter of 3 dims is that many matrices. lr,
     weight_decay, betas, eps: of both; vectors do not decay. newton_schulz: "quintic" or "polar_express". scale: "rms"
-    or "spectral" (kernels/newton_schulz). dtype: unset, bfloat16 on CUDA, else the parameter's. groups, timeout: as of
-    WholeMatrices; parts of a model share the first.
+    or "spectral" (kernels/newton_schulz). dtype: unset, bfloat16 on CUDA, else the parameter's, or float32 for float16.
+    groups, timeout: as of WholeMatrices; parts of a model share the first.
     Communicates: constructing it makes a process group of the ranks of each mesh with several axes, and on GPUs one of
     their hosts, so all ranks of it do that in the same order. A step: as WholeMatrices, in dtype; and before, between
     hosts, an all-reduce of a byte a matrix, beside what devices have still to do.
@@ -92,9 +92,11 @@ class Muon(LocalAdamW):
         groups: Groups | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
+        matrices = [matrices] if isinstance(matrices, str) else matrices
         stacked = _checked(model, dict(matrices) if isinstance(matrices, Mapping) else dict.fromkeys(matrices, 1))
         check_choice("newton_schulz", newton_schulz, COEFFICIENTS)
         check_choice("scale", scale, SCALES)
+        _check_numbers(momentum, weight_decay, dtype)
         named = {name: each for name, each in model.named_parameters() if each.requires_grad}
         others = [each for name, each in named.items() if name not in stacked]
         # torch wants no group of plain parameters and DTensors
@@ -107,7 +109,6 @@ class Muon(LocalAdamW):
             *({"params": [p for p in kind if p.ndim <= 1], "weight_decay": 0.0} for kind in kinds),
         ]
         made = [group for group in made if group["params"]]
-        self._marks = ["muon" in group for group in made]
         super().__init__(made, lr=lr, betas=betas, eps=eps, fused=True)
         self.momentum, self.scale, self.dtype = momentum, scale, dtype
         self.coefficients, self._stacked = COEFFICIENTS[newton_schulz], [stacked[name] for name in self._names]
@@ -123,12 +124,22 @@ class Muon(LocalAdamW):
         return WholeMatrices([taken[index] for index in own], stacked, cost, groups, timeout)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        torch.optim.Optimizer.__setstate__(self, state)  # Adam's asks the state of every parameter for its "step"
-        if [bool(group.get("muon")) for group in self.param_groups] != self._marks:
+        marks = [[bool(group.get("muon")) for group in groups] for groups in (self._own(), state["param_groups"])]
+        if marks[0] and marks[0] != marks[1]:
             raise ValueError(
                 "this state is of an optimizer with other groups, so matrices would be AdamW's: load that of a "
                 "tpformer.Muon with the same matrices"
             )
+        torch.optim.Optimizer.__setstate__(self, state)  # Adam's asks the state of every parameter for its "step"
+
+    def _own(self) -> list[dict[str, Any]]:
+        return getattr(self, "param_groups", [])  # a copy has none yet
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters that AdamW trains, as torch's optimizers do. ValueError for matrices of Muon."""
+        if param_group.get("muon") and self._own() and "muon" in self._own()[0]:
+            raise ValueError("a group of matrices cannot be added to a Muon: give all their names when it is made")
+        super().add_param_group(param_group)
 
     def state_names(self, parameter: Tensor) -> tuple[str, ...]:
         """The keys of the state that it may keep for a parameter."""
@@ -141,8 +152,13 @@ class Muon(LocalAdamW):
 
     def _check_gradients(self) -> None:
         """RuntimeError on all ranks for a matrix that has no gradient on one. Others would wait for its parts."""
-        taken = [each for group in self.param_groups if group.get("muon") for each in group["params"]]
-        missing = [int(each.grad is None) for each in taken]
+        taken = [group["params"] for group in self.param_groups if group.get("muon")]
+        if list(map(len, taken)) != [len(self._names)] * bool(self._names):
+            raise RuntimeError(
+                f"the matrices of this Muon are in groups of {list(map(len, taken))}, and it was made with one of "
+                f"{len(self._names)}: leave them there, and make a Muon for each learning rate"
+            )
+        missing = [int(each.grad is None) for group in taken for each in group]
         for group in self._hosts:
             missing = all_reduce(torch.tensor(missing, dtype=torch.uint8), group, "max").tolist()
         if any(missing):
@@ -180,7 +196,7 @@ class _Update:
         first, device = parameters[0], self.held[0].device
         if isinstance(first, DTensor) and first.device_mesh.device_type != device.type:
             device = indexed(torch.device(first.device_mesh.device_type))  # of offloaded shards
-        dtype = muon.dtype or (torch.bfloat16 if device.type == "cuda" else self.held[0].dtype)
+        dtype = muon.dtype or (torch.bfloat16 if device.type == "cuda" else _wide(self.held[0].dtype))
         self.like = torch.empty(0, dtype=dtype, device=device)
 
     def prepare(self, matrices: Sequence[Matrix]) -> list[Tensor]:
@@ -227,13 +243,30 @@ def cost(rows: int, columns: int) -> float:
     return float(newton_schulz_cost(rows, columns, 2).flops)
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.float16 else dtype  # in which small momenta are 0
+
+
+def _check_numbers(momentum: float, weight_decay: float, dtype: torch.dtype | None) -> None:
+    """ValueError for what no step can be taken with."""
+    if not (0 <= momentum < 1 and weight_decay >= 0):
+        raise ValueError(
+            f"momentum={momentum}, weight_decay={weight_decay}: give a momentum from 0 to below 1 and a decay of at "
+            f"least 0"
+        )
+    if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2 or _wide(dtype) != dtype):
+        raise ValueError(f"dtype={dtype}: small momenta are 0 in it, so take torch.bfloat16, float32 or float64")
+
+
 def _checked(model: nn.Module, stacked: dict[str, int]) -> dict[str, int]:
-    """ValueError for names that are no matrices, or not as many as said."""
-    named = dict(model.named_parameters())
+    """The matrices by the names that named_parameters gives. ValueError for what is none, or not as many as said."""
+    named = dict(model.named_parameters(remove_duplicate=False))
     if not stacked:
         raise ValueError("Muon got no matrices: name some, or take AdamW")
     if unknown := sorted(stacked.keys() - named.keys()):
         raise ValueError(f"{listed(unknown)} is no parameter of the {type(model).__name__}: give names of its matrices")
+    firsts = {parameter: name for name, parameter in model.named_parameters()}  # of one with several names
+    stacked = {firsts[named[name]]: number for name, number in stacked.items()}
     for name, number in stacked.items():
         shape = tuple(named[name].shape)
         if len(shape) not in (2, 3) or number < 1 or shape[-2] % number:

@@ -82,7 +82,9 @@ class LocalUpdate(torch.optim.Optimizer):
                 scale = getattr(self, "grad_scale", None)  # that of GradScaler, which wants no attribute before
                 options = {
                     "copies": None if self.masters is None else self.masters.copies_of(parameters),
-                    "skipped": torch.zeros((), device=first.device) if self.found_inf is None else self.found_inf,
+                    "skipped": torch.zeros((), dtype=torch.float32, device=first.device)
+                    if self.found_inf is None
+                    else self.found_inf,
                     "scale": self._scale if scale is None else self._scale / scale,
                     "lr": group["lr"],
                     "weight_decay": group["weight_decay"],
