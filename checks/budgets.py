@@ -26,10 +26,11 @@ from torch.utils._pytree import tree_leaves
 
 from tpformer.config import RunConfig, build_config
 from tpformer.planner.devices import Device, load_device
-from tpformer.planner.keep_choice import peak, with_keep
+from tpformer.planner.keep_choice import peak
 from tpformer.planner.memory_budget import least, uniform, with_budget
 from tpformer.planner.software import ours
 from tpformer.planner.step_time import StepModel
+from tpformer.planner.units import with_keep
 from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizers
 from tpformer.training.setup import build_model, run_mesh

@@ -19,10 +19,11 @@ from tpformer.config.fp8 import check_planned
 from .candidates import MARGIN, check
 from .devices import Device, load_device
 from .dry_run import plan_config
-from .keep_choice import Choice, choose, peak, ways_of, with_keep
+from .keep_choice import Choice, choose, peak, ways_of
 from .rank_memory import predicted_memory
 from .software import ours
 from .step_time import StepModel
+from .units import with_keep
 
 UNKNOWN = "h100"  # whose rates stand in for those of a GPU without a file
 FORMULAS = 0.01  # the share of a CPU's budget that formulas leave out: ids, tables of positions, statistics

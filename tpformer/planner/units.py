@@ -6,6 +6,7 @@ How units of several stages and microbatches add up to a rank's peak is in rank_
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping
@@ -35,6 +36,21 @@ class Unit(NamedTuple):
     moved: float
     working: float
     elements: float
+
+
+def with_keep(config: RunConfig, keep: str) -> RunConfig:
+    """The configuration with this text of parallel.keep, and nothing else that says what layers keep."""
+    layout = dataclasses.replace(
+        config.parallel,
+        recompute="none",
+        recompute_layers="",
+        recompute_interval=1,
+        pack_activations=False,
+        pack_layers="",
+        offload_activations=False,
+        keep=keep,
+    )
+    return dataclasses.replace(config, parallel=layout)
 
 
 @functools.lru_cache(maxsize=4096)

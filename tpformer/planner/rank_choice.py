@@ -1,0 +1,284 @@
+"""The fastest mix of what the layers of one pipeline rank keep, over all mixes in one order.
+
+Belongs here: the search in a rank, by the seconds of its microbatch. A stage's mixes are stage_mixes.py's. How ranks'
+mixes become a run's is in keep_choice.py.
+
+Layers of a stage are in the order of the ways: what is offloaded first, because it has the longest time to return, then
+what makes most again, where least waits; what keeps all comes last. Of these mixes the fastest is found in two steps:
+first of those of up to three ways, then of all that could be faster. For that, kept and moved bytes have prices, and
+each way of a layer is by so many seconds above its cheapest one. No mix that fits takes less than the cheapest ways of
+all layers and these seconds. So a mix that beats the first step's has few of them, and there are few such mixes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tpformer.config import PLAIN, LayerKeep, RunConfig
+
+from .moments import rank_layers
+from .rank_memory import ALONE, cached_occupancies, predicted_memory, predicted_stage, stages_size
+from .stage_mixes import KEPT, MOVED, PLACE, Stage, ends_of, splits, undominated
+from .states import GRADIENTS
+from .step_time import StepModel
+from .units import with_keep
+
+PRICES = np.array([0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0])  # shares of a bus that bounds weigh
+MOMENTS = 4  # of a rank with several stages, whose bounds are compared
+STEPS = 40  # in which shares of three ways are tried; of as many layers of a stage, or fewer, all are
+PAIRS = 1 << 22  # of the mixes of a rank's stages that are looked at
+
+
+class _Bound(NamedTuple):
+    """seconds: no mix that fits is faster than this and what all its layers are above it: (ways, layers), of the stages
+    one after the other. In one moment layers may keep `left` bytes; kept: (ways, layers), what they keep then."""
+
+    seconds: float
+    above: np.ndarray
+    kept: np.ndarray
+    left: float
+
+
+class _Found(NamedTuple):
+    """Mixes of a stage. ways: (mixes, layers). values: their columns. seconds: of each."""
+
+    ways: np.ndarray
+    values: np.ndarray
+    seconds: np.ndarray
+
+
+def _prices(rates: np.ndarray, shares: np.ndarray, waits: np.ndarray, bus: float) -> np.ndarray:
+    """All triples of a price of kept bytes, a share of moving in the longest of a pass, and one of launching.
+
+    Columns: prices of kept bytes, of the device's forward and backward, and of moved bytes; shares of launching in the
+    forward and in the backward, and of what is launched beside moving; the share of moving in both.
+    """
+    rate, share, wait = (each.ravel() for each in np.indices((len(rates), len(shares), len(waits))))
+    (a, b), (c, d) = shares[share].T, waits[wait].T
+    moving = ((1 - c) * a + (1 - d) * b) / bus
+    return np.stack([rates[rate], (1 - c) * (1 - a), (1 - d) * (1 - b), moving, c, d, (1 - d) * b, a + b], 1)
+
+
+class Mixes(NamedTuple):
+    """What the layers of a rank keep.
+
+    ways: of each stage's layers, as indices. seconds: of a microbatch. least: a lower bound of those of any mixes that
+    fit. need: the least bytes of the rank in which these fit.
+    """
+
+    ways: list[np.ndarray]
+    seconds: float
+    least: float
+    need: float
+
+
+class Rank:
+    """A pipeline rank: its stages, and what else it holds."""
+
+    def __init__(self, config: RunConfig, rank: int, plain: StepModel, ways: Sequence[LayerKeep]) -> None:
+        layout, self.ways = config.parallel, ways
+        self.indices = layout.stages_of(rank)
+        self.moments = ALONE
+        if layout.pipeline_parallel > 1:
+            sizes = layout.pipeline_parallel, config.n_microbatches, layout.stages_per_rank
+            self.moments = cached_occupancies(layout.pipeline_schedule, *sizes, tuple(self.indices), rank)
+        bare = with_keep(config, PLAIN)
+        whole = predicted_memory(bare, rank)
+        parts = dict(whole.parts)
+        varying = ("saved activations", "on their way to or from the host", "queued weight gradients", "temporaries *")
+        of_rank = stages_size(bare, [predicted_stage(bare, index) for index in self.indices])
+        of = rank_layers(bare, self.indices, of_rank)
+        gradients = 0.0 if layout.cpu_offload or GRADIENTS not in parts else whole.states[1].nbytes
+        self.base = sum(size for name, size in parts.items() if name not in (*varying, GRADIENTS))
+        self.stages = [Stage(bare, index, plain, ways, of, gradients) for index in self.indices]
+        rows = np.concatenate([self.moments.forward, self.moments.queued], 1)
+        # moments that another one holds as much in, or more, are no peak
+        more = (rows[None] >= rows[:, None]).all(-1) & (rows[None] > rows[:, None]).any(-1)
+        rows = rows[~more.any(1)]
+        self.flights, waiting = rows[:, : len(self.stages)], rows[:, len(self.stages) :]
+        self.last: tuple[Mixes, float] | None = None  # what was chosen last, and the room
+        self.fixed = waiting @ [stage.queued for stage in self.stages] + self.flights @ [s.rest for s in self.stages]
+
+    def choose(self, room: float) -> Mixes | None:
+        """The fastest mixes that fit into so many bytes of the rank; None if none do.
+
+        Of equally fast ones the order is that of every room: what is chosen in some bytes is so in all fewer ones that
+        it fits into.
+        """
+        if self.last is None or not self.last[0].need <= room <= self.last[1]:
+            found = self._choose(room - self.base)
+            if found is None:
+                return None
+            self.last = found, room
+        return self.last[0]
+
+    def _choose(self, room: float) -> Mixes | None:
+        if (stair := self._stair(room)) is None:
+            return None
+        seconds, mixes = stair
+        bound, slack = self._bound(room), 1e-9 * seconds  # sums of floats differ by their order
+        least = seconds
+        if seconds > bound.seconds + slack:
+            for share in (0.1, 0.3, 1.0):  # what is found early leaves less to look at
+                looked = self._faster(bound, share * (seconds - bound.seconds) + slack, seconds, room)
+                if looked is not None and looked[0] < seconds - slack:
+                    seconds, mixes = looked
+            least = bound.seconds if looked is None else seconds  # the last had all that could be faster
+        values = [stage.columns(mix[None]) for stage, mix in zip(self.stages, mixes, strict=True)]
+        return Mixes(mixes, seconds, least, self.base + float(self._needs(values)[0]))
+
+    def _three(self, ways: tuple[int, int, int]) -> list[np.ndarray]:
+        """The ways of each stage's layers, (splits, layers), in all splits of three ways that differ, or in the one."""
+        shares = splits(min(STEPS, max(stage.n for stage in self.stages))) if ways[0] < ways[1] else np.zeros((1, 2))
+        found = []
+        for stage in self.stages:
+            ends, at = np.rint(shares * stage.n)[:, :, None], np.arange(stage.n)
+            found.append(np.where(at < ends[:, 0], ways[0], np.where(at < ends[:, 1], ways[1], ways[2])))
+        return found
+
+    @functools.cached_property
+    def _stairs(self) -> tuple[list[tuple[int, int, int]], np.ndarray]:
+        """(three ways, columns) of the mixes of up to three ways, in the same shares in every stage, that need less
+        than all faster ones. Columns: seconds, need, which three ways, which split. Of equally fast ones that which
+        moves least is first, and then that which keeps most."""
+        every, columns = itertools.combinations_with_replacement(range(len(self.ways)), 3), []
+        threes = [(a, b, c) for a, b, c in every if a == b == c or a < b < c]  # two ways are among splits of three
+        for number, three in enumerate(threes):
+            chosen = self._three(three)
+            values = [stage.columns(mix) for stage, mix in zip(self.stages, chosen, strict=True)]
+            cost, moved, keeps = self._order(values, chosen)
+            which = np.full(len(cost), number), np.arange(len(cost))
+            columns.append(np.stack([cost, moved, -keeps, self._needs(values), *which]))
+        table = np.concatenate(columns, 1)
+        table = table[:, np.lexsort(table[2::-1])]
+        less = table[3] < np.concatenate([[np.inf], np.minimum.accumulate(table[3])[:-1]])
+        return threes, table[:, less][[0, 3, 4, 5]]
+
+    def _stair(self, room: float) -> tuple[float, list[np.ndarray]] | None:
+        """(seconds, each stage's ways) of the fastest mix of up to three ways that fits."""
+        threes, table = self._stairs
+        fits = np.flatnonzero(table[1] <= room)
+        if len(fits) == 0:
+            return None
+        seconds, _, three, split = table[:, fits[0]]
+        return float(seconds), [mix[int(split)] for mix in self._three(threes[int(three)])]
+
+    def _order(
+        self, values: Sequence[np.ndarray], chosen: Sequence[np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(seconds, moved bytes, how far back their ways are) of mixes, with fewer digits than sums have."""
+        cost = np.sum([stage.cost(each) for stage, each in zip(self.stages, values, strict=True)], 0)
+        moved = np.sum([each[:, MOVED] for each in values], 0)
+        return np.round(cost, 12), np.round(moved), np.sum([mix.sum(1) for mix in chosen], 0)
+
+    def _bound(self, room: float) -> _Bound:
+        """The highest bound of the MOMENTS in which most bytes would wait if layers kept all."""
+        waiting = self.flights @ [stage.kept.max(0).sum() for stage in self.stages] + self.fixed
+        found, most = [], np.argsort(-waiting, kind="stable")
+        for at in most[self.flights[most].any(1)][:MOMENTS]:
+            here = [stage for stage, flights in zip(self.stages, self.flights[at], strict=True) if flights]
+            place = max(max(stage.need[:, -1].min() - stage.before, stage.loss + stage.none) for stage in here)
+            found.append(self._priced(self.flights[at], float(room - self.fixed[at] - place)))
+        return max(found, key=lambda bound: bound.seconds)
+
+    def _priced(self, flights: np.ndarray, left: float) -> _Bound:
+        """The bound of a moment with so many microbatches of each stage, whose layers may keep `left` bytes."""
+        stages, bus = self.stages, self.stages[0].bus
+        kept = np.concatenate([stage.kept * number for stage, number in zip(stages, flights, strict=True)], 1)
+        seconds, moved = (np.concatenate(each, 1) for each in zip(*((s.seconds, s.moved) for s in stages), strict=True))
+        device = [sum(stage.time.device(kind) for stage in stages) for kind in "FB"]
+        host = [sum(stage.time.host[kind] for stage in stages) for kind in "FIW"]
+        parts = np.stack([kept, seconds[..., 0], seconds[..., 1], moved], -1)
+        alike, times = np.unique(parts, axis=1, return_counts=True)  # most layers are
+        best, at = -np.inf, np.zeros(8)
+        rates = seconds.sum(-1).max() / max(kept.max(), 1.0) * np.geomspace(0.01, 10, 60)
+        shares, near = np.array([*((a, 0.0) for a in PRICES), *((1.0, b) for b in PRICES[1:])]), 1.0
+        waits, halves = np.zeros((1, 2)), np.linspace(0, 1, 3)
+        if any(s.time.launching("F") or s.time.launching("B") for s in stages):  # then more work may cost nothing
+            waits = np.stack([each.ravel() for each in np.meshgrid(halves, halves)], 1)
+        for _ in range(5):
+            w = _prices(np.append(rates, 0.0), shares, waits, bus)
+            work = w[:, 1:3] @ device + w[:, 4] * host[0] + w[:, 5] * (host[1] + host[2]) + w[:, 6] * host[2]
+            found = times @ (alike @ w[:, :4].T).min(0) + work - w[:, 0] * left
+            if found.max() > best:
+                best, at = float(found.max()), w[int(found.argmax())]
+            near /= 4  # again, closer to the best prices
+            share = np.clip(at[7] + near * np.linspace(-1, 1, 9), 0, 2)
+            shares = np.stack([np.minimum(share, 1), np.maximum(share - 1, 0)], 1)
+            rates = at[0] * np.exp(near * np.linspace(-1, 1, 17))
+            if len(waits) > 1:
+                around = (np.clip(at[column] + near * (2 * halves - 1), 0, 1) for column in (4, 5))
+                waits = np.stack([each.ravel() for each in np.meshgrid(*around)], 1)
+        priced = parts @ at[:4]
+        return _Bound(best, priced - priced.min(0), kept, left)
+
+    def _faster(self, bound: _Bound, gap: float, most: float, room: float) -> tuple[float, list[np.ndarray]] | None:
+        """(seconds, each stage's ways) of the fastest mix that fits and takes at most `most` seconds, of all whose
+        layers are at most `gap` above the bound; inf if there is none. None if they are too many."""
+        most = most * (1 + 1e-9)
+        firsts = np.cumsum([0, *(stage.n for stage in self.stages)])
+        least = [bound.kept[:, a:b].min(0).sum() for a, b in itertools.pairwise(firsts)]
+        floors = [stage.cost(np.zeros((1, 5)))[0] for stage in self.stages]
+        found: list[_Found] = []
+        for index in range(len(self.stages)):
+            a, b = firsts[index : index + 2]
+            spare = bound.left * (1 + 1e-9) - sum(least) + least[index]
+            ends = ends_of(bound.above[:, a:b], bound.kept[:, a:b], gap, spare)
+            if ends is None:
+                return None
+            found.append(self._of_stage(index, ends, most - sum(floors) + floors[index], room))
+        rows, cost = [np.zeros(1, np.int64)], np.zeros(1)
+        for index, each in enumerate(found):
+            if len(cost) * len(each.seconds) > PAIRS:
+                return None
+            cost = cost[:, None] + each.seconds
+            row, column = np.nonzero(cost <= most - sum(floors[index + 1 :]))
+            rows = [*(one[row] for one in rows), column]
+            cost = cost[row, column]
+        values = [each.values[row] for each, row in zip(found, rows[1:], strict=True)]
+        fits = np.flatnonzero(self._needs(values) <= room)
+        if len(fits) == 0:
+            return np.inf, []
+        chosen = [each.ways[row[fits]] for each, row in zip(found, rows[1:], strict=True)]
+        taken, moved, keeps = self._order([v[fits] for v in values], chosen)
+        first = np.lexsort((-keeps, moved, taken))[0]
+        return float(taken[first]), [mix[first] for mix in chosen]
+
+    def _of_stage(self, index: int, ends: np.ndarray, most: float, room: float) -> _Found:
+        """Of a stage's mixes, (mixes, ways) ends of their ways, those that take at most `most` seconds and may fit; of
+        a rank with several stages only those than which no other one is better in all that counts."""
+        stage, found = self.stages[index], []
+        others = [np.zeros(5) for _ in self.stages]
+        for other, here in zip(others, self.stages, strict=True):
+            other[KEPT] = other[PLACE] = here.kept.min(0).sum()
+        for some in np.array_split(ends, max(1, len(ends) * stage.n >> 20)):
+            mix = (np.arange(stage.n)[:, None] >= some[:, None, :]).sum(-1)
+            values = stage.columns(mix)
+            seconds = stage.cost(values)
+            every = [np.broadcast_to(other, values.shape) for other in others]
+            every[index] = values
+            may = (seconds <= most) & (self._needs(every) <= room)
+            found.append(_Found(mix[may], values[may], seconds[may]))
+        ways, values, seconds = (np.concatenate(each) for each in zip(*found, strict=True))
+        if len(self.stages) > 1:
+            first = np.lexsort((values[:, MOVED], np.round(seconds, 12)))  # of alike ones that which moves less stays
+            columns = np.stack([np.round(seconds, 12), values[:, KEPT], values[:, PLACE]], 1)[first]
+            better = first[undominated(columns)]
+            ways, values, seconds = ways[better], values[better], seconds[better]
+        return _Found(ways, values, seconds)
+
+    def _needs(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """The bytes beside `base` that mixes need: values has each stage's columns, all with as many rows."""
+        kept = np.stack([each[:, KEPT] for each in values], 1)
+        waiting, found = kept @ self.flights.T + self.fixed, np.full(len(kept), -np.inf)  # waiting: (mixes, moments)
+        for column, (stage, each) in enumerate(zip(self.stages, values, strict=True)):
+            here = self.flights[:, column] > 0
+            if here.any():
+                place = each[:, PLACE] - each[:, KEPT] - stage.before
+                found = np.maximum(found, waiting[:, here].max(1) + np.maximum(place, stage.loss + stage.none))
+        return found
