@@ -63,6 +63,8 @@ def test_a_budget_is_bytes_or_a_share():
     assert found == [40 * 2**30, 40e9, 4.5e10, 1000.0, 40e9, 1.5 * 2**20]
     with pytest.raises(ValueError, match="is a share of a GPU's memory, and there is none"):
         budget_bytes("80%")
-    for text in ("", "GiB", "-1GiB", "0", "120%", "40 parsecs", "1e400"):
+    for text in ("", "GiB", "-1GiB", "0", "120%", "40 parsecs", "1e400", "\uff14\uff10GiB"):
         with pytest.raises(ValueError, match="is no amount of memory"):
             budget_bytes(text, 80e9)
+    with pytest.raises(ValueError, match=r"'0.5' is 0.5 bytes: write 50% for a share"):
+        budget_bytes("0.5", 80e9)

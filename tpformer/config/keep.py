@@ -164,12 +164,17 @@ def budget_bytes(text: str, device: float | None = None) -> float:
 
     ValueError for a text that is none, and for a share where no device is known.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE]\d+)?)\s*([A-Za-z]*|%)\s*", text)
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][0-9]+)?)\s*([A-Za-z]*|%)\s*", text)
     number, unit = (float(found[1]), found[2].upper()) if found else (0.0, "")
     if not 0 < number < 2.0**63 or unit not in ("", "%", *UNITS) or (unit == "%" and number > 100):
         raise ValueError(
             f"parallel.memory_budget={shown(text)} is no amount of memory: write bytes such as 40GiB or 40e9, or a "
             f"share of a GPU's such as 80%"
+        )
+    if unit == "" and number <= 1:
+        raise ValueError(
+            f"parallel.memory_budget={shown(text)} is {number:g} bytes: write {100 * number:g}% for a share of a GPU's "
+            f"memory, or bytes such as 40GiB"
         )
     if unit != "%":
         return number * UNITS[unit or "B"]

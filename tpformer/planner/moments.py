@@ -78,8 +78,8 @@ def rank_layers(config: RunConfig, stages: Sequence[int], of_rank: Elements) -> 
         chunk = default_chunk_tokens(VocabSlice(0, width, entries), str(config.train.device))
         stream = kept_by_kind(config)[False].stream
         head, behind = head_kept(config, stream, item), head_elements(model, of_rank, t)
-        # of what the loss keeps, its gradients are parts of what it needs while it runs; but where rows are gathered the
-        # rank's own rows, and its part of their gradient, lie beside these
+        # of what the loss keeps, its gradients are parts of what it needs while it runs; but where rows are gathered
+        # the rank's own rows, and its part of their gradient, lie beside these
         workspace = loss_workspace(model, tokens, width, chunk, item, on_cpu=config.train.device == "cpu")
         loss = workspace - (head - stream) + 2 * stream * (layout.sequence_parallel and t > 1)
     return Layers(own + reduction, head, behind, loss, of_rank.total, not adds)
