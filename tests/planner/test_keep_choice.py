@@ -200,6 +200,9 @@ def test_a_budget_becomes_keep_and_a_resumed_run_chooses_nothing_again(tmp_path)
     (tmp_path / "config.toml").write_text(to_toml(began))
     resumed, lines = with_budget(budgeted(text, str(tmp_path), resume=True))
     assert resumed.parallel.keep == "2*full,2*keep" and lines == []
+    (tmp_path / "config.toml").write_text(to_toml(with_keep(began, "keep")))  # in another layout that fitted, say
+    fewer, lines = with_budget(budgeted(text, str(tmp_path), resume=True))
+    assert fewer.parallel.keep == config.parallel.keep and "the run kept keep, which needs" in lines[0]
     other, lines = with_budget(budgeted(f"{1.1 * high:.0f}", str(tmp_path), resume=True))
     assert other.parallel.keep == "keep" and lines, "another budget chooses"
 
@@ -213,3 +216,6 @@ def test_a_budget_that_nothing_fits_names_what_would_help():
         with_budget(budgeted("5MiB", keep="keep"))
     with pytest.raises(ValueError, match="is a share of a GPU's memory, and there is none"):
         with_budget(budgeted("50%"))
+    for exchange in ("int8", "sync_server"):  # the remedy is the budget's, not the planner's
+        with pytest.raises(ValueError, match=f"'{exchange}' has no model of its time: leave the budget out"):
+            with_budget(budgeted("40GiB", exchange=exchange, data_parallel_replicate=2))

@@ -14,7 +14,7 @@ import torch
 from rich.table import Table
 
 from tpformer.config import PLAIN, Layout, RunConfig, budget_bytes, build_config, keep_text, read_toml
-from tpformer.config.fp8 import check_planned
+from tpformer.parallel import exchange_named
 
 from .candidates import MARGIN, check
 from .devices import Device, load_device
@@ -57,29 +57,37 @@ def device_here(config: RunConfig) -> tuple[Device, str | None]:
 def with_budget(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """(the configuration with parallel.keep chosen for its budget, sentences for the user); as it is without a budget.
 
-    A run that is resumed under the budget it began with keeps what it kept. A `keep` that is given with a budget is
-    only compared with it. Errors: ValueError for a budget that is too small, with the least that works and what would
-    lower it; for a share of a device that is not there; and for a run whose memory has no formula (FP8, some
-    exchanges).
+    A run that is resumed under the budget it began with keeps what it kept, unless that no longer fits. A `keep` that
+    is given with a budget is only compared with it. Errors: ValueError for a budget that is too small, with the least
+    that works and what would lower it; for a share of a device that is not there; and for a run whose memory has no
+    formula (FP8, some exchanges).
     """
     text = config.parallel.memory_budget
     if not text:
         return config, []
-    check_planned(config.train.precision)
-    if config.run.resume and not config.parallel.keep and (kept := _began_with(config)):
-        config = with_keep(config, kept)
+    _check_modelled(config)
+    began = _began_with(config) if config.run.resume and not config.parallel.keep else ""
+    config, asked = (with_keep(config, began) if began else config), config
     planned = plan_config(dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, memory_budget="")))
     cuda = planned.train.device != "cpu"
     here = torch.cuda.get_device_properties(0).total_memory if cuda and torch.cuda.is_available() else None
     nbytes = budget_bytes(text, here)
     most = room(nbytes, not cuda)
+    again = None
     if config.parallel.keep:
-        if (need := peak(planned)) > most:
+        if (need := peak(planned)) <= most:
+            return config, []
+        if began:  # in another layout, or with a larger microbatch
+            again = (
+                f"parallel.memory_budget = {text!r}: the run kept {began}, which needs {size(need / most * nbytes)} "
+                f"now; it chooses again, which changes no loss"
+            )
+            config, planned = asked, with_keep(planned, "")
+        else:
             raise ValueError(
                 f"parallel.keep={config.parallel.keep!r} is predicted to need {size(need / most * nbytes)}, more than "
                 f"parallel.memory_budget={text!r}: leave keep out to choose again, or raise the budget"
             )
-        return config, []
     device, note = device_here(planned)
     device = device.scaled(device.factor)
     if (found := choose(planned, device, most)) is None:
@@ -93,7 +101,21 @@ def with_budget(config: RunConfig) -> tuple[RunConfig, list[str]]:
         ranks = range(planned.parallel.pipeline_parallel)
         worst = max(predicted_memory(with_keep(planned, found.keep), rank, worst=True).total for rank in ranks)
         line += f"; experts are taken to get equal numbers of tokens, at worst {size(worst)}"
-    return with_keep(config, found.keep), [each for each in (note, line) if each is not None]
+    return with_keep(config, found.keep), [each for each in (again, note, line) if each is not None]
+
+
+def _check_modelled(config: RunConfig) -> None:
+    """ValueError for a run whose time or memory has no model."""
+    layout, exchange = config.parallel, exchange_named(config.parallel.exchange)
+    what = f"train.precision={config.train.precision!r} has no model of time and memory"
+    if config.train.precision == "16":
+        if not (exchange.changes_losses or exchange.takes_steps):
+            return
+        what = f"parallel.exchange={layout.exchange!r} has no model of its time"
+    raise ValueError(
+        f"parallel.memory_budget={layout.memory_budget!r} is met by predictions, and {what}: leave the budget out, and "
+        f"say by parallel.keep what layers keep"
+    )
 
 
 def predicted_bytes(config: RunConfig) -> float:
@@ -103,7 +125,7 @@ def predicted_bytes(config: RunConfig) -> float:
 
 
 def _began_with(config: RunConfig) -> str:
-    """What the run in run.dir keeps, if it began under the same budget and layout; else "" ."""
+    """What the run in run.dir keeps, if it began under the same budget; else ""."""
     path = Path(config.run.dir) / "config.toml"
     if not path.is_file():
         return ""
