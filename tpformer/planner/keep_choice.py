@@ -100,18 +100,24 @@ def choose(
 
 
 class _Step(NamedTuple):
-    """A step that fits into `memory` bytes. Of two with the same seconds that which moves less to the host is less."""
+    """A step that fits into -`minus` bytes. Of two with the same seconds that which moves less to the host is less, and
+    then that which keeps more: what the model of time calls free is done no more than it must be."""
 
     seconds: float
     moved: float
-    memory: float
+    minus: float
     keep: str
+
+    @property
+    def memory(self) -> float:
+        """The predicted peak in bytes."""
+        return -self.minus
 
 
 def _step(plain: StepModel, keep: str) -> _Step:
     changed = with_keep(plain.config, keep)
     moved = sum(predicted_stage(changed, stage).offloaded for stage in range(changed.parallel.n_stages))
-    return _Step(float(f"{plain.variant(changed).step().seconds:.{DIGITS}g}"), moved, peak(changed), keep)
+    return _Step(float(f"{plain.variant(changed).step().seconds:.{DIGITS}g}"), moved, -peak(changed), keep)
 
 
 def _downwards(ranks: Sequence[Rank], room: float) -> Iterator[list[Mixes]]:
