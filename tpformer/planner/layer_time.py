@@ -243,8 +243,12 @@ class LayerModel:
         """Seconds in which context-parallel ranks gather a layer's keys and values, and exchange their gradients."""
         place = self.device.spread(self.layout.context_parallel, self.t)
         links = Link(*self.device.inside), Link(self.device.network_latency, self.device.network)
-        nbytes = context_bytes(self.config) / Precision.of(self.config).compute.itemsize * self.device.itemsize
-        return all_reduce_seconds(nbytes, *place, *links) / 2, all_to_all_seconds(nbytes, *place, *links)
+        elements = context_bytes(self.config) / Precision.of(self.config).compute.itemsize
+        if self.software.repeats_keys:
+            elements *= self.model.n_heads / self.t / kv_heads(self.model, self.t)[1]
+        sent = self.device.itemsize * elements
+        exchanged = (self.software.key_gradient_bytes or self.device.itemsize) * elements
+        return all_reduce_seconds(sent, *place, *links) / 2, all_to_all_seconds(exchanged, *place, *links)
 
     def routing(self) -> PassSeconds:
         """The router of a layer with experts, what it sends, and the sums of each token's rows.

@@ -27,7 +27,7 @@ DIRECTORY = Path(__file__).parent / "published_tables"
 TEETH = {
     "megatron_a100": ("attention", "scores", "recompute", "tp", "elementwise"),
     "megatron_h100": ("attention", "logits", "bubble"),
-    "torchtitan_context": ("attention", "recompute"),
+    "torchtitan_context": ("attention", "recompute", "cp"),
     "torchtitan": ("attention", "elementwise", "recompute", "bubble", "cast"),
 }
 TABLES = (

@@ -48,6 +48,10 @@ class Software:
     """FLOP/s of the layers' GEMMs over those of 16 bits."""
     shared_attention: float = 1.0
     """FLOP/s of attention on context-parallel ranks over those on one."""
+    repeats_keys: bool = False
+    """Context-parallel ranks send keys and values once for each head of queries that they serve."""
+    key_gradient_bytes: int | None = None
+    """Bytes of an element of the gradients of keys and values that these ranks send. None: as many as others have."""
     cast: float = 0.0
     """Bytes of each element of a GEMM's operands that are cast for it."""
     repeats: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
