@@ -47,6 +47,15 @@ def test_fewer_bits_are_those_of_attention_in_this_dtype() -> None:
         assert_identical(shared(*inputs, DOCUMENTS, 7), found)
 
 
+@on_every_rank(2)
+def test_features_need_not_be_adjacent_and_documents_may_be_tensors() -> None:
+    group, inputs = dist.group.WORLD, tensors(4, 2, torch.float64)
+    own = ops.own_tokens(SEQ, group.size(), group.rank())
+    q, k, v, dy = (torch.stack([x[:, own]] * 2, -1)[..., 0].requires_grad_() for x in inputs)
+    y = ops.context_attention(q, k, v, [torch.tensor(starts) for starts in DOCUMENTS], group=group)
+    assert_same([y, *torch.autograd.grad(y, (q, k, v), dy)], [x[:, own] for x in whole(*inputs, DOCUMENTS, None)])
+
+
 @given(st.sets(st.integers(1, SEQ - 1)), st.sampled_from([2, 3, 4]), st.sampled_from([None, 1, 5, SEQ]))
 def test_the_busiest_rank_of_packed_documents(starts, size, window):
     documents = [[0, *sorted(starts)], [0]]

@@ -7,6 +7,7 @@ The order is that of zigzag ring attention (github.com/zhuzilin/ring-flash-atten
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -182,7 +183,10 @@ class RankSegments:
 
     def __init__(self, starts: Sequence[Sequence[int]], seq_length: int, size: int, rank: int) -> None:
         check_context_length(seq_length, size)
-        if any(list(s[:1]) != [0] or list(s) != sorted(set(s)) or s[-1] >= seq_length for s in starts):
+        starts = [
+            [*map(operator.index, each)] for each in starts
+        ]  # of numbers of a tensor no two ranks have the same hash
+        if any(s[:1] != [0] or s != sorted(set(s)) or s[-1] >= seq_length for s in starts):
             raise ValueError(
                 f"documents of {len(starts)} samples begin at {shown(starts)}: give for each sample ascending "
                 f"positions from 0 to below {seq_length}"

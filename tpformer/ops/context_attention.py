@@ -195,4 +195,6 @@ def context_attention(
     dtype = autocast_dtype(q) or q.dtype
     q, k, v = (cast(x, dtype) for x in (q, k, v))
     with without_autocast(q):
+        if q.stride(-1) != 1:  # kernels take adjacent features: CUDA's refuse others, and a CPU's read wrong ones
+            q = q.contiguous()
         return ContextAttention.apply(q, k, v, Kept(documents, window, group))
