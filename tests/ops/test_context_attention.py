@@ -2,7 +2,7 @@
 all heads, documents and windows. What it keeps and sends is as promised, and what does not fit is refused."""
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from unittest import mock
 
 import pytest
@@ -33,18 +33,31 @@ def test_it_is_attention_of_whole_samples() -> None:
                 assert_same(found, [x[:, own] for x in expected], f"{heads} {documents} {window}")
 
 
+def close_to_whole_samples(heads: tuple[int, int], window: int | None, dtype: torch.dtype, device: str = "cpu") -> list:
+    """This rank's result and gradients, which are about as exact as one process's in this dtype."""
+    own, inputs = ops.own_tokens(SEQ, dist.get_world_size(), dist.get_rank()), tensors(*heads, dtype)
+    oracle, plain = (whole(*(x.to(each) for x in inputs), DOCUMENTS, window) for each in (torch.float64, dtype))
+    found = shared(*(x.to(device) for x in inputs), DOCUMENTS, window)
+    for name, x, exact, same in zip(("y", "dq", "dk", "dv"), found, oracle, plain, strict=True):
+        assert x.dtype == dtype
+        assert_kernel_close(x.cpu(), exact[:, own], same[:, own], f"{name} {heads} {window} {dtype}")
+    return found
+
+
 @on_every_rank(2, 4)
 def test_fewer_bits_are_those_of_attention_in_this_dtype() -> None:
     """And two runs give the same bits."""
-    own = ops.own_tokens(SEQ, dist.get_world_size(), dist.get_rank())
     for dtype in (torch.float32, torch.bfloat16):
-        inputs = tensors(4, 2, dtype)
-        oracle, plain = (whole(*(x.to(each) for x in inputs), DOCUMENTS, 7) for each in (torch.float64, dtype))
-        found = shared(*inputs, DOCUMENTS, 7)
-        for name, x, exact, same in zip(("y", "dq", "dk", "dv"), found, oracle, plain, strict=True):
-            assert x.dtype == dtype
-            assert_kernel_close(x, exact[:, own], same[:, own], f"{name} {dtype}")
-        assert_identical(shared(*inputs, DOCUMENTS, 7), found)
+        assert_identical(*(close_to_whole_samples((4, 2), 7, dtype) for _ in range(2)))
+
+
+@pytest.mark.gpu
+@on_every_rank(2, 3, pool="one_gpu")
+def test_on_a_gpu() -> None:
+    """In parts, by heads and by halves of samples. They travel by gloo, and variable-length calls compute with them; in
+    float32 scores are made whole."""
+    for heads, window, dtype in product(HEADS, (None, 7), (torch.bfloat16, torch.float32)):
+        close_to_whole_samples(heads, window, dtype, "cuda:0")
 
 
 @on_every_rank(2)
@@ -120,15 +133,12 @@ def test_halves_of_samples_are_the_same_attention() -> None:
             assert_same(found, [x[:, own] for x in whole(*inputs, documents, window)], f"{heads} {documents} {window}")
             nbytes = 2 * BATCH * SEQ * heads[1] * WIDTH * 8 // n
             assert calls == [(name, nbytes) for name in n * ["all_gather"] + _backward(n)]
-    inputs, found = tensors(4, 1, torch.bfloat16), []
+    found = []
     for backend in ("shared", "gloo", "gloo"):
         use_backend(group, backend)
         with mock.patch.dict(PARTS, cpu=2):
-            found.append(shared(*inputs, DOCUMENTS, 20))
+            found.append(close_to_whole_samples((4, 1), 20, torch.bfloat16))
     assert_identical(found[1:], [found[0]] * 2)
-    oracle, plain = (whole(*(x.to(each) for x in inputs), DOCUMENTS, 20) for each in (torch.float64, torch.bfloat16))
-    for name, x, exact, same in zip(("y", "dq", "dk", "dv"), found[0], oracle, plain, strict=True):
-        assert_kernel_close(x, exact[:, own], same[:, own], name)
 
 
 def _backward(parts: int) -> list[str]:
