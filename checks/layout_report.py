@@ -125,9 +125,12 @@ def _draw_differences(curves: Sequence[Sequence[float]], top: float) -> list[str
     return parts
 
 
-def draw(path: Path) -> Path:
-    """layouts.svg beside layouts.json: its `curves`, losses of one process and layouts' differences by dtype."""
+def draw(path: Path) -> Path | None:
+    """layouts.svg beside layouts.json: its `curves`, losses of one process and layouts' differences by dtype. None for
+    a part of the layouts, which has no curves."""
     result = json.loads(path.read_text())
+    if "curves" not in result:
+        return None
     one, differences = result["curves"]["losses"], result["curves"]["differences"]
     first = next(iter(differences.values()))  # losses of another dtype look the same
     parts, top = paragraph(NOTE, TOP - 8)

@@ -345,7 +345,7 @@ def run(options: argparse.Namespace) -> Report:
     missed = [row["layout"] for row in rows if not row["ok"]]
     routed = [row for row in rows if "routing" in row]
     quantized, muon = ([row for row in rows if name in row] for name in ("quantized", "muon"))
-    tables, content = [result_table(rows), *([routing_table(routed)] if routed else [])], {}
+    tables = [result_table(rows), *([routing_table(routed)] if routed else [])]
     tables += [quantized_table(quantized), scalings_table()] if quantized else []
     tables += [errors_table(of_gemms)] if of_gemms else []
     tables += [sent_table(muon)] if muon else []
@@ -355,8 +355,9 @@ def run(options: argparse.Namespace) -> Report:
     ]
     missed += [f"{row['layout']} in bfloat16" for row in low if not row["ok"]]
     tables += [bfloat16_table(low)] if low else []
+    content = {"bounds": BOUNDS, "rows": rows, "bfloat16": low}
     if not (quick or part):
-        content = {"bounds": BOUNDS, "rows": rows, "bfloat16": low, "curves": curves_of(trained)}
+        content["curves"] = curves_of(trained)
     problem = f"{len(missed)} of {len(rows)} layouts are not the run of one process: {'; '.join(missed)}"
     problems = [*([problem] if missed else []), *(beyond(of_gemms) if of_gemms else [])]
     return Report(tables, content, problems, f"all {len(rows)} layouts are the run of one process")

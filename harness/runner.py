@@ -66,7 +66,7 @@ class Bench:
     description: str
     run: Callable[[argparse.Namespace], Report]
     """Raises WrongCall for options that make no sense."""
-    draw: Callable[[Path], object] | None
+    draw: Callable[[Path], Path | None] | None
     """Makes the picture beside a results file (.json); None where there is nothing to see."""
     device: str | None = "cpu"
     """cpu or cuda: which device it needs, and whose results these are; None: the GPU if there is one, else the CPU."""
@@ -157,9 +157,8 @@ def write(
     }
     path = directory / f"{'-'.join([bench.name, *given])}.json"
     path.write_text(readable({**head, **content}) + "\n")
-    if bench.draw is not None:
-        bench.draw(path)
-    say(console, f"written: {path}" + (f" and {path.with_suffix('.svg').name}" if bench.draw else ""))
+    drawn = None if bench.draw is None else bench.draw(path)
+    say(console, f"written: {path}" + ("" if drawn is None else f" and {drawn.name}"))
 
 
 def execute(
