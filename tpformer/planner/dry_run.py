@@ -284,8 +284,9 @@ class _Rank:
                     calls += self._of_owners(matrices[-1])
             if self.pipelined:
                 calls += self._messages()
-        for axis, numbers in (("dp_replicate", 2), ("dp_shard", 2), ("pp", 1)):
-            if self.mesh[axis].size() > 1:
+        apart = exchange_named(self.layout.exchange).keeps_apart
+        for axis, numbers in (("dp_replicate", 0 if apart else 2), ("dp_shard", 2), ("pp", 1)):
+            if self.mesh[axis].size() > 1 and numbers:
                 calls[Collective(axis, "all_reduce", 8)] += numbers  # the loss, and the number of targets
         coordinates = {axis: self.mesh[axis].get_local_rank() for axis in AXES}
         held = self.parameters, gradients, moments, sum(self.copies) + self.passing, accumulated

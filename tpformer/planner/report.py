@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from tpformer.config import RunConfig
+from tpformer.parallel.diloco import DiLoCo
+from tpformer.parallel.exchange import exchange_named
 
 from .bubbles import RATIOS, Order, Step, bubble_ratio, schedule_order
 from .dry_run import RankCount, count_parameters, count_rank
@@ -141,6 +143,10 @@ def rank_lines(config: RunConfig, count: RankCount, order: Order | None, device_
     for call, times in sorted(count.collectives.items(), key=lambda item: (order_of(item[0].axis), item[0])):
         name = f"{call.axis} {call.operation}"
         yield f"  {name:24} {times:8,d} {call.nbytes:18,d} {size(times * call.nbytes):>12}"
+    exchange = exchange_named(config.parallel.exchange)
+    if isinstance(exchange, DiLoCo):
+        sent = exchange.sent_bytes(count.parameters / 4, config.parallel.data_parallel_replicate)
+        yield f"  in a round of {exchange.every} steps this rank sends {size(sent)} over dp_replicate (by formula)"
     for stage, own in zip(count.stages, count.matrices, strict=False):
         yield (
             f"  Muon, stage {stage.stage}: the busiest owner has {own.busiest / own.mean:.2f} times the mean, in "
