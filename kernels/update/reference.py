@@ -92,7 +92,7 @@ def sgd_(
 
 def _moving(x: Tensor) -> Tensor:
     """What torch's fused SGD can move: on a CPU it leaves most elements of 16 bits where they were (torch 2.13)."""
-    return x.float() if x.is_cpu and x.dtype.itemsize == 2 else x
+    return x.to(torch.promote_types(x.dtype, torch.float32)) if x.is_cpu else x
 
 
 def check(

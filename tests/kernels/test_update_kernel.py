@@ -276,9 +276,9 @@ def test_gradients_may_lie_in_any_layout(module: ModuleType, device: str) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_reference_has_the_bits_of_separate_passes(dtype: torch.dtype) -> None:
     """Casts, scaling, torch's fused optimizer, rounding: as steps of training take them. dtype: the masters'."""
-    for variant in VARIANTS.values():
-        if dtype == torch.bfloat16 and variant.optimizer == "sgd":
-            continue  # torch's leaves most elements where they were; the next test
+    for variant in [*VARIANTS.values()][
+        : 2 if dtype == torch.bfloat16 else None
+    ]:  # torch's SGD of 16 bits stands still
         copy = torch.bfloat16 if dtype == torch.float32 else None
         model, kinds = model_of(variant, dtype, copy), (dtype, torch.bfloat16)
         optimizer = optimizer_of(variant, model.masters, dtype, fused=True)
@@ -295,20 +295,6 @@ def test_the_reference_has_the_bits_of_separate_passes(dtype: torch.dtype) -> No
             assert_identical(model.masters, [x.detach() for x in leaves])
             if model.copies is not None:
                 assert_identical(model.copies, [x.detach().bfloat16() for x in leaves])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov"])
-def test_sgd_of_16_bits_is_that_of_float32_rounded(name: str, dtype: torch.dtype) -> None:
-    """On a CPU, too, where torch's fused one moves only the last few elements."""
-    variant = VARIANTS[name]
-    model = model_of(variant, dtype, None)
-    for step in range(3):
-        wide, gradients = clone(model, Tensor.float), gradients_of(model, step, dtype)
-        update(reference, variant, wide, [x.float() for x in gradients], **numbers("cpu"))
-        update(reference, variant, model, gradients, **numbers("cpu"))
-        rounded = [[x.to(dtype) for x in tensors] for tensors in (wide.masters, *wide.moments)]
-        assert_identical([model.masters, *model.moments], rounded)
 
 
 @pytest.mark.parametrize("message, change", [

@@ -156,7 +156,7 @@ class Muon(LocalAdamW):
         if list(map(len, taken)) != [len(self._names)] * bool(self._names):
             raise RuntimeError(
                 f"the matrices of this Muon are in groups of {list(map(len, taken))}, and it was made with one of "
-                f"{len(self._names)}: leave them there, and make a Muon for each learning rate"
+                f"{len(self._names)}: leave them there, where one learning rate serves all"
             )
         missing = [int(each.grad is None) for group in taken for each in group]
         for group in self._hosts:
