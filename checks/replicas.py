@@ -238,7 +238,8 @@ def run(options: argparse.Namespace) -> Report:
     missed = [row["layout"] for row in (*first, *rows) if not row["ok"]]
     problem = f"{len(missed)} of {len(cases)} layouts are not the run of one process: {'; '.join(missed)}"
     tables = [table_of("a round for each step, SGD", first), table_of("rounds of several steps", rows)]
-    return Report(tables, {}, [problem] if missed else [], f"all {len(cases)} layouts are the run of one process")
+    content = {"bounds": [EXACT, BOUND], "rows": [*first, *rows]}
+    return Report(tables, content, [problem] if missed else [], f"all {len(cases)} layouts are the run of one process")
 
 
 BENCH = Bench(

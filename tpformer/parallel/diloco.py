@@ -31,13 +31,18 @@ class DiLoCo(NamedExchange):
 
     A replica's loss is the mean over its own samples of a step, and so is its gradient norm, by which it clips. At the
     end of a round delta = start - parameters is averaged over replicas, each weighted by its targets in that round;
-    then m = momentum m + delta, start = start - lr (delta + momentum m), parameters = start. every: steps of a round.
-    lr, momentum: of the outer step. fragments: the layers, dealt out by their index, with the rest of the model beside
-    layer 0: one fragment is sent every `every` / fragments steps. delay: steps after which a sent fragment is taken,
-    beside which it travels. mix: the share of a replica's own value that it keeps then. send: "whole", "bfloat16" or
-    "int8". agree: steps after which replicas agree whether to stop; 0: when a round ends. Communicates: what
-    Fragment.send says, for all elements of a rank's shards once in `every` steps. Memory: twice the shards, in the
-    dtype of the parameters. Source: arXiv:2311.08105 (DiLoCo), arXiv:2501.18512 (streaming: fragments, delay and mix).
+    then m = momentum m + delta, start = start - lr (delta + momentum m), parameters = start.
+    every:     steps of a round.
+    lr, momentum: of the outer step.
+    fragments: the layers are dealt out by their index, with the rest of the model beside layer 0; one fragment is sent
+               every `every` / fragments steps.
+    delay:     steps after which a sent fragment is taken, beside which it travels.
+    mix:       the share of its own value that a replica keeps then.
+    send:      whole, bfloat16 or int8.
+    agree:     steps after which replicas agree whether to stop; 0: when a round ends.
+    Communicates: what Fragment.send says, for all elements of a rank's shards once in `every` steps.
+    Memory: twice the shards, in the dtype of the parameters.
+    Source: arXiv:2311.08105 (DiLoCo), arXiv:2501.18512 (streaming: fragments, delay and mix).
     """
 
     RANGES = {
@@ -148,16 +153,11 @@ class DiLoCo(NamedExchange):
             return
         held = held_by(self._parts, self._tied)
         check_equal(held, self._replicas, self._device)
+        dealt: list[list[Held]] = [[] for _ in range(self.fragments)]
+        for each in held:
+            dealt[(layer_of(each.name) or 0) % self.fragments].append(each)
         encoding = ENCODINGS.get(self.send)
-        self._fragments = [
-            Fragment(
-                [each for each in held if (layer_of(each.name) or 0) % self.fragments == index],
-                self._replicas,
-                encoding,
-                self._device,
-            )
-            for index in range(self.fragments)
-        ]
+        self._fragments = [Fragment(each, self._replicas, encoding, self._device) for each in dealt]
         self._targets = self._targets.to(self._device)
 
     def _held(self) -> Iterator[Held]:
@@ -210,7 +210,8 @@ class DiLoCo(NamedExchange):
 
     @property
     def apart(self) -> bool:
-        return bool(self._fragments) and any(sent != self._step for sent in self._sent) or self._flight is not None
+        begun = bool(self._fragments)
+        return begun and (self._flight is not None or any(sent != self._step for sent in self._sent))
 
     def common(self) -> Mapping[str, Tensor]:
         return {each.name: each.start for each in self._held()}

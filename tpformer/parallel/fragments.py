@@ -101,8 +101,8 @@ class Fragment:
     """Tensors that replicas make equal at the same time.
 
     replicas: the group of the ranks that hold the same parts in all replicas. encoding: of what is sent; None: values
-    as they are. device: where the group's collectives run. Memory: 8 bytes for each float32 element of a shard, and
-    while it is sent 8 more.
+    as they are. device: where the group's collectives run.
+    Memory: 8 bytes for each float32 element of a shard, and while it is sent 8 more.
     """
 
     def __init__(

@@ -77,12 +77,12 @@ class NotSaved(ValueError):
 
 
 class Saves:
-    """The steps at which a run saves: every checkpoint.interval (0: none), and again after a save that failed or had to
-    wait.
+    """The steps at which a run saves: by checkpoint.interval, and again after a save that failed or had to wait.
 
-    With rounds of `every` steps it saves when the round ends in which that step lies. After the n-th failure in a row
-    the run saves again 2 ** (n - 1) - 1 steps later, or when the next one is due. save: starts saving what the run has
-    after a step. notice: prints one line, on one rank. All methods are called on all ranks, with the same numbers.
+    A save that falls due within a round of `every` steps is done when the round ends. After the n-th failure in a row
+    the run saves again 2 ** (n - 1) - 1 steps later, or when the next one is due.
+    save: starts saving what the run has after a step. notice: prints one line, on one rank.
+    All methods are called on all ranks, with the same numbers.
     """
 
     def __init__(
