@@ -2,13 +2,14 @@
 all heads, documents and windows. What it keeps and sends is as promised, and what does not fit is refused."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise, product
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from context import BATCH, DOCUMENTS, SEQ, WIDTH, shared, tensors, whole
+from context import BATCH, DOCUMENTS, SEQ, WIDTH, shared, tensors, whole, with_gradients
 from hypothesis import given
 from hypothesis import strategies as st
 from testing import assert_identical, assert_kernel_close, assert_same, on_every_rank
@@ -31,6 +32,18 @@ def test_it_is_attention_of_whole_samples() -> None:
             for window in (None, 1, 7, SEQ - 1, SEQ):
                 found, expected = (by(*inputs, documents, window) for by in (shared, whole))
                 assert_same(found, [x[:, own] for x in expected], f"{heads} {documents} {window}")
+
+
+@on_every_rank(1)
+def test_one_rank_has_whole_samples_and_sends_nothing() -> None:
+    """With a group of it alone, or with none, also where keys come in parts."""
+    for heads, wanted, window, group in product(HEADS, (1, 4), (None, 7), (None, dist.group.WORLD)):
+        q, k, v, dy = tensors(*heads, torch.float64)
+        attention = partial(ops.context_attention, documents=DOCUMENTS, window=window, group=group)
+        with mock.patch.dict(PARTS, cpu=wanted), record_collectives() as calls:
+            found = with_gradients(attention, q, k, v, dy=dy)
+        assert_same(found, whole(q, k, v, dy, DOCUMENTS, window), f"{heads} {wanted} {window} {group}")
+        assert calls == []
 
 
 def close_to_whole_samples(heads: tuple[int, int], window: int | None, dtype: torch.dtype, device: str = "cpu") -> list:

@@ -62,12 +62,13 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor
     return gather_shared(x, group, state).resize_(shape)
 
 
-def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Begin an all_gather of several ranks. What it returns waits and gives the result; until then x stays unwritten.
+def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> Callable[[], torch.Tensor]:
+    """Begin an all_gather. What it returns waits and gives the result; until then x stays unwritten.
 
     On a GPU what is queued in between runs beside it. Through shared memory it is done at once.
     """
-    state = collective_state(group)
+    if group is None or (state := collective_state(group)).size == 1:
+        return lambda: x
     if state.shared and x.is_cpu:
         result = all_gather(x, group)
         return lambda: result
@@ -120,17 +121,16 @@ def scatter_sum(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
     Communicates: one all-to-all; each rank receives (ranks - 1) / ranks * x.nbytes, as in a reduce-scatter.
     Errors: those of reduce_scatter.
     """
-    if group is None or collective_state(group).size == 1:
-        return x
     return start_scatter_sum(x, group)()
 
 
-def start_scatter_sum(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Begin a scatter_sum of several ranks. What it returns waits and gives the result; until then x stays unwritten.
+def start_scatter_sum(x: torch.Tensor, group: dist.ProcessGroup | None) -> Callable[[], torch.Tensor]:
+    """Begin a scatter_sum. What it returns waits and gives the result; until then x stays unwritten.
 
     On a GPU what is queued in between runs beside it. Through shared memory it is done at once.
     """
-    state = collective_state(group)
+    if group is None or (state := collective_state(group)).size == 1:
+        return lambda: x
     check_divisible(x.shape[0] if x.dim() else None, state.size)
     if state.shared and x.is_cpu:
         record("all_to_all", x.numel() * x.dtype.itemsize)

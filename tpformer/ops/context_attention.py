@@ -31,20 +31,20 @@ from .uncompiled import uncompiled
 Documents = Sequence[Sequence[int]]
 
 
-def _gathered(k: Tensor, v: Tensor, cut: Sequence[Part], group: ProcessGroup) -> Iterator[Tensor]:
+def _gathered(k: Tensor, v: Tensor, cut: Sequence[Part], kept: Kept) -> Iterator[Tensor]:
     """Keys and values of whole samples, (2, batch, positions, kv_heads, head_dim), of one part after another: by an
     all-gather each, of which the next one is then under way. Nothing is held here that has been taken."""
 
     def start(part: Part) -> Callable[[], Tensor]:
         rows = part.rows(k.shape[1])
-        return start_all_gather(torch.stack([x[:, rows, part.heads] for x in (k, v)])[None], group)
+        return start_all_gather(torch.stack([x[:, rows, part.heads] for x in (k, v)])[None], kept.group)
 
     under_way = [start(cut[0])]
     for part, following in zip(cut, [*cut[1:], None], strict=True):
         came = [under_way.pop()()]
         if following is not None:
             under_way.append(start(following))
-        yield _in_order(came.pop(), part.places, group.size())
+        yield _in_order(came.pop(), part.places, kept.size)
 
 
 def _in_order(gathered: Tensor, places: tuple[int, ...], size: int) -> Tensor:
@@ -54,19 +54,19 @@ def _in_order(gathered: Tensor, places: tuple[int, ...], size: int) -> Tensor:
     return torch.cat([chunks[rank, :, :, index] for rank, index in owners], 2)
 
 
-def _scattered(gradients: Tensor, places: tuple[int, ...], own: Tensor, group: ProcessGroup) -> Callable[[], None]:
+def _scattered(gradients: Tensor, places: tuple[int, ...], own: Tensor, kept: Kept) -> Callable[[], None]:
     """Begin to put into `own`, (2, batch, own, heads, width), those gradients of the own tokens, summed over ranks, of
     gradients like _gathered's result. What it returns waits, and puts them there.
 
     Ranks exchange them in own's dtype and add them up in at least float32, in rank order: NCCL's reduce-scatter would
     add in an order of its own, and round at every hop.
     """
-    size = group.size()
+    size = kept.size
     chunks, first = gradients.chunk(len(places) * size, 2), places[0] * size
     sent = torch.empty(len(chunks), *chunks[0].shape, dtype=own.dtype, device=own.device)
     for index, (rank, place) in enumerate(product(range(size), places)):
         sent[index] = chunks[own_chunks(size, rank)[place] - first]
-    wait = start_scatter_sum(sent, group)
+    wait = start_scatter_sum(sent, kept.group)
 
     def put() -> None:
         for chunk, summed in zip(own.chunk(len(places), 2), wait(), strict=True):
@@ -80,7 +80,12 @@ class Kept(NamedTuple):
 
     segments: RankSegments
     window: int | None
-    group: ProcessGroup
+    group: ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        """How many ranks share the samples."""
+        return self.segments.place[1]
 
     def work(self, q: Tensor, part: Part) -> Sequence[Sequence[Segment | Batch]]:
         """What to attend to of a part's keys, for each sample: made once for all layers."""
@@ -100,7 +105,7 @@ class ContextAttention(torch.autograd.Function):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(len(q), q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
         cut = parts(q.shape[2], k.shape[2], q.device.type)
-        gathers = _gathered(k, v, cut, kept.group)
+        gathers = _gathered(k, v, cut, kept)
         for part in cut:
             keys, values = next(gathers)
             heads = part.queries
@@ -119,13 +124,13 @@ class ContextAttention(torch.autograd.Function):
         dkv = torch.empty(2, *k.shape, dtype=k.dtype, device=k.device)
         with without_autocast(q):
             dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
-            gathers, under_way = _gathered(k, v, cut, kept.group), list[Callable[[], None]]()
+            gathers, under_way = _gathered(k, v, cut, kept), list[Callable[[], None]]()
             for part in cut:
                 sums = _key_gradients(next(gathers), part, kept, dout, q, out, lse, dq)
                 while under_way:  # the exchange of the part before, which ran beside this one's work
                     under_way.pop()()
                 own_rows = dkv[:, :, part.rows(k.shape[1]), part.heads]
-                under_way.append(_scattered(sums, part.places, own_rows, kept.group))
+                under_way.append(_scattered(sums, part.places, own_rows, kept))
                 del sums
             under_way.pop()()
         return dq.to(q.dtype), *dkv, None
@@ -150,9 +155,9 @@ def context_attention(
     documents: Documents | RankSegments | None = None,
     window: int | None = None,
     *,
-    group: ProcessGroup,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Causal ops.attention of samples whose tokens the ranks of a group share.
+    """Causal ops.attention of samples whose tokens the ranks of a group share; None is one rank, which has all.
 
     Shapes:  q (batch, seq / n, heads, head_dim), k, v (batch, seq / n, kv_heads, head_dim) on n ranks, kv_heads
              dividing heads; the rows are `own_tokens` of each sample. The result is like q.
@@ -175,7 +180,7 @@ def context_attention(
     check_window(window, is_causal=True)
     check_heads("context_attention", q, k, v, q.shape[1] if q.dim() == 4 else 0)
     check_head_dim(q)
-    size, rank = group.size(), group.rank()
+    size, rank = (1, 0) if group is None else (group.size(), group.rank())
     seq = q.shape[1] * size
     told = "whole samples"
     if documents is None:
