@@ -1,4 +1,5 @@
-"""What do the transports of tensor-parallel linears take on several GPUs, each beside its prediction?
+"""What do the transports of tensor-parallel linears, and context-parallel attention (nvlink_attention.py), take on
+several GPUs, each beside its prediction?
 
 Belongs here: providers, what must agree, rows, the table of measured times. Started by torchrun; rank 0 reports:
 
@@ -9,7 +10,7 @@ import argparse
 import importlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -29,9 +30,10 @@ from tpformer.ops import column_linear, row_linear
 from tpformer.ops.choice import Request, open_transport
 from tpformer.ops.transports.interface import GATHER, OPERATIONS, SCATTER, Transport
 
+from . import nvlink_attention as attention
 from .predict import FUSED as PREDICTED
 from .predict import MODEL, predict, predicted_rows, present_machine
-from .shapes import RANKS, Shape, operation_shapes
+from .shapes import GROUPS, RANKS, Shape, operation_shapes
 
 DEVICE = "cuda"
 SEQUENTIAL, FUSED, ASYNC_TP = "sequential", "fused", "torch async-TP"
@@ -142,6 +144,7 @@ def listed(quick: bool) -> list[Shape]:
 def check(quick: bool) -> None:
     for shape in listed(quick):
         check_shape(shape)
+    raise_together(attention.check(world_size(), world(), DEVICE))
 
 
 def check_shape(shape: Shape) -> None:
@@ -155,17 +158,22 @@ def check_shape(shape: Shape) -> None:
             require_accurate(f"rank {group.rank()} {shape} {name}", actual, oracle, baseline)
         except AssertionError as error:
             failure = str(error)
-    failures: list[str | None] = [None] * shape.t
-    dist.all_gather_object(failures, failure, group)
+    raise_together(failure)
+
+
+def raise_together(failure: str | None) -> None:
+    """Every rank's mistake is raised by all."""
+    failures: list[str | None] = [None] * world().size()
+    dist.all_gather_object(failures, failure, world())
     if any(failures):
         raise AssertionError("; ".join(text for text in failures if text))
 
 
-def measure(shape: Shape, effort: Effort) -> Seconds:
+def measure(calls: Mapping[str, Callable[[], object]], effort: Effort) -> Seconds:
     """Seconds of the slowest rank by provider and round: equal on all ranks."""
     flushed, together = flush_buffer(), torch.zeros((), device=DEVICE)
 
-    def sample(call: Callable[[], Tensor]) -> Callable[[], float]:
+    def sample(call: Callable[[], object]) -> Callable[[], float]:
         start_at_once = Call(call, lambda: dist.all_reduce(together))
         own = cold(start_at_once, effort.repetitions, flushed)
 
@@ -176,7 +184,7 @@ def measure(shape: Shape, effort: Effort) -> Seconds:
 
         return slowest
 
-    return interleave({name: sample(call) for name, call in providers(shape).items()}, effort.rounds)
+    return interleave({name: sample(call) for name, call in calls.items()}, effort.rounds)
 
 
 def rows_of(shape: Shape, seconds: Seconds, predicted: float) -> list[Row]:
@@ -203,13 +211,16 @@ def write_table(measured: Sequence[dict], directory: Path) -> Path:
 
 
 def run(options: argparse.Namespace) -> Report:
-    machine = present_machine()
+    machine, effort = present_machine(), QUICK if options.quick else FULL
     rows: list[Row] = []
     measured: list[dict] = []
     for shape in listed(options.quick):
-        seconds = measure(shape, QUICK if options.quick else FULL)
+        seconds = measure(providers(shape), effort)
         rows += rows_of(shape, seconds, predict(shape, machine).fused)
         measured.append(table_row(shape, seconds))
+    for sample in attention.samples(world_size(), options.quick):
+        times = measure(attention.providers(sample, world(), DEVICE), effort)
+        rows += attention.rows_of(sample, times, attention.predict(sample, machine)[0])
     dist.destroy_process_group()
     for op in OPERATIONS:
         rows += means((row for row in rows if row["case"] == op), case=f"{op}, geometric mean")
@@ -217,14 +228,21 @@ def run(options: argparse.Namespace) -> Report:
     return report._replace(files=partial(write_table, measured))
 
 
+def predicted() -> str:
+    """The table of what should come out."""
+    rows = predicted_rows(shape for op in OPERATIONS for shape in operation_shapes(op))
+    of_attention = [sample for n in GROUPS for sample in attention.samples(n)]
+    return table([*rows, *attention.predicted_rows(of_attention, present_machine())])
+
+
 BENCH = Bench(
     name="nvlink",
-    description="column and row linears on several GPUs by each transport, beside the prediction; under torchrun",
+    description="linears by each transport, and attention of shared samples, on several GPUs, beside the prediction",
     device="cuda",
     check=check,
     run=run,
     obstacle=obstacle,
-    predict=lambda: table(predicted_rows(shape for op in OPERATIONS for shape in operation_shapes(op))),
+    predict=predicted,
     draw=draw_ratios,
     note=f"Each time is of the slowest rank. Rows against {PREDICTED}: above 1 is faster than predicted. {MODEL}",
 )

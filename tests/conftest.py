@@ -6,7 +6,7 @@ Belongs here: fixtures and pytest options of the whole suite. Fixtures of one to
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 from commands import Commands
-from pool import WorkerPool
+from pool import WorkerPool, World
 from turns import TURNS, of_another_turn
 from versions import why_too_old
 
@@ -77,6 +77,19 @@ def one_gpu() -> Iterator[WorkerPool]:
     """Like `ranks`, for tests marked `gpu`: all ranks use cuda:0 and map one another's memory there."""
     with WorkerPool({"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def gpus() -> Iterator[Callable[[int], World]]:
+    """Like `ranks`, for tests marked `nvlink`: one rank on each GPU."""
+
+    def world(size: int) -> World:
+        if size > torch.cuda.device_count():
+            pytest.skip(f"{size} CUDA devices needed, {torch.cuda.device_count()} found")
+        return pool(size)
+
+    with WorkerPool() as pool:
+        yield world
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

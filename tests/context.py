@@ -42,9 +42,11 @@ def whole(q: Tensor, k: Tensor, v: Tensor, dy: Tensor, documents: list | None, w
     return with_gradients(lambda *x: ops.attention(*x, packed, True, window), q, k, v, dy=dy)
 
 
-def shared(q: Tensor, k: Tensor, v: Tensor, dy: Tensor, documents: list | None, window: int | None) -> list[Tensor]:
-    """This rank's."""
-    group = dist.group.WORLD
+def shared(
+    q: Tensor, k: Tensor, v: Tensor, dy: Tensor, documents: list | None, window: int | None, group=None
+) -> list[Tensor]:
+    """This rank's. group: of all ranks; None: the world."""
+    group = dist.group.WORLD if group is None else group
     own = ops.own_tokens(SEQ, group.size(), group.rank())
     q, k, v, dy = (x[:, own] for x in (q, k, v, dy))
     return with_gradients(lambda *x: ops.context_attention(*x, documents, window, group=group), q, k, v, dy=dy)

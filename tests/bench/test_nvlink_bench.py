@@ -10,10 +10,14 @@ import torch.distributed as dist
 from testing import on_every_rank
 
 from bench import nvlink
+from bench import nvlink_attention as attention
 from bench.shapes import Shape
 from harness.ratios import means
 from harness.timing import Effort
 from tpformer.config.transport_table import read_transport_table
+from tpformer.distributed import record_collectives
+from tpformer.kernels.cost import machine_for
+from tpformer.ops.context import PARTS
 from tpformer.ops.transports.interface import GATHER, OPERATIONS, SCATTER
 
 
@@ -44,7 +48,7 @@ def test_transports_agree_and_the_slowest_rank_counts() -> None:
             shape = Shape("tiny", "linear", op, 8, 6, 10, dist.get_world_size())
             nvlink.check_shape(shape)
             names += list(nvlink.providers(shape))
-        seconds = nvlink.measure(shape, Effort(2, 1))
+        seconds = nvlink.measure(nvlink.providers(shape), Effort(2, 1))
         said = pytest.raises(AssertionError, match="rank 1 tiny linear 8x6x10 pipelined: error")
         with mock.patch.object(nvlink, "providers", wrong_on_rank_1), said:
             nvlink.check_shape(shape)
@@ -54,6 +58,35 @@ def test_transports_agree_and_the_slowest_rank_counts() -> None:
         x, w = torch.empty(rows, 10, device="meta"), torch.empty(6, 10, device="meta")
         operation = nvlink.torch_operation(Shape("tiny", "linear", op, 8, 6, 10, 2), x, w, nvlink.world())
         assert operation().shape == result
+
+
+@on_every_rank(2)
+def test_attention_of_shared_samples_is_right_or_named() -> None:
+    """Over gloo, with a small sample and the parts of a GPU. What is hidden of what is sent, only GPUs show."""
+    group, sample = nvlink.world(), attention.Sample("8B", 32, 2)
+    with mock.patch.dict(PARTS, cpu=PARTS["cuda"]):
+        calls = attention.providers(sample, group, "cpu")
+        for provider, parts in ((attention.AT_ONCE, 1), (attention.IN_PARTS, PARTS["cuda"])):
+            with record_collectives() as sent:
+                calls[provider]()
+            assert len(sent) == 3 * parts
+        assert attention.check(2, group, "cpu", tokens=32) is None
+        wrong = {attention.IN_PARTS: lambda: [2 * x for x in calls[attention.IN_PARTS]()]}
+        with mock.patch.object(attention, "providers", lambda *_: wrong):
+            found = attention.check(2, group, "cpu", tokens=32)
+    assert found.startswith(f"rank {dist.get_rank()} 8B 32 tokens, cp 2 keys in parts y: error")
+
+
+def test_rows_of_attention_stand_beside_the_planners_seconds() -> None:
+    """By hand, of 131,072 tokens on 8 H200: 7/8 of 512 MiB come three times, no faster than the links are."""
+    sample, machine = attention.samples(8)[-1], machine_for("H200")
+    total, alone = attention.predict(sample, machine)
+    assert total - alone >= 3 * 7 / 8 * 512 * 2**20 / machine.link
+    assert alone >= 7 * 16384 * 131072 * 4096 / machine.peak_flops
+    seconds = {attention.AT_ONCE: [2 * total] * 3, attention.IN_PARTS: [total] * 3}
+    assert [row["ratio"] for row in attention.rows_of(sample, seconds, total)] == [2.0, 1.0, 0.5]
+    (row,) = attention.predicted_rows([sample], machine)
+    assert (row["value"], row["baseline_value"]) == (round(1e6 * total, 1), round(1e6 * alone, 1))
 
 
 def test_rows_and_table(tmp_path):

@@ -46,11 +46,13 @@ def test_one_rank_has_whole_samples_and_sends_nothing() -> None:
         assert calls == []
 
 
-def close_to_whole_samples(heads: tuple[int, int], window: int | None, dtype: torch.dtype, device: str = "cpu") -> list:
+def close_to_whole_samples(
+    heads: tuple[int, int], window: int | None, dtype: torch.dtype, device: str = "cpu", group=None
+) -> list:
     """This rank's result and gradients, which are about as exact as one process's in this dtype."""
     own, inputs = ops.own_tokens(SEQ, dist.get_world_size(), dist.get_rank()), tensors(*heads, dtype)
     oracle, plain = (whole(*(x.to(each) for x in inputs), DOCUMENTS, window) for each in (torch.float64, dtype))
-    found = shared(*(x.to(device) for x in inputs), DOCUMENTS, window)
+    found = shared(*(x.to(device) for x in inputs), DOCUMENTS, window, group)
     for name, x, exact, same in zip(("y", "dq", "dk", "dv"), found, oracle, plain, strict=True):
         assert x.dtype == dtype
         assert_kernel_close(x.cpu(), exact[:, own], same[:, own], f"{name} {heads} {window} {dtype}")
@@ -71,6 +73,27 @@ def test_on_a_gpu() -> None:
     float32 scores are made whole."""
     for heads, window, dtype in product(HEADS, (None, 7), (torch.bfloat16, torch.float32)):
         close_to_whole_samples(heads, window, dtype, "cuda:0")
+
+
+def between_devices(device: str, backend: str) -> None:
+    group = dist.new_group(backend=backend)
+    for heads, window, dtype in product(HEADS, (None, 7), (torch.bfloat16, torch.float32)):
+        close_to_whole_samples(heads, window, dtype, device, group)
+
+
+@pytest.mark.nvlink
+@on_every_rank(2, 3, 4, pool="gpus")
+def test_on_several_gpus() -> None:
+    """They travel by NCCL, a part beside the work on another one."""
+    torch.cuda.set_device(dist.get_rank())
+    between_devices("cuda", "nccl")
+
+
+@on_every_rank(2)
+def test_what_several_gpus_do_is_done_by_ranks_of_a_cpu() -> None:
+    """In the parts of a GPU, in a group that is not the world."""
+    with mock.patch.dict(PARTS, cpu=PARTS["cuda"]):
+        between_devices("cpu", "gloo")
 
 
 @on_every_rank(2)

@@ -8,7 +8,7 @@ engines, and one result for fused, pipelined and sequential over NCCL.
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ pytest.importorskip("triton")
 import torch
 import torch.distributed as dist
 from linears import Column, Row
-from pool import WorkerPool
 from shards import Case, Here, check, on_device, on_transport
 from testing import assert_identical
 from torch import Tensor
@@ -54,17 +53,6 @@ POOLS = {
     "one_gpu": ("cuda:0", torch.bfloat16, 40),
     "gpus": ("cuda", torch.bfloat16, 200),
 }
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Callable]:
-    def world(size: int):
-        if size > torch.cuda.device_count():
-            pytest.skip(f"{size} CUDA devices needed, {torch.cuda.device_count()} found")
-        return pool(size)
-
-    with WorkerPool() as pool:
-        yield world
 
 
 @pytest.fixture
