@@ -199,8 +199,9 @@ def synchronous_row(one: LayoutCase, ranks: Sequence[RankRun], alone: RankRun) -
     for name, value in (each for found in ranks for each in found.parameters.items()):
         expected = alone.parameters[name]
         worst = max(worst, float((np.abs(value - expected) / np.maximum(np.abs(expected), LR)).max(initial=0.0)))
-    row = {"layout": str(one), "ranks": len(ranks), "loss": relative([np.mean(of_replicas, 0)], alone.losses)}
-    return row | {"norm": None, "parameters": worst, "ok": worst <= EXACT and row["loss"] <= EXACT}
+    loss = relative([np.mean(of_replicas, 0)], alone.losses)
+    row = {"layout": str(one), "ranks": len(ranks), "loss": loss, "norm": None, "parameters": worst}
+    return row | {"ok": worst <= EXACT and loss <= EXACT}
 
 
 def table_of(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -97,7 +97,13 @@ def start_ranks(
             "MASTER_ADDR": nodes[0].address, "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": node.name,
             "PYTHONPATH": str(ROOT),
         }  # fmt: skip
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        environment = {**os.environ, **place, **(told or {})}
-        started.append(subprocess.Popen(node.inside(*words), env=environment, **pipes))
+        started.append(
+            subprocess.Popen(
+                node.inside(*words),
+                env={**os.environ, **place, **(told or {})},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
     return started
