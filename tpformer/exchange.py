@@ -52,7 +52,7 @@ class Exchange:
     sums_replicas = False
     """Whether `unit` adds up over dp_replicate, in FSDP2's place."""
     changes_losses = False
-    """Whether losses depend on it, and with it on the layout."""
+    """Whether losses depend on it, and with it on the layout; with keeps_apart on the number of replicas alone."""
     takes_steps = False
     """Whether `steps` does all of it, on ranks that hold whole parameters, without FSDP2."""
     keeps_apart = False
@@ -97,7 +97,8 @@ class Exchange:
         """End a run: all replicas have the same parameters afterwards."""
 
     def at(self, step: int) -> None:
-        """So many steps of the run lie behind. After `load`, if it has loaded something."""
+        """So many steps lie behind, as the checkpoint says of which `load` has taken its part. ValueError, with the
+        remedy, if another exchange took them and left what this one cannot go on from."""
 
     def common(self) -> Mapping[str, Tensor]:
         """What all replicas have in common of parameters and buffers, by name: the model of which a replica's own is a

@@ -58,7 +58,7 @@ class DiLoCo(NamedExchange):
     delay: int = 0
     mix: float = 0.0
     send: str = WHOLE
-    agree: int = 0
+    agree: int = field(default=0, compare=False)
     present: bool = field(default=True, init=False, compare=False)
     """Whether this replica takes part in the next mean. One that does not, because it trained on bad samples or is
     being replaced, has the common parameters when a round ends. Equal on all ranks of the replica."""
@@ -144,11 +144,14 @@ class DiLoCo(NamedExchange):
         tied: Sequence[nn.Parameter],
         device: torch.device,
     ) -> None:
+        """ValueError without other replicas, which a run's check would have found."""
+        if replicas is None:
+            raise ValueError(f"parallel.exchange={self.text!r} takes outer steps over replicas, of which there is one")
         self._parts, self._replicas, self._tied, self._device = parts, replicas, tied, device
 
     @torch.no_grad()
     def begin(self, *, anew: bool = False) -> None:
-        """RuntimeError on all ranks if replicas begin with other values."""
+        """RuntimeError, on the ranks that hold it, if replicas begin with other values of something."""
         if self._replicas is None or (self._fragments and not anew):
             return
         held = held_by(self._parts, self._tied)
@@ -158,7 +161,7 @@ class DiLoCo(NamedExchange):
             dealt[(layer_of(each.name) or 0) % self.fragments].append(each)
         encoding = ENCODINGS.get(self.send)
         self._fragments = [Fragment(each, self._replicas, encoding, self._device) for each in dealt]
-        self._targets = self._targets.to(self._device)
+        self._targets = torch.zeros(self.fragments, dtype=torch.float64, device=self._device)
 
     def _held(self) -> Iterator[Held]:
         for fragment in self._fragments:
@@ -262,7 +265,7 @@ class DiLoCo(NamedExchange):
 
     def at(self, step: int) -> None:
         """ValueError, with the remedy, if a fragment was on its way in another schedule of rounds."""
-        self._step, self._flight = step, None
+        self._step, self._flight, self._sent = step, None, [-1] * self.fragments
         rounds, last = step // self._gap, step - step % self._gap
         for back in range(min(self.fragments, rounds)):
             self._sent[(rounds - 1 - back) % self.fragments] = last - back * self._gap
@@ -273,7 +276,7 @@ class DiLoCo(NamedExchange):
         names = {FLIGHT + each.name for each in self._fragments[index]} | {COUNTS}
         if step % self._gap >= self.delay or names != loaded.keys():
             raise ValueError(
-                f"the checkpoint of step {step} was saved while parameters were on their way between replicas, in "
+                f"was saved after step {step}, while parameters were on their way between replicas, in "
                 f"rounds that parallel.exchange={self.text!r} does not have: go on with the options that saved it"
             )
         deltas = [local_part(loaded[FLIGHT + each.name]).reshape(-1) for each in self._fragments[index]]

@@ -128,9 +128,10 @@ def load_checkpoint(
             load_own(path, part, prefix)
         for part, optimizer in zip(parts, optimizers, strict=False):
             load_optimizer(path, part, optimizer, prefix)
+        step, extra = read_note(path)
         if exchange is not None:
-            load_exchange(path, exchange)
-        return loaded, set(saved_tensors(path, MODEL)), read_note(path)[1]
+            load_exchange(path, exchange, step)
+        return loaded, set(saved_tensors(path, MODEL)), extra
 
     results = _on_every_rank(group, load)
     unused = results[0][1].difference(*(loaded for loaded, _, _ in results))

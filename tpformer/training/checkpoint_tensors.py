@@ -148,16 +148,18 @@ def load_own(path: Path, part: nn.Module, prefix: str) -> None:
     read_tensors(path, {name: value for name, value in tensors.items() if name.removeprefix(prefix + MODEL) in saved})
 
 
-def load_exchange(path: Path, exchange: Exchange) -> None:
-    """Give an exchange what the checkpoint has of it. CheckpointError if that is of another layout."""
-    saved = saved_tensors(path, SUMS)
+def load_exchange(path: Path, exchange: Exchange, step: int) -> None:
+    """Give an exchange what the checkpoint has of it. step: that of the checkpoint. CheckpointError if it is of another
+    layout, or of other rounds."""
+    saved = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for name, entry in saved_tensors(path, SUMS).items()
+    }
     try:
-        taken = exchange.load(
-            {
-                name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-                for name, entry in saved.items()
-            }
-        )
+        taken = exchange.load(saved)
+        read_tensors(path, {SUMS + name: value for name, value in taken.items()})
+        exchange.at(step)
+    except CheckpointError:
+        raise
     except ValueError as error:
         raise CheckpointError(f"{path} {error}") from None
-    read_tensors(path, {SUMS + name: value for name, value in taken.items()})
