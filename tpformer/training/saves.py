@@ -100,8 +100,7 @@ class Saves:
 
     def due(self, step: int) -> bool:
         """Whether to save after a step."""
-        again = self._again is not None and step >= self._again and step % self._every == 0
-        return again or falls_due(step, self._interval, self._every)
+        return step == self._again or falls_due(step, self._interval, self._every)
 
     def save(self, step: int, *, diverging: bool, ending: bool) -> None:
         """Save, unless the run diverges: then it saves after the first step that is not skipped.
@@ -111,7 +110,7 @@ class Saves:
         if diverging:
             if self._again != step:
                 self._notice(f"step {step} was skipped: the checkpoint waits for a step that is not")
-            self._again = step + 1
+            self._again = self._round_end(step + 1)
             return
         self._again = None
         try:
@@ -121,13 +120,18 @@ class Saves:
                 raise FloatingPointError(f"{error}; {ADVICE}") from None
             self._notice(f"{error}; {ADVICE}")
 
+    def _round_end(self, step: int) -> int:
+        """The first step from this one on after which a round ends."""
+        return -(-step // self._every) * self._every
+
     def retry(self, step: int) -> None:
         """Report that the save in progress has failed by this step, and plan another one."""
         try:
             self._checkpointer.wait()
         except RuntimeError as error:
             again = step + 2 ** (self._checkpointer.failures - 1) - 1
-            self._again = min(again, -(-step // self._interval) * self._interval) if self._interval > 0 else again
+            again = min(again, -(-step // self._interval) * self._interval) if self._interval > 0 else again
+            self._again = self._round_end(again)
             self._notice(f"{error}; the run goes on and saves again after step {self._again}")
 
     def end(self, step: int, requests: Sequence[int], tally: Tally) -> None:

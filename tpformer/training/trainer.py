@@ -110,7 +110,6 @@ class Trainer:
         )
         self.saves = Saves(self.checkpointer, config, self.model.exchange.every, self._save, self._notice)
         self.step = self._resume() if config.run.resume else 0
-        self.model.exchange.at(self.step)
         self.working_on = self.step + 1  # the step that is queued or read, which an error names
         if finished := check_steps(config, self.step):
             self._notice(finished)
@@ -242,7 +241,8 @@ class Trainer:
         return stopping
 
     def _report_skipped(self, launched: Launched, numbers: Mapping[str, Any]) -> None:
-        """Say which step was skipped and why. FloatingPointError on all ranks after too many in a row."""
+        """Say which step was skipped and why. FloatingPointError after too many in a row, on all ranks that take steps
+        together."""
         step, in_a_row = launched.step, self.tally.skipped_in_a_row
         offender = why_skipped(self.model, launched.batch.host, launched.result)
         where = f"first in {offender}" if offender else "in no gradient"
