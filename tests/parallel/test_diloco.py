@@ -73,6 +73,7 @@ def test_what_is_refused(exchange, sections, words):
 def test_rounds_that_are_equal_in_other_words():
     assert exchange_named("diloco every=30") == exchange_named("diloco") != exchange_named("diloco every=31")
     found = exchange_named("diloco every=6 agree=3")
+    assert found == exchange_named("diloco every=6"), "when replicas agree decides no loss"
     assert [step for step in range(1, 13) if found.meets(step)] == [3, 6, 9, 12]
     assert [step for step in range(1, 13) if exchange_named("diloco every=6").meets(step)] == [6, 12]
 

@@ -62,6 +62,7 @@ _LAYOUT = (
     "context_parallel expert_parallel zero_stage"
 )
 LAYOUT_KEYS = {"train.microbatch_size", "parallel.exchange", *(f"parallel.{key}" for key in _LAYOUT.split())}
+REPLICA_KEYS = {"parallel.exchange", "parallel.data_parallel_replicate"}
 VERDICTS = {f"{section}.{key}": verdict for (section, verdict), keys in _TABLE.items() for key in keys.split()}
 
 
@@ -220,18 +221,22 @@ def _verdict(key: str, before: RunConfig, start: Start) -> str:
         return CONTINUED if getattr(before.data, CONTENTS[use]) or not getattr(before.data, use) else REFUSED
     if key == "data.valid_contents" and not (before.data.valid and start.config.data.valid):
         return CONTINUED  # no validation loss stands beside one of other data
-    if key in LAYOUT_KEYS and any(_changes_losses(each) for each in (before, start.config)):
+    if any(key in _deciding(each) for each in (before, start.config)):
         return REFUSED
     if key == "data.tokenizer":
         return REFUSED if _other_tokenizer(before, start) else CONTINUED
     return VERDICTS.get(key, REFUSED)
 
 
-def _changes_losses(config: RunConfig) -> bool:
-    """Whether its losses depend on how gradients of replicas become one, and with it on the layout."""
+def _deciding(config: RunConfig) -> set[str]:
+    """The keys of the layout that decide its losses. Where replicas take steps by themselves, any layout of one gives
+    the same."""
     from tpformer.parallel import exchange_named
 
-    return exchange_named(config.parallel.exchange).changes_losses
+    exchange = exchange_named(config.parallel.exchange)
+    if exchange.keeps_apart:
+        return REPLICA_KEYS
+    return LAYOUT_KEYS if exchange.changes_losses else set()
 
 
 def _same(was: str, now: str) -> bool:
