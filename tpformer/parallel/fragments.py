@@ -196,7 +196,8 @@ def check_equal(held: Sequence[Held], replicas: ProcessGroup, device: torch.devi
     sums = torch.stack([torch.stack((x.sum(), x.square().sum())) for each in held for x in [each.own.double()]])
     first, *others = all_gather(sums[None].to(device), replicas)
     for other in others:
-        for each, equal in zip(held, (other == first).all(1).tolist(), strict=True):
+        same = (other == first) | (other.isnan() & first.isnan())  # what is no number everywhere is a step's to report
+        for each, equal in zip(held, same.all(1).tolist(), strict=True):
             if not equal:
                 raise RuntimeError(
                     f"replicas begin with other values of {each.name}, so that the mean of what they learn is of no "
