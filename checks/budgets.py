@@ -87,7 +87,8 @@ class Alive(TorchDispatchMode):
         self.alive[key] = size, weakref.ref(storage)
         self.now += size
         if self.now > self.peak:  # FSDP2 frees what it gathered by a new size, which no operation shows
-            self.alive = {k: (each.nbytes(), ref) for k, (_, ref) in self.alive.items() if (each := ref()) is not None}
+            known = self.alive.copy()  # at once: storages may end meanwhile
+            self.alive = {k: (each.nbytes(), ref) for k, (_, ref) in known.items() if (each := ref()) is not None}
             self.now = sum(size for size, _ in self.alive.values())
             self.peak = max(self.peak, self.now)
 
