@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from harness.bars import Bar, write_bars
 from harness.ranks import Calls, Ranks
 from harness.runner import Bench, Report, columns
 from tpformer.config import Layout, RunConfig
@@ -33,6 +35,7 @@ RUNS = (  # (optimizer, its rate, parallel.exchange)
     *(("adamw", 3e-3, "library"), ("adamw", 3e-3, "diloco every=10"), ("adamw", 3e-3, "diloco every=30")),
     *(("adamw", 3e-3, "diloco every=100"), ("adamw", 3e-3, "diloco every=30 send=int8")),
     ("adamw", 3e-3, "diloco every=30 fragments=2 delay=5 mix=0.5"),
+    *(("adamw", 3e-3, "diloco every=10 lr=1 momentum=0"), ("adamw", 3e-3, "diloco every=30 lr=1 momentum=0")),
     *(("muon", 1.2e-2, "library"), ("muon", 1.2e-2, "diloco every=30 lr=0.7 momentum=0.5")),
 )
 NOTE = (
@@ -91,11 +94,21 @@ def run(options: argparse.Namespace) -> Report:
     return Report([table], {"steps": steps, "seeds": list(seeds), "rows": rows}, [], "all runs ended")
 
 
+def draw(path: Path) -> Path:
+    """The mean losses, by optimizer and exchange."""
+    rows = json.loads(path.read_text())["rows"]
+    bars = [
+        Bar(row["optimizer"], row["exchange"], {"loss": mean(row["losses"])}, f"{mean(row['losses']):.3f}")
+        for row in rows
+    ]
+    return write_bars(path, NOTE, "validation loss, nats a byte", bars)
+
+
 BENCH = Bench(
     name="rounds",
     description="validation loss of a byte GPT on two replicas, synchronous and in rounds of DiLoCo",
     options={"--quick": {"action": "store_true", "help": "4 steps and one seed, nothing written"}},
     run=run,
-    draw=None,
+    draw=draw,
     note=NOTE,
 )

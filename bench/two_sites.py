@@ -11,12 +11,14 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from harness import nodes
+from harness.bars import Bar, write_bars
 from harness.runner import Bench, Report, WrongCall, columns
 from tpformer.config import build_config
 from tpformer.parallel.diloco import DiLoCo
@@ -105,6 +107,23 @@ def run(options: argparse.Namespace) -> Report:
     return Report([table, note], {"rate": options.rate, "rows": rows}, [], "both sites trained")
 
 
+def draw(path: Path) -> Path:
+    """Seconds of a step, with a red line at the formula's."""
+    found = json.loads(path.read_text())
+    bars = [
+        Bar(
+            "no exchange" if row["exchange"] == ALONE else row["exchange"],
+            "",
+            {"a step": row["seconds"]},
+            f"{row['seconds']:.3f}",
+            row["formula_seconds"],
+        )
+        for row in found["rows"]
+    ]
+    note = f"Two sites, joined by a link of {found['rate']}: seconds of a step, and a red line at the formula's."
+    return write_bars(path, note, "seconds", bars)
+
+
 BENCH = Bench(
     name="two_sites",
     description="DiLoCo over a slow link between two network namespaces, beside the formula",
@@ -113,7 +132,7 @@ BENCH = Bench(
         "--quick": {"action": "store_true", "help": "one round of each, nothing written"},
     },
     run=run,
-    draw=None,
+    draw=draw,
     obstacle=lambda: nodes.obstacle("any"),
 )
 
