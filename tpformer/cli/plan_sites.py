@@ -8,8 +8,7 @@ if TYPE_CHECKING:
 
 
 def check_sites(options: Any, files: Any) -> None:
-    """ValueError for options of `tpformer plan` that go with another question.
-    files: those that are to be written."""
+    """ValueError for options of `tpformer plan` that go with another question. files: those that are to be written."""
     others = {"--memory-budget": options.memory_budget, "--sweep": options.sweep, "--explain": options.explain}
     given = [name for name, value in others.items() if value] + [f"--{name}" for name in files]
     if given or options.kinds[1:]:

@@ -183,9 +183,8 @@ class RankSegments:
 
     def __init__(self, starts: Sequence[Sequence[int]], seq_length: int, size: int, rank: int) -> None:
         check_context_length(seq_length, size)
-        starts = [
-            [*map(operator.index, each)] for each in starts
-        ]  # of numbers of a tensor no two ranks have the same hash
+        # numbers, as elements of a tensor have another hash on each rank
+        starts = [[*map(operator.index, each)] for each in starts]
         if any(s[:1] != [0] or s != sorted(set(s)) or s[-1] >= seq_length for s in starts):
             raise ValueError(
                 f"documents of {len(starts)} samples begin at {shown(starts)}: give for each sample ascending "

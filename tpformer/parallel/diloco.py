@@ -192,6 +192,8 @@ class DiLoCo(NamedExchange):
         weight = self._targets[index] * self.present
         self._targets[index] = 0
         self._flight = index, self._fragments[index].send(weight)
+        if self.delay:  # else all replicas have the next common values at once
+            self._fragments[index].rejoin(weight)
         self._sent[index] = self._step
 
     def _take(self, mix: float) -> None:

@@ -124,7 +124,7 @@ class Fragment:
     def send(self, weight: Tensor) -> Callable[[], Sum]:
         """Begin the mean over replicas, of which this one has the weight: a float64 scalar. What is returned waits.
 
-        A replica of no weight sends zeros, whatever it holds, and has the common values afterwards.
+        A replica of no weight sends zeros, whatever it holds.
         Communicates over replicas: for each bucket an all-reduce of its elements, or an all-gather of them encoded; an
         all-reduce of 8 bytes.
         """
@@ -134,9 +134,6 @@ class Fragment:
             share = weight.to(moved)
             waits.append(self._start_sum(torch.where(share > 0, moved * share, torch.zeros_like(moved))))
         everyone = start_all_reduce(weight.to(self.device).reshape(1), self.replicas)
-        for each in self:
-            inside = weight.to(each.own.device) > 0
-            each.write(torch.where(inside, each.own, local_part(each.start)))
         arrived: list[Sum] = []
 
         def mean() -> Sum:
@@ -151,6 +148,13 @@ class Fragment:
             return arrived[0]
 
         return mean
+
+    @torch.no_grad()
+    def rejoin(self, weight: Tensor) -> None:
+        """Give a replica of no weight the common values, from which it goes on while others' means travel."""
+        for each in self:
+            inside = weight.to(each.own.device) > 0
+            each.write(torch.where(inside, each.own, local_part(each.start)))
 
     def _start_sum(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin a sum over replicas of (elements,)."""
