@@ -19,7 +19,7 @@ from commands import python
 from pool import WorkerPool
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from turns import PARTS, in_parts
+from turns import PARTS, in_parts, in_turns
 
 from checks import layouts
 from checks.layout_cases import EIGHT, FP8_CASES, SIXTEEN, case
@@ -208,7 +208,7 @@ def pooled(
     return contextlib.nullcontext(SimpleNamespace(call=call))
 
 
-@pytest.mark.parametrize("defects", [False, True])
+@pytest.mark.parametrize("defects", in_turns([False, True]))
 def test_the_command_notices_a_defect(
     defects: bool, ranks: WorkerPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ from contextlib import ExitStack, nullcontext
 from unittest import mock
 
 import pytest
+from turns import in_turns
 
 from checks import replicas
 from checks.layout_cases import SIXTEEN, LayoutCase, case
@@ -88,14 +89,19 @@ def simulated(one: LayoutCase, text: str) -> replicas.Whole:
     return replicas.Oracle(replicas.config_of(one, text)).run()
 
 
-@pytest.mark.parametrize(("one", "mistakes"), [
-    (ROUNDS, ("the sign of delta", "no outer momentum", "the outer rate", "targets of all replicas",
-              "the norm of all replicas", "all replicas take the same samples")),
-    (STREAMED, ("all of the replica's own is given up", "a fragment is never sent")),
-    (BIASED, ("buffers stay apart",)),
-], ids=["rounds", "streamed", "biased"])  # fmt: skip
-def test_mistakes_are_seen(ranks, text, one, mistakes) -> None:
+MISTAKES = {
+    "rounds": (ROUNDS, ("the sign of delta", "no outer momentum", "the outer rate", "targets of all replicas",
+                        "the norm of all replicas", "all replicas take the same samples")),
+    "streamed": (STREAMED, ("all of the replica's own is given up", "a fragment is never sent")),
+    "biased": (BIASED, ("buffers stay apart",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "planted"), [*((name, False) for name in MISTAKES), *in_turns((name, True) for name in MISTAKES)]
+)
+def test_mistakes_are_seen_and_nothing_else(ranks, text, name, planted) -> None:
+    one, mistakes = MISTAKES[name]
     (whole,) = ranks(1).run(simulated, one, text)
-    assert replicas.row_of(one, ranks(2).run(trained, one, text, ""), whole)["ok"]
-    for mistake in mistakes:
-        assert not replicas.row_of(one, ranks(2).run(trained, one, text, mistake), whole)["ok"], mistake
+    for mistake in mistakes if planted else [""]:
+        assert replicas.row_of(one, ranks(2).run(trained, one, text, mistake), whole)["ok"] != planted, mistake

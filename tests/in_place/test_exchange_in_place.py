@@ -19,7 +19,7 @@ from tiny import batch, tiny
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from turns import in_turns
+from turns import FIRST, in_turns
 
 from bench.families.training import in_float64
 from tpformer import clip_grad_norm_, full_state_dict, load_sharded, parallelize, parameters_on_meta, verify
@@ -120,6 +120,8 @@ def test_four_ranks_share_the_experts() -> None:
             assert_same(*both(family, t, ep, seq), f"{family} {t} {ep}")
 
 
+@pytest.mark.proof
+@pytest.mark.rotates(FIRST)
 @on_every_rank(4)
 def test_mistakes_are_seen() -> None:
     """Each is made on all ranks."""

@@ -32,6 +32,7 @@ from pool import WorkerPool
 from small_runs import build, run_config
 from testing import differ_on_a_rank
 from torch import Tensor
+from turns import in_turns
 
 from tpformer import ops
 from tpformer.config import RunConfig
@@ -323,11 +324,8 @@ def seen(check: str, mistake: Mistake | None) -> bool:
     return differ_on_a_rank(found, expected)
 
 
-@pytest.mark.parametrize("mistake", TRAPS, ids=lambda mistake: mistake.__name__)
-def test_a_mistake_is_seen(ranks: WorkerPool, mistake: Mistake) -> None:
-    assert all(ranks(2).run(seen, TRAPS[mistake], mistake))
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_without_a_mistake_nothing_is_seen(ranks: WorkerPool, check: str) -> None:
-    assert not any(ranks(2).run(seen, check, None))
+@pytest.mark.parametrize(("check", "mistake"), [
+    *((check, None) for check in CHECKS), *in_turns((check, mistake) for mistake, check in TRAPS.items())
+])  # fmt: skip
+def test_a_mistake_is_seen_and_nothing_else(ranks: WorkerPool, check: str, mistake: Mistake | None) -> None:
+    assert ranks(2).run(seen, check, mistake) == [mistake is not None] * 2

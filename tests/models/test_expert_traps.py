@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
+from turns import in_turns
 
 from tpformer.config import Layout, RunConfig, build_config
 from tpformer.distributed import mesh as meshes
@@ -310,24 +312,23 @@ TRAPS: dict[Mistake, tuple[int, str]] = {
 }
 
 
-def seen(name: str, expected: Any) -> list[str]:
-    """The mistakes with which a rank's results differ from what is expected, and "none" if they differ without one."""
-    check, found = CHECKS[name], []
-    laid = Laid.out(check.layout)
-    for mistake in (None, *(each for each, (_, by) in TRAPS.items() if by == name)):
+def differences(name: str, expected: Any, mistakes: Iterable[Mistake | None]) -> list[bool]:
+    """Whether a rank's results with each mistake differ from what is expected."""
+    laid, found = Laid.out(CHECKS[name].layout), []
+    for mistake in mistakes:
         with pytest.MonkeyPatch.context() as patch:
             if mistake is not None:
                 mistake(patch)
-            differs = differ_on_a_rank(check.found(laid), expected)
-        found += ["none" if mistake is None else mistake.__name__] * differs
+            found.append(differ_on_a_rank(CHECKS[name].found(laid), expected))
     return found
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_each_mistake_is_seen_and_nothing_else(ranks: WorkerPool, name: str) -> None:
-    check = CHECKS[name]
-    found = ranks(world_size(LAYOUTS[check.layout])).run(seen, name, check.expected(config_of(check.layout)))
-    assert found == [[each.__name__ for each, (_, by) in TRAPS.items() if by == name]] * len(found)
+@pytest.mark.parametrize(("name", "planted"), [*product(CHECKS, [False]), *in_turns(product(CHECKS, [True]))])
+def test_each_mistake_is_seen_and_nothing_else(ranks: WorkerPool, name: str, planted: bool) -> None:
+    check, world = CHECKS[name], ranks(world_size(LAYOUTS[CHECKS[name].layout]))
+    mistakes = [each for each, (_, by) in TRAPS.items() if by == name] if planted else [None]
+    found, *_ = world.run(differences, name, check.expected(config_of(check.layout)), mistakes)
+    assert found == [planted] * len(mistakes) != [], mistakes
 
 
 def hooks_of_experts_do_not_run(patch: Patch) -> None:
@@ -393,7 +394,6 @@ ELSEWHERE: dict[int, str] = {
 def test_every_trap_is_seen_here_or_elsewhere() -> None:
     here = {trap for trap, *_ in (*TRAPS.values(), *REFUSED.values(), *ASKED)}
     assert {*range(20, 43)} <= here | ELSEWHERE.keys()
-    root = Path(__file__).parents[2]
     for file, _, name in (each.partition("::") for each in ELSEWHERE.values()):
-        body = ast.parse((root / file).read_text()).body
+        body = ast.parse((Path(__file__).parents[2] / file).read_text()).body
         assert name in {each.name for each in body if isinstance(each, ast.FunctionDef)}, f"{file} has no {name}"
