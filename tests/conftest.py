@@ -125,9 +125,10 @@ def pytest_keyboard_interrupt() -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported is never garbage: nothing looks for any while tests are found."""
+    """What is imported is never garbage: nothing looks for any while tests are found, nor among that later."""
     gc.disable()
     yield
+    gc.freeze()
     gc.enable()
 
 

@@ -83,7 +83,7 @@ class Server:
         tests = os.path.dirname(__file__)  # what is preloaded may be there
         self.environment = {"PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]), **environment}
         self.server = forkserver.ForkServer()
-        self.server.set_forkserver_preload(preload)
+        self.server.set_forkserver_preload([*preload, "frozen"])
 
     def start(self, target: Callable[..., None], *args: Any, name: str = "", daemon: bool = True) -> Any:
         """Start a process that calls the module-level `target(*args)`, and return it."""
@@ -208,7 +208,6 @@ def serve(rank: int, size: int, port: int, stack_file: str, conn: Any) -> None:
     """The life of a worker: it runs a task, and leaves the world when told to, until the pool closes its pipe."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    gc.freeze()  # imports are never garbage, so collections, and tests that list objects, skip them
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PROCESS_GROUP_TIMEOUT)

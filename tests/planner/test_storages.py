@@ -1,6 +1,7 @@
 """The one way to count storages: what autograd keeps counts once, whole and by name; what is alive is found."""
 
 import gc
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -48,7 +49,14 @@ def test_hooks_are_gone_afterwards_and_what_is_left_out_does_not_count():
     assert saved.sizes() == {x.untyped_storage(): 3 * 4 * 4, y.untyped_storage(): 2 * 4 * 4}
 
 
-def test_alive_are_views_and_gradients_of_leaves():
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    gc.unfreeze()  # pytest's own imports
+    yield
+    gc.freeze()
+
+
+def test_alive_are_views_and_gradients_of_leaves(nothing_frozen):
     def found() -> int:
         gc.collect()
         return sum(storage.nbytes() == 4 * 977 for storage in live_storages(lambda x: not x.is_meta))
