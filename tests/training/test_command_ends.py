@@ -4,7 +4,6 @@ import fcntl
 import ipaddress
 import os
 import pty
-import shutil
 import signal
 import socket
 import struct
@@ -220,7 +219,7 @@ def test_a_mistake_takes_one_line(commands, tmp_path, tiny_data, write, argument
     (blocked / "config.json").write_text("[")
     with IndexedWriter(harmed, IndexedDataset(tiny_data).dtype) as writer:  # one window, which every sample is
         writer.add_document([300, *range(16)])
-    shutil.copyfile(f"{tiny_data}.json", f"{harmed}.json")
+    harmed.with_suffix(".json").write_text('{"tokenizer": "bytes", "vocab_size": 257}')
     toml = write(parallel={"tensor_parallel": 2}, train={"steps": 2})
     code, out, err = commands.run(*(each.format(toml=toml, tmp=tmp_path) for each in arguments), **variables)
     assert code == 2 and said in err and err.count("\n") == 1 and err.startswith("tpformer: "), out + err
