@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from tpformer.processes.files import file_sha256, in_words, naming, replace_file
+from tpformer.processes.files import file_sha256, in_words, naming, replace_file, what_failed
 from tpformer.processes.ownership import LOCK, owned
 
 
@@ -33,6 +33,19 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 def test_a_refusal_that_an_error_of_a_file_led_to_stays_one(tmp_path):
     with pytest.raises(ValueError, match="cannot be read: it is closed"), naming(tmp_path), in_words(tmp_path):
         raise OSError(5, "it is closed")
+
+
+def test_what_failed_has_a_path_that_the_user_knows_or_the_errors_own_words(tmp_path):
+    folder, missing = tmp_path / "start.json", tmp_path / "none"
+    folder.mkdir()
+    with pytest.raises(OSError) as hidden:
+        replace_file(folder, "text")
+    with pytest.raises(OSError) as system:
+        missing.read_bytes()
+    assert what_failed(hidden.value) == f"{folder} cannot be used: Is a directory"
+    assert what_failed(system.value) == f"{missing} cannot be used: No such file or directory"
+    for own in (FileNotFoundError(f"no configuration file {missing}"), OSError("it is not seekable")):
+        assert what_failed(own) == str(own)
 
 
 def test_the_digest_is_sha256_of_the_content(tmp_path):

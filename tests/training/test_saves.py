@@ -149,6 +149,54 @@ def test_r10_a_disk_that_is_full_as_the_run_starts_is_one_sentence(tiny_values):
     assert str(error.value) == f"{tiny_values['run']['dir']}/start.json cannot be written: No space left on device"
 
 
+def _emptied(run: Path) -> None:
+    (run / "config.toml").write_text("")
+
+
+def _in_the_way(run: Path) -> None:
+    (run / "config.toml").unlink()
+    (run / "config.toml").mkdir()
+
+
+def _leads_nowhere(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").symlink_to(run / "unmounted" / "metrics.jsonl")
+
+
+DAMAGES = {
+    _emptied: "config.toml is empty, and no run writes such a file: bring back the settings that the run had",
+    _in_the_way: "holds a run, but its config.toml is gone: bring it back",
+    _leads_nowhere: "metrics.jsonl cannot be used: No such file or directory",
+}
+
+
+@on_every_rank(1)
+def test_a_damaged_run_directory_is_one_sentence_before_a_step(tiny_values):
+    run = Path(tiny_values["run"]["dir"])
+    train(values_with(tiny_values, train={"steps": 2}))
+    whole = run.rename(run.with_name("whole"))
+    for damage, said in DAMAGES.items():
+        shutil.copytree(whole, run)
+        damage(run)
+        with pytest.raises(ValueError, match=said):
+            train(tiny_values, resume=True)
+        shutil.rmtree(run)
+
+
+@on_every_rank(1)
+def test_r10_a_disk_that_is_full_as_the_ranks_meet_names_the_file(tiny_values):
+    write = Path.write_text
+
+    def full(self, *arguments, **options):
+        if self.name == "attempt":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a write, without a name
+        return write(self, *arguments, **options)
+
+    with mock.patch.object(Path, "write_text", full), pytest.raises(OSError) as error:
+        train(tiny_values)
+    assert error.value.filename == f"{tiny_values['run']['dir']}/ranks/attempt"
+
+
 def test_r6_a_run_directory_that_goes_ends_the_run(commands, tmp_path, tiny_values):
     more = {"train": {"steps": 100_000}, "checkpoint": {"interval": 0}}
     job = commands.start("pretrain", write_run(tmp_path, values_with(tiny_values, **more, **ON_TWO)))

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 
 from tpformer.launchers import JoinError
+from tpformer.processes.files import what_failed
 from tpformer.processes.launch import USAGE_EXIT_CODE, record_exception
 from tpformer.words import message
 
@@ -71,9 +72,7 @@ def _words(error: BaseException) -> object:
         asked = re.search(r"\d+ bytes|[\d.]+ \wiB", str(error))
         what = asked[0] if asked else "more"
         return f"{what} at once cannot be allocated: lower the sizes (`tpformer dry-run` counts what a rank holds)"
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename} cannot be used: {error.strerror}"
-    return error
+    return what_failed(error) if isinstance(error, OSError) else error
 
 
 def _end_by(number: int) -> None:

@@ -34,13 +34,21 @@ def whole_file(path: Path) -> Iterator[Path]:
     which names the path, where writing fails.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    with naming(path):
+    with naming(path, hidden=temporary):
         try:
             yield temporary
             temporary.replace(path)
         finally:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+def what_failed(error: OSError) -> str:
+    """What is wrong with a file, in the order of a sentence. An OSError that no system call has caused has words of its
+    own, and neither a number nor a path."""
+    if error.filename is None or not error.strerror:
+        return str(error)
+    return f"{error.filename} cannot be used: {error.strerror}"
 
 
 @contextmanager
@@ -64,8 +72,11 @@ def file_sha256(path: Path) -> str:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Within, an exception that an OSError has caused becomes that OSError, with the path unless it has one already."""
+def naming(path: Path, hidden: Path | None = None) -> Iterator[None]:
+    """Within, an exception that an OSError has caused becomes that OSError, with the path unless it has one already.
+
+    hidden: a file that the path stands for, too, because no user knows of it.
+    """
     try:
         yield
     except Exception as error:
@@ -74,4 +85,5 @@ def naming(path: Path) -> Iterator[None]:
             cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
         if cause is None or cause.errno is None:  # none of the operating system's: it says itself what is wrong
             raise
-        raise OSError(cause.errno, cause.strerror or str(cause), cause.filename or str(path)) from error
+        known = cause.filename if cause.filename != str(hidden) else None
+        raise OSError(cause.errno, cause.strerror or str(cause), known or str(path)) from error

@@ -5,6 +5,7 @@ Belongs here: rows, and what is made of them.
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -25,7 +26,7 @@ def read_metrics(path: Path) -> list[dict]:
 
     A number that was not finite is NaN. ValueError names any other bad line.
     """
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    lines = path.read_bytes().splitlines(keepends=True) if os.path.lexists(path) else []
     rows = []
     for number, line in enumerate(lines, 1):
         row = _row(line)

@@ -55,7 +55,7 @@ def _origin(name: str) -> str | None:
     """The path that a run's copy of a tokenizer was made from; the name itself for anything else."""
     run = Path(name).parent.parent
     copied = Path(name) == run / FOLDER / TOKENIZER and (run / "config.toml").is_file()
-    return build_config(read_toml(run / "config.toml")).data.tokenizer if copied else name
+    return build_config(read_stored(run / "config.toml")).data.tokenizer if copied else name
 
 
 def check_tokenizers(tokenizer: str, datasets: Sequence[str], owner: str) -> None:
@@ -183,6 +183,14 @@ def mask_notes(prefixes: Iterable[str], *, masked: bool) -> list[str]:
     return notes
 
 
+def read_stored(path: Path) -> dict[str, dict[str, Any]]:
+    """The sections of a run's config.toml. The errors of read_toml, and ValueError for an empty file."""
+    values = read_toml(path)
+    if not values:
+        raise ValueError(f"{path} is empty, and no run writes such a file: bring back the settings that the run had")
+    return values
+
+
 def read_run_config(directory: Path, *layers: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     """The configuration of the run in `directory`, with the values of `layers` in place of its own.
 
@@ -192,7 +200,7 @@ def read_run_config(directory: Path, *layers: Mapping[str, Mapping[str, Any]]) -
     path, kept = directory / "config.toml", kept_tokenizer(directory)
     if not path.is_file():
         raise FileNotFoundError(f"{directory} is not a run: it has no config.toml")
-    values = read_toml(path)
+    values = read_stored(path)
     own = {}
     if kept is not None and build_config(values).data.tokenizer != "bytes":
         own = {"data": {"tokenizer": str(kept)}}

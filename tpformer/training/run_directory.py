@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tpformer.config import RunConfig, build_config, read_toml, to_toml
+from tpformer.config import RunConfig, build_config, to_toml
 from tpformer.processes.files import replace_file
 from tpformer.weights.family import read_json
 
 from .companions import FOLDER, keep_tokenizer, kept_tokenizer
 from .data import FileContent, read_contents
-from .resolve import same_tokenizer
+from .resolve import read_stored, same_tokenizer
 
 START = "start.json"  # what the run found when it last started; without it every dataset is read again
 CONTENTS = {"train": "train_contents", "valid": "valid_contents"}  # keys of [data]: what its datasets hold
@@ -108,11 +108,11 @@ def check_run_directory(start: Start) -> list[str]:
     path = directory / "config.toml"
     if unknown := sorted(set(config.run.changes) - VERDICTS.keys()):
         raise ValueError(f"run.changes names {', '.join(unknown)}, which is no key: write section.key, as optimizer.lr")
-    if not path.exists():
+    if not path.is_file():
         _check_folder(directory, config.data.tokenizer, new=True)
         return []
     _check_folder(directory, config.data.tokenizer)
-    before = build_config(read_toml(path))
+    before = build_config(read_stored(path))
     if not before.data.train:
         raise ValueError(
             f"{directory} is an imported model, whose checkpoint has no optimizer state: set another run.dir, and "

@@ -38,7 +38,7 @@ def check_history(run: Path, step: int) -> None:
     Nothing is erased. A run that ended before its first checkpoint has none, and begins anew.
     """
     anew = f"to begin anew, set another run.dir or remove {run}"
-    if not (run / "config.toml").exists() and (steps(run / "checkpoints") or read_metrics(run / "metrics.jsonl")):
+    if not (run / "config.toml").is_file() and (steps(run / "checkpoints") or read_metrics(run / "metrics.jsonl")):
         raise ValueError(f"{run} holds a run, but its config.toml is gone: bring it back; {anew}")
     if step == 0 and (run / NOTE).exists():
         raise ValueError(

@@ -18,6 +18,7 @@ from tpformer.config import RunConfig
 from tpformer.distributed import check_all, indexed
 from tpformer.distributed.mesh import close_mesh
 from tpformer.parallel import local_part
+from tpformer.processes.files import what_failed
 from tpformer.processes.standard_files import when_unread
 from tpformer.processes.stops import stop_requests
 from tpformer.processes.watchdog import Watchdog
@@ -133,7 +134,7 @@ class Trainer:
                     read_metrics(self.directory / name)  # a bad line ends the run before it begins
                 remove_leftovers(self.directory / "checkpoints")  # before anything is written: they may fill the disk
             except OSError as error:
-                errors = [f"{error.filename} cannot be made: {error.strerror}"]
+                errors = [what_failed(error)]
             except ValueError as error:
                 errors = [str(error)]
         dist.broadcast_object_list(errors, src=0)
