@@ -180,6 +180,7 @@ USES = [
     lambda m, x: x * torch.autograd.grad((x * m.scale.exp()).sum(), m.scale, create_graph=True)[0],
     lambda m, x: m.lstm(x)[0] * torch.polar(m.scale, m.parts[0]).real,
     lambda m, x: x + F.embedding(torch.arange(5), m.table.weight, max_norm=0.5),
+    lambda m, x: x + F.embedding(torch.arange(5), m.table.weight, sparse=True),
     in_place,
     renormed,
 ]
@@ -196,7 +197,7 @@ def test_whole_parameters_mix_with_plain_tensors():
             assert type(result) is torch.Tensor
             result.pow(3).sum().backward()
             gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            found.append([result, {name: full_tensor(each) for name, each in gradients.items()}])
+            found.append([result, {name: full_tensor(each.to_dense()) for name, each in gradients.items()}])
         assert_same(found[1], found[0], f"use {number}")
 
 

@@ -76,6 +76,8 @@ class Local(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[DTensor, None]:
         """Its gradient, whole on this rank."""
         (gradient,) = gradients
+        if gradient.layout is torch.sparse_coo:  # of a table with sparse=True: DTensor has no sparse ones
+            gradient = gradient.to_dense()
         if gradient.stride() != held_by(ctx.tensor).stride() or hasattr(gradient, TAKEN):
             gradient = gradient.clone(memory_format=torch.contiguous_format)
         setattr(gradient, TAKEN, True)
