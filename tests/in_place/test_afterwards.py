@@ -16,6 +16,7 @@ from torch import nn, optim
 from torch.ao.quantization import quantize_dynamic
 from torch.autograd import forward_ad
 from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
 
@@ -51,6 +52,21 @@ def trained(model, make, steps=2, state=None):
         model(X).pow(2).sum().backward()
         optimizer.step()
     return [full_tensor(each.detach()).clone() for each in model.parameters()], optimizer
+
+
+@on_every_rank(2)
+def test_parameters_computed_from_parameters():
+    """functional_call with what is computed from them, as an inner step of meta-learning or an average of weights."""
+    found = []
+    for model in (Model(), cut()):
+        own = dict(model.named_parameters())
+        inner = torch.autograd.grad(model(X).pow(3).mean(), list(own.values()))
+        stepped = {name: p - 0.1 * g for (name, p), g in zip(own.items(), inner, strict=True)}
+        functional_call(model, stepped, X).pow(3).sum().backward()
+        averaged = {name: (0.9 * p + 0.1 * p.grad).detach() for name, p in own.items()}
+        gradients = {name: full_tensor(p.grad) for name, p in own.items()}
+        found.append([functional_call(model, averaged, X), gradients])
+    assert_same(found[1], found[0])
 
 
 OF_WHOLE = ("Adafactor", "Muon", "LBFGS", "SparseAdam")  # not element by element, or of sparse gradients

@@ -148,8 +148,14 @@ class _InPlace(ParallelModule):
     transposed: bool  # whether the weight is (in_features, out_features), as in a Conv1D
 
     def local(self, name: str, partial: bool = False) -> Tensor | None:
-        """This rank's part of a parameter, of a weight (out_features, in_features). partial: the gradient is summed."""
-        value = super().local(name)
+        """This rank's part of a parameter, of a weight (out_features, in_features). partial: the gradient is summed.
+
+        A plain tensor for one that is whole, such as functional_call may give, is what every rank computed of the whole
+        one: GlobalTensors mix with plain tensors, and their results are plain.
+        """
+        value = self._parameters.get(name)
+        if value is None or is_dtensor(value) or not self.placements[name].is_replicate():
+            value = super().local(name)
         if partial and value is not None:
             value = ops.sum_gradient(value, self.tp.group)
         return value.t() if self.transposed and name == "weight" and value is not None else value
