@@ -46,6 +46,7 @@ class Alone:
             self.sizes[recording.patterns[name]] += sum(p.numel() for p in module.parameters(recurse=False))
             if isinstance(getattr(module, "weight", None), nn.Parameter) and not name.startswith(adapted):
                 self.tied[id(module.weight)].append(name)
+        self.ran = {recording.patterns[name] for name in recording.sources}
         self.given = transformers_plan(model)
         get_head = getattr(model, "get_output_embeddings", None)
         self.head = get_head() if callable(get_head) else None
@@ -81,7 +82,8 @@ class Alone:
         return bool(name) and self.sizes[self.recording.patterns[name]] >= LARGE * total
 
     def _is_table(self, name: str, module: nn.Module) -> bool:
-        return isinstance(module, nn.Embedding) or (name in self.recording.linears and name in self.recording.sources)
+        ran = self.recording.patterns[name] in self.ran  # it, or one like it, as experts without tokens do not run
+        return isinstance(module, nn.Embedding) or (name in self.recording.linears and ran)
 
     def _tied(self, names: list[str], wanted: dict[str, str]) -> Iterator[tuple[str, str, str | None]]:
         """All that have one weight, or none."""

@@ -6,6 +6,7 @@ checked against what was measured.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -38,6 +39,8 @@ from .ways import Way
 
 class Plan(dict[str, str]):
     """{pattern: style} for the modules that are cut, '*' in a pattern stands for a number. print() shows a table.
+
+    Modules of one pattern that are not cut alike have entries by their names.
 
     It may be edited as any dict; parallelize checks it again. The styles are those of transformers' plans:
     colwise, packed_colwise: this rank's output features; rowwise: this rank's input features, then a sum over ranks;
@@ -75,6 +78,16 @@ class Plan(dict[str, str]):
     def style(self, name: str) -> str:
         """The style of a module by its name; "replicate" if the plan does not have it."""
         return next((style for pattern, style in self.items() if matches(pattern, name)), "replicate")
+
+    def enter(self, styles: Mapping[str, str], patterns: Mapping[str, str]) -> dict[str, str]:
+        """Enter modules with their styles. Gives the key of each: its pattern, or its name if another module of that
+        pattern has another style, as one of another class or width may, or one that a user leaves whole."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for name, pattern in patterns.items():
+            found[pattern].add(styles.get(name, WHOLE[0]))
+        keys = {name: patterns[name] if len(found[patterns[name]]) == 1 else name for name in styles}
+        self.update({keys[name]: style for name, style in styles.items()})
+        return keys
 
     def leave_to_exchanges(self, patterns: Collection[str], names: Collection[str]) -> None:
         """Let these modules, of these patterns, get all tokens of tensor-parallel ranks, which they send elsewhere."""
@@ -123,12 +136,14 @@ def auto_plan(model: nn.Module, t: int, *, example: Any = None) -> Plan:
         wrong = faults(model, recording, ways, t)
         right = {row: found for row, found in regions.items() if row not in wrong}
         plan = Plan({}, t, kept, right, recording.model, outside=recording.outside)
+        styles: dict[str, str] = {}
         for row, way in ways.items():
-            patterns = {recording.patterns[name]: style for name, style in way.styles(row).items()}
             if row not in wrong:
-                plan |= patterns
+                styles |= way.styles(row)
             else:
-                plan.kept |= {name: wrong[row] for name, style in patterns.items() if style not in SUMMED}
+                linear = (name for name, style in way.styles(row).items() if style not in SUMMED)
+                plan.kept |= {recording.patterns[name]: wrong[row] for name in linear}
+        plan.enter(styles, recording.patterns)
         _add_alone(plan, model, recording)
     plan.kept = {pattern: why for pattern, why in plan.kept.items() if pattern not in plan}
     return plan
@@ -140,17 +155,17 @@ def _add_alone(plan: Plan, model: nn.Module, recording: Recording) -> None:
     alone = Alone(model, recording, plan.t, plan.style)
     wanted = [name for name, module in alone.named.items() if has_several(module) and alone.is_large(name)]
     plan.divisions, refused = find_divisions(model, recording, wanted, plan.style, plan.t)
-    plan |= {patterns[name]: EXPERTS[0] for name in plan.divisions}
+    plan.enter(dict.fromkeys(plan.divisions, EXPERTS[0]), patterns)
     plan.kept |= refused
-    for name, style, reason in list(alone.found(tuple(plan.divisions))):
-        pattern = patterns[name]
-        if reason is None:
-            plan[pattern] = style
-            why = plan.kept.pop(pattern, None)
-            if why is not None and not alone.is_head(name):  # a head is never cut together with others
-                plan.gathered[pattern] = why
-        else:
-            plan.kept[pattern] = reason
+    found = list(alone.found(tuple(plan.divisions)))
+    keys = plan.enter({name: style for name, style, reason in found if reason is None}, patterns)
+    for name, key in keys.items():
+        why = plan.kept.get(patterns[name])
+        if why is not None and not alone.is_head(name):  # a head is never cut together with others
+            plan.gathered[key] = why
+    for name, _, reason in found:
+        if reason is not None:
+            plan.kept[patterns[name]] = reason
     for name, reason in reasons_of_the_rest(model, recording, plan.style):
         plan.kept.setdefault(patterns[name], reason)
 
@@ -169,7 +184,7 @@ def check_plan(entries: Mapping[str, str], model: nn.Module, t: int, example: An
         measured = auto_plan(model, t, example=example)
     names, patterns = dict(model.named_modules()), patterns_of(model)
     styles: dict[str, str] = {}
-    for pattern, style in entries.items():
+    for pattern, style in sorted(entries.items(), key=lambda entry: -entry[0].count("*")):  # a name before a pattern
         found = [name for name in names if matches(pattern, name)]
         if style not in STYLES:
             raise ValueError(
@@ -204,15 +219,13 @@ def check_plan(entries: Mapping[str, str], model: nn.Module, t: int, example: An
             continue
         if style in (*COLUMNS, *ROWS, *SUMMED, *EXPERTS):
             reasons = {**measured.kept, **measured.gathered}
-            reason = reasons.get(patterns[name], "nothing that is cut uses it")
+            reason = reasons.get(name) or reasons.get(patterns[name], "nothing that is cut uses it")
             raise ValueError(f"{name} cannot be {style!r} on {t} ranks: {reason}")
-        if measured.get(patterns[name]) == style:
+        if measured.style(name) == style:
             continue
         refused = OUTSIDE if name in measured.outside else why_not(names[name], style, t)
         if refused is not None:
             raise ValueError(f"{name} cannot be {style!r} on {t} ranks: {refused}")
-    for name, style in styles.items():
-        if style not in WHOLE:
-            plan[patterns[name]] = style
-            plan.kept.pop(patterns[name], None)
+    plan.enter({name: style for name, style in styles.items() if style not in WHOLE}, patterns)
+    plan.kept = {pattern: why for pattern, why in plan.kept.items() if pattern not in plan}
     return plan

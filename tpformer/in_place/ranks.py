@@ -55,7 +55,7 @@ def weights_per_rank(model: nn.Module, plan: Plan) -> float:
     total, patterns = 0.0, patterns_of(model)
     for name, module in model.named_modules():
         style = plan.style(name)
-        alone = style in GATHERED and name and patterns[name] in plan.gathered
+        alone = style in GATHERED and name and not plan.gathered.keys().isdisjoint((name, patterns[name]))
         share = 1 if alone or style in (*WHOLE, *SUMMED) else plan.t
         total += sum(parameter.numel() for parameter in module.parameters(recurse=False)) / share
     return total
