@@ -136,6 +136,14 @@ def linear(operation: Callable, x: Tensor, group: dist.ProcessGroup, weight: Ten
     return operation(x, weight, transport=opened(group, x, **where), **given)
 
 
+def late(
+    odd: bool, operation: Callable, rows: int, group: dist.ProcessGroup, transport: str = "pipelined", **given
+) -> Any:
+    """The even rank comes when the other one waits."""
+    time.sleep(0 if odd else 0.5)
+    return linear(operation, ones(rows, 4), group, transport=transport, **given)
+
+
 def drop(p: float, key: int = 7) -> ops.Dropout:
     return ops.Dropout(torch.zeros(1, dtype=torch.int64), key, p)
 
@@ -174,12 +182,10 @@ OPERATIONS = {
     "all rows": (lambda g, odd: linear(ops.row_linear, ones(2, 4), g, **({}, WHOLE)[odd]), "sequence parallel"),
     "z loss": (lambda g, odd: loss(g, z_loss=0.5 * odd), "z_loss=0.5"),
     "reduction": (lambda g, odd: loss(g, reduction=("sum", "mean")[odd]), "mean"),
-    "transport": (  # who waits in gloo hears nothing, so that rank comes second
-        lambda g, odd: [
-            odd and time.sleep(0.5), linear(ops.row_linear, ones(2, 4), g, transport=("sequential", "pipelined")[odd])
-        ],
-        "pipelined",
-    ),
+    "transport": (lambda g, odd: late(odd, ops.row_linear, 2, g, ("sequential", "pipelined")[odd]), "pipelined"),
+    "rows to gather in chunks": (lambda g, odd: late(odd, ops.column_linear, 2 + odd, g), "column_linear of (3, 4)"),
+    "rows to scatter in chunks": (lambda g, odd: late(odd, ops.row_linear, 2 + 2 * odd, g), "row_linear of (4, 3)"),
+    "rows to reduce in chunks": (lambda g, odd: late(odd, ops.row_linear, 2 + odd, g, **WHOLE), "row_linear of (3, 3)"),
     "activation": (lambda g, odd: linear(ops.row_linear, ones(2, 4), g, activation=("gelu", "silu")[odd]), "silu"),
     "dropout": (lambda g, odd: linear(ops.row_linear, ones(2, 4), g, dropout=drop(0.25 * odd + 0.5)), "0.75"),
     "dropout's key": (lambda g, odd: linear(ops.row_linear, ones(2, 4), g, dropout=drop(0.5, 31 + odd)), "0.5, 1"),

@@ -132,6 +132,10 @@ class Calls:
                 raise TimeoutError(self.failure)
             time.sleep(PAUSE)
 
+    def meet_in_last(self, timeout: float) -> None:
+        """`meet` in the last call that this rank has made."""
+        self.meet(self._number << NUMBER | self._chain, timeout)
+
     def found(self) -> str | None:
         """Why the ranks cannot go on, as far as the words of the last call say it."""
         return self.failure or self._reason(self._number << NUMBER | self._chain, waited=False)

@@ -14,11 +14,19 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from .collectives import all_gather_single, check_divisible, combine, record
+from .collectives import all_gather_single, check_divisible, combine, record, wait_for
+from .groups import REGISTRY, calls_of
 
 ALL_REDUCE_CHUNKS = 4
 # messages match by sender and tag, in order; with tags of its own a gather's message is never taken for a reduction's
 GATHER_TAG, REDUCE_TAG = 1 << 10, 1 << 11
+
+
+def _meet(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """On a CPU wait until all ranks have come to the call: who waits in gloo does not hear that a peer refused it."""
+    calls = calls_of(group) if x.is_cpu else None
+    if calls is not None:
+        calls.meet_in_last(REGISTRY.timeout)
 
 
 def _exchange(
@@ -28,6 +36,7 @@ def _exchange(
 
     NCCL makes one work of both and runs batches in order; gloo makes two and matches them by tag.
     """
+    _meet(sent, group)
     return dist.batch_isend_irecv(
         [
             dist.P2POp(dist.irecv, received, group=group, group_peer=source, tag=tag),
@@ -71,7 +80,7 @@ def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], 
     under_way = all_gather_single(output, x, group=group, async_op=True), x  # x is read until the work ends
 
     def wait() -> torch.Tensor:
-        under_way[0].wait()
+        wait_for(under_way[0], group, output)
         return output
 
     return wait
@@ -114,6 +123,7 @@ def all_reduce_chunks(fill: Fill, shape: tuple[int, ...], like: torch.Tensor, gr
     fill(rows, out) writes this rank's summand of those rows. While it writes a chunk, the chunk before is reduced.
     Communicates: one all-reduce's bytes, in at most ALL_REDUCE_CHUNKS all-reduces.
     """
+    _meet(like, group)
     y = like.new_empty(shape)
     record("all_reduce", y.numel() * y.dtype.itemsize)
     works, first = [], 0

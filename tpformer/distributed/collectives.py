@@ -77,7 +77,7 @@ def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> Callab
     work = all_gather_single(output, x.detach().contiguous(), group=group, async_op=True)
 
     def wait() -> torch.Tensor:
-        work.wait()
+        wait_for(work, group, output)
         return output
 
     return wait
@@ -195,13 +195,13 @@ def start_all_to_all(
         if not under_way:
             raise RuntimeError("an all-to-all that was waited for gives its result once: keep what the first call gave")
         work, output, _ = under_way.pop()  # so that this function, which may live on, keeps neither
-        _wait(work, group, output)
+        wait_for(work, group, output)
         return output
 
     return wait
 
 
-def _wait(work: dist.Work, group: dist.ProcessGroup, output: torch.Tensor) -> None:
+def wait_for(work: dist.Work, group: dist.ProcessGroup, output: torch.Tensor) -> None:
     """Wait for a collective of torch.distributed. On a CPU also look whether a peer has given the group up."""
     calls = REGISTRY.calls.get(group) if output.is_cpu else None
     if calls is None:
@@ -283,7 +283,7 @@ def start_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], 
     work = dist.all_reduce(output, group=group, async_op=True)
 
     def wait() -> torch.Tensor:
-        _wait(work, group, output)
+        wait_for(work, group, output)
         return output
 
     return wait
