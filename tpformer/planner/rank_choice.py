@@ -7,7 +7,8 @@ Layers of a stage are in the order of the ways: what is offloaded first, because
 what makes most again, where least waits; what keeps all comes last. Of these mixes the fastest is found in two steps:
 first of those of up to three ways, then of all that could be faster. For that, kept and moved bytes have prices, and
 each way of a layer is by so many seconds above its cheapest one. No mix that fits takes less than the cheapest ways of
-all layers and these seconds. So a mix that beats the first step's has few of them, and there are few such mixes.
+all layers and these seconds. So a mix that beats the first step's has few of them, and there are few such mixes. Where
+room is short a stage may need more of them than others, whatever these do: that is looked at first, stage by stage.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from tpformer.config import PLAIN, LayerKeep, RunConfig
 
 from .moments import rank_layers
 from .rank_memory import ALONE, cached_occupancies, predicted_memory, predicted_stage, stages_size
-from .stage_mixes import KEPT, MOVED, PLACE, Stage, ends_of, splits, undominated
+from .stage_mixes import KEPT, MOVED, PLACE, Stage, StageMixes, splits, undominated, within
 from .states import GRADIENTS
 from .step_time import StepModel
 from .units import with_keep
 
 PRICES = np.array([0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0])  # shares of a bus that bounds weigh
 MOMENTS = 4  # of a rank with several stages, whose bounds are compared
+FIRST = 1e-5  # of the slowest mix: how far above the bound mixes are looked at first
 STEPS = 40  # in which shares of three ways are tried; of as many layers of a stage, or fewer, all are
 PAIRS = 1 << 22  # of the mixes of a rank's stages that are looked at
 
@@ -42,14 +44,6 @@ class _Bound(NamedTuple):
     above: np.ndarray
     kept: np.ndarray
     left: float
-
-
-class _Found(NamedTuple):
-    """Mixes of a stage. ways: (mixes, layers). values: their columns. seconds: of each."""
-
-    ways: np.ndarray
-    values: np.ndarray
-    seconds: np.ndarray
 
 
 def _prices(rates: np.ndarray, shares: np.ndarray, waits: np.ndarray, bus: float) -> np.ndarray:
@@ -102,6 +96,7 @@ class Rank:
         rows = rows[~more.any(1)]
         self.flights, waiting = rows[:, : len(self.stages)], rows[:, len(self.stages) :]
         self.last: tuple[Mixes, float] | None = None  # what was chosen last, and the room
+        self.slowest = sum(stage.slowest for stage in self.stages) * (1 + 1e-9)
         self.fixed = waiting @ [stage.queued for stage in self.stages] + self.flights @ [s.rest for s in self.stages]
 
     def choose(self, room: float) -> Mixes | None:
@@ -118,18 +113,24 @@ class Rank:
         return self.last[0]
 
     def _choose(self, room: float) -> Mixes | None:
-        if (stair := self._stair(room)) is None:
-            return None
-        seconds, mixes = stair
-        bound, slack = self._bound(room), 1e-9 * seconds  # sums of floats differ by their order
-        least = seconds
+        bound, slack = self._bound(room), 1e-9 * self.slowest  # sums of floats differ by their order
+        seconds, mixes = self._stair(room) or (self.slowest, [])
+        floors = [0.0] * len(self.stages)
         if seconds > bound.seconds + slack:
-            for share in (0.1, 0.3, 1.0):  # what is found early leaves less to look at
-                looked = self._faster(bound, share * (seconds - bound.seconds) + slack, seconds, room)
-                if looked is not None and looked[0] < seconds - slack:
-                    seconds, mixes = looked
-            least = bound.seconds if looked is None else seconds  # the last had all that could be faster
+            floors = [self._floor(bound, index, seconds - bound.seconds, room) for index in range(len(floors))]
+        least, gap = bound.seconds + sum(floors), FIRST * self.slowest
+        while least < seconds - slack:  # what is found early leaves less to look at
+            gap = min(gap, seconds - bound.seconds - sum(floors) + slack)
+            looked = self._faster(bound, floors, gap, seconds, room)
+            if looked is None:
+                break
+            if looked[0] < seconds - slack:
+                seconds, mixes = looked
+            least, gap = bound.seconds + sum(floors) + gap, 4 * gap
+        if not mixes:
+            return None
         values = [stage.columns(mix[None]) for stage, mix in zip(self.stages, mixes, strict=True)]
+        least = least if least < seconds - slack else seconds
         return Mixes(mixes, seconds, least, self.base + float(self._needs(values)[0]))
 
     def _three(self, ways: tuple[int, int, int]) -> list[np.ndarray]:
@@ -217,27 +218,48 @@ class Rank:
         priced = parts @ at[:4]
         return _Bound(best, priced - priced.min(0), kept, left)
 
-    def _faster(self, bound: _Bound, gap: float, most: float, room: float) -> tuple[float, list[np.ndarray]] | None:
+    def _within(self, bound: _Bound, index: int, gap: float, room: float) -> StageMixes | None:
+        """A stage's mixes whose layers are at most `gap` above the bound, and that may fit; None if too many."""
+        first = sum(stage.n for stage in self.stages[:index])
+        above = bound.above[:, first : first + self.stages[index].n]
+        return within(self.stages[index], above, gap, functools.partial(self._may_fit, index, room=room))
+
+    def _floor(self, bound: _Bound, index: int, most: float, room: float) -> float:
+        """How far above the bound a stage's layers are in all mixes that may fit, at least; of up to `most`."""
+        gap, known = FIRST * self.slowest, 0.0
+        while known < most:
+            mixes = self._within(bound, index, gap, room)
+            if mixes is None:
+                break
+            if len(mixes.ways):
+                return float(mixes.above.min())
+            gap, known = min(4 * gap, most), gap
+        return known
+
+    def _faster(
+        self, bound: _Bound, floors: Sequence[float], gap: float, most: float, room: float
+    ) -> tuple[float, list[np.ndarray]] | None:
         """(seconds, each stage's ways) of the fastest mix that fits and takes at most `most` seconds, of all whose
-        layers are at most `gap` above the bound; inf if there is none. None if they are too many."""
-        most = most * (1 + 1e-9)
-        firsts = np.cumsum([0, *(stage.n for stage in self.stages)])
-        least = [bound.kept[:, a:b].min(0).sum() for a, b in itertools.pairwise(firsts)]
-        floors = [stage.cost(np.zeros((1, 5)))[0] for stage in self.stages]
-        found: list[_Found] = []
-        for index in range(len(self.stages)):
-            a, b = firsts[index : index + 2]
-            spare = bound.left * (1 + 1e-9) - sum(least) + least[index]
-            ends = ends_of(bound.above[:, a:b], bound.kept[:, a:b], gap, spare)
-            if ends is None:
+        layers are at most sum(floors) + gap above the bound; inf if there is none. None if they are too many."""
+        found = []
+        for index, floor in enumerate(floors):
+            mixes = self._within(bound, index, floor + gap, room)
+            if mixes is None:
                 return None
-            found.append(self._of_stage(index, ends, most - sum(floors) + floors[index], room))
+            if len(mixes.ways) == 0:
+                return np.inf, []
+            found.append(self._better(mixes))
+        return self._together(found, most * (1 + 1e-9), room)
+
+    def _together(self, found: Sequence[StageMixes], most: float, room: float) -> tuple[float, list[np.ndarray]] | None:
+        """_faster's result, of all that combine a mix of each stage."""
         rows, cost = [np.zeros(1, np.int64)], np.zeros(1)
-        for index, each in enumerate(found):
+        behind = np.cumsum([0.0, *(each.seconds.min() for each in reversed(found))])[-2::-1]
+        for each, least in zip(found, behind, strict=True):
             if len(cost) * len(each.seconds) > PAIRS:
                 return None
             cost = cost[:, None] + each.seconds
-            row, column = np.nonzero(cost <= most - sum(floors[index + 1 :]))
+            row, column = np.nonzero(cost <= most - least)
             rows = [*(one[row] for one in rows), column]
             cost = cost[row, column]
         values = [each.values[row] for each, row in zip(found, rows[1:], strict=True)]
@@ -249,28 +271,21 @@ class Rank:
         first = np.lexsort((-keeps, moved, taken))[0]
         return float(taken[first]), [mix[first] for mix in chosen]
 
-    def _of_stage(self, index: int, ends: np.ndarray, most: float, room: float) -> _Found:
-        """Of a stage's mixes, (mixes, ways) ends of their ways, those that take at most `most` seconds and may fit; of
-        a rank with several stages only those than which no other one is better in all that counts."""
-        stage, found = self.stages[index], []
-        others = [np.zeros(5) for _ in self.stages]
-        for other, here in zip(others, self.stages, strict=True):
-            other[KEPT] = other[PLACE] = here.kept.min(0).sum()
-        for some in np.array_split(ends, max(1, len(ends) * stage.n >> 20)):
-            mix = (np.arange(stage.n)[:, None] >= some[:, None, :]).sum(-1)
-            values = stage.columns(mix)
-            seconds = stage.cost(values)
-            every = [np.broadcast_to(other, values.shape) for other in others]
-            every[index] = values
-            may = (seconds <= most) & (self._needs(every) <= room)
-            found.append(_Found(mix[may], values[may], seconds[may]))
-        ways, values, seconds = (np.concatenate(each) for each in zip(*found, strict=True))
-        if len(self.stages) > 1:
-            first = np.lexsort((values[:, MOVED], np.round(seconds, 12)))  # of alike ones that which moves less stays
-            columns = np.stack([np.round(seconds, 12), values[:, KEPT], values[:, PLACE]], 1)[first]
-            better = first[undominated(columns)]
-            ways, values, seconds = ways[better], values[better], seconds[better]
-        return _Found(ways, values, seconds)
+    def _may_fit(self, index: int, values: np.ndarray, room: float) -> np.ndarray:
+        """Whether mixes of a stage fit if all other stages keep the least."""
+        least = np.zeros((len(self.stages), 5))
+        least[:, KEPT] = least[:, PLACE] = [stage.kept.min(0).sum() for stage in self.stages]
+        every = [np.broadcast_to(other, values.shape) for other in least]
+        every[index] = values
+        return self._needs(every) <= room
+
+    def _better(self, mixes: StageMixes) -> StageMixes:
+        """Those mixes of a stage than which no other one is better in all that counts, now that its seconds are
+        known."""
+        seconds, keeps = np.round(mixes.seconds, 12), mixes.ways.sum(1)
+        columns = [seconds, mixes.values[:, KEPT], mixes.values[:, PLACE], mixes.values[:, MOVED], -keeps]
+        better = undominated(np.stack(columns, 1))
+        return StageMixes(*(each[better] for each in mixes))
 
     def _needs(self, values: Sequence[np.ndarray]) -> np.ndarray:
         """The bytes beside `base` that mixes need: values has each stage's columns, all with as many rows."""

@@ -7,7 +7,8 @@ rank_choice.py. Bytes are units.py's and moments.py's, seconds step_time.py's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from .step_time import StepModel
 from .units import stage_units, with_keep
 
 KEPT, PLACE, FORWARD, BACKWARD, MOVED = range(5)  # columns of mixes: bytes, the worst place, seconds, bytes
-MOST = 1 << 20  # mixes of a stage that are looked at
+MOST = 1 << 18  # beginnings of a stage's mixes that are looked at at once
 BLOCK = 256  # of mixes that are compared at once with those that none is better than
 
 
@@ -55,6 +56,12 @@ class Stage:
             [[np.subtract(work[kind][w], base[kind]) for kind in kinds] for w in range(len(ways))]
         )  # (ways, layers, 2)
 
+    @property
+    def slowest(self) -> float:
+        """Seconds that no mix exceeds."""
+        moved, seconds = self.moved.max(0).sum(), self.seconds.max(0).sum(0)
+        return float(self.cost(np.array([[0.0, 0.0, *seconds, moved]]))[0])
+
     def cost(self, values: np.ndarray) -> np.ndarray:
         """Seconds of a microbatch in this stage, by the columns of mixes."""
         moving = values[:, MOVED] / self.bus
@@ -83,38 +90,81 @@ def splits(steps: int) -> np.ndarray:
     return np.array([(a, b) for a in range(steps + 1) for b in range(a, steps + 1)]) / steps
 
 
-def _sums(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of numbers (ways, layers) of a stage: the sums up to each layer in each way, (ways, layers + 1); and at least so
-    much from each layer on, if it has this way or one behind it, (ways + 1, layers + 1)."""
-    ways, n = numbers.shape
-    least, rest = np.minimum.accumulate(numbers[::-1], 0)[::-1], np.full((ways + 1, n + 1), np.inf)
-    rest[:, n] = 0.0
-    rest[:ways, :n] = np.cumsum(least[:, ::-1], 1)[:, ::-1]
-    return np.concatenate([np.zeros((ways, 1)), np.cumsum(numbers, 1)], 1), rest
+class StageMixes(NamedTuple):
+    """Mixes of a stage. ways: (mixes, layers). values: their columns. seconds, above: of each, as in `within`."""
+
+    ways: np.ndarray
+    values: np.ndarray
+    seconds: np.ndarray
+    above: np.ndarray
 
 
-def ends_of(above: np.ndarray, kept: np.ndarray, gap: float, left: float) -> np.ndarray | None:
-    """Where each way ends, (mixes, ways), in all mixes of a stage whose layers are together at most `gap` above the
-    bound and keep at most `left` bytes; None if they are too many."""
-    (costs_to, costs_on), (sizes_to, sizes_on) = _sums(above), _sums(kept)
-    every = np.arange(above.shape[1] + 1)
-    ends, cost, size = np.zeros((1, 1), np.int16), np.zeros(1), np.zeros(1)
+def within(stage: Stage, above: np.ndarray, gap: float, fits: Callable[[np.ndarray], np.ndarray]) -> StageMixes | None:
+    """A stage's mixes whose layers, each of them above[way, layer], are together at most `gap`, and that fit; without
+    those than which another one is as small in all columns. None if they are too many.
+
+    fits: of columns (mixes, 5), which may be less than a mix's in the end, whether there is room.
+    Way after way, all places where it may end are tried. Of beginnings that end at one layer only those are continued
+    than which no other one is as small in all that counts: what may follow is the same for both.
+    """
+    kept_on, above_on = _least_on(stage.kept), _least_on(above)
+    parts = np.stack([stage.kept, *np.moveaxis(stage.seconds, 2, 0), stage.moved, above])
+    sums = np.concatenate([np.zeros((*parts.shape[:2], 1)), parts.cumsum(2)], 2)  # (parts, ways, layers + 1)
+    every = np.arange(stage.n + 1)
+    ends, values, last, cost = np.zeros((1, 1), np.int16), np.zeros((1, 5)), np.zeros(1), np.zeros(1)
     for way in range(len(above)):
         begin = ends[:, -1]
-        costs = (cost - costs_to[way][begin])[:, None] + costs_to[way]
-        sizes = (size - sizes_to[way][begin])[:, None] + sizes_to[way]
-        can = (every >= begin[:, None]) & (costs + costs_on[way + 1] <= gap) & (sizes + sizes_on[way + 1] <= left)
-        row, end = np.nonzero(can)
+        costs = (cost - sums[4, way][begin])[:, None] + sums[4, way]
+        row, end = np.nonzero((every >= begin[:, None]) & (costs + above_on[way + 1] <= gap))
         if len(row) > MOST:
             return None
+        begin, added = begin[row], sums[:4, way][:, end] - sums[:4, way][:, begin[row]]
+        place = values[row, KEPT] - sums[0, way][begin] + _worst(stage, way, sums[0, way], begin, end, last[row])
+        values = values[row] + added[[0, 0, 1, 2, 3]].T
+        values[:, PLACE] = np.where(end > begin, np.maximum(values[:, PLACE] - added[0], place), values[:, PLACE])
+        last = np.where(end > begin, stage.moved[way][end - 1], last[row])
+        at_least = values.copy()
+        at_least[:, KEPT] += kept_on[way + 1][end]
+        may = np.flatnonzero(np.isfinite(at_least[:, KEPT]))
+        may = may[fits(at_least[may])]
         ends = np.concatenate([ends[row], end[:, None].astype(np.int16)], 1)
-        cost, size = costs[row, end], sizes[row, end]
-    return ends[:, 1:]
+        keeps = (np.diff(ends[may], axis=1) * np.arange(way + 1)).sum(1)
+        points = np.concatenate([values[may], last[may, None], -keeps[:, None]], 1).round(12)
+        better = [at[undominated(points[at])] for at in (np.flatnonzero(end[may] == e) for e in every) if len(at)]
+        may = may[np.concatenate(better)] if better else may
+        ends, values, last, cost = ends[may], values[may], last[may], costs[row[may], end[may]]
+    ways = (np.arange(stage.n)[:, None] >= ends[:, None, 1:]).sum(-1)
+    values = stage.columns(ways)
+    return StageMixes(ways, values, stage.cost(values), cost)
+
+
+def _least_on(numbers: np.ndarray) -> np.ndarray:
+    """Of numbers (ways, layers): the least sum from each layer on, if it has this way or one behind it,
+    (ways + 1, layers + 1)."""
+    (ways, n), least = numbers.shape, np.minimum.accumulate(numbers[::-1], 0)[::-1]
+    rest = np.full((ways + 1, n + 1), np.inf)
+    rest[:, n] = 0.0
+    rest[:ways, :n] = np.cumsum(least[:, ::-1], 1)[:, ::-1]
+    return rest
+
+
+def _worst(
+    stage: Stage, way: int, kept: np.ndarray, begin: np.ndarray, end: np.ndarray, before: np.ndarray
+) -> np.ndarray:
+    """What the worst place needs of layers that have one way, from `begin` to `end`, in bytes beside what is kept in
+    front of the first layer. kept: sums of the way. before: what the layer in front of `begin` has moved."""
+    n, own = stage.n, kept[1:] + stage.moved[way] + stage.need[way]
+    most = np.full((n + 2, n + 1), -np.inf)  # from a layer to one before another one
+    behind = own + np.concatenate([[0.0], stage.moved[way][:-1]])
+    for first in range(n):
+        most[first, first + 1 :] = np.maximum.accumulate(behind[first:])
+    return np.maximum(most[begin + 1, end], own[np.minimum(begin, n - 1)] + before)
 
 
 def undominated(points: np.ndarray) -> np.ndarray:
-    """The indices of the points, (points, columns), than which no other one is as small in all columns."""
-    order = np.lexsort(points.T[::-1])
+    """The indices of the points, (points, columns), than which no other one is as small in all columns but the last; of
+    those that are alike in these the one with the smallest last stays."""
+    order, points = np.lexsort(points.T[::-1]), points[:, :-1]
     front, found = np.empty((0, points.shape[1])), []
     for some in np.split(order, range(BLOCK, len(order), BLOCK)):
         some = some[~(front[None] <= points[some][:, None]).all(-1).any(1)]
