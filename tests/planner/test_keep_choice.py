@@ -100,16 +100,17 @@ def test_a_smaller_budget_takes_no_less_time_and_holds(seed):
 
 
 def test_the_choice_is_the_best_of_all_mixes_of_a_small_stage():
-    """Of 4 layers every mix in the order of ways is looked at one by one."""
-    config = configuration(LLAMA, 4, data_parallel_shard=2, zero_stage=2)
+    """Of 5 layers every mix in the order of ways is looked at one by one."""
+    config = configuration(LLAMA, 5, data_parallel_shard=2, zero_stage=2)
     ways = ways_of(config)
     every = []
-    for mix in itertools.combinations_with_replacement(range(len(ways)), 4):
+    for mix in itertools.combinations_with_replacement(range(len(ways)), 5):
         changed = with_keep(config, keep_text([ways[way] for way in mix]))
         every.append((seconds(changed), peak(changed), len(set(mix))))
     low, high, beyond = min(need for _, need, _ in every), max(need for _, need, _ in every), 0
-    for share in (0.05, 0.3, 0.5, 0.7, 0.95):
-        room = low + share * (high - low)
+    stairs = [each for each in every if not any(other[:2] < each[:2] and other[1] <= each[1] for other in every)]
+    several = [need for _, need, ways_of_mix in stairs if ways_of_mix > 3]
+    for room in [*several[:3], *(low + share * (high - low) for share in (0.05, 0.3, 0.5, 0.7, 0.95))]:
         best = min(each for each in every if each[1] <= room)
         of_three = min(each for each in every if each[1] <= room and each[2] <= 3)
         beyond += best[0] < of_three[0]
@@ -160,11 +161,12 @@ def test_large_models_have_the_fastest_mix(preset, parallel):
 
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "DualPipeV"])
-def test_the_least_budget_of_long_stages_has_the_fastest_mix(schedule):
-    """Of 24 layers a stage, two stages a rank: one keeps next to nothing there, so that the other one may keep all."""
-    config = of_preset("megatron-310.1b", pipeline_parallel=2, pipeline_schedule=schedule)
+@pytest.mark.parametrize("more", [{}, {"data_parallel_shard": 4, "zero_stage": 1}], ids=["alone", "ZeRO-1"])
+def test_the_least_budget_of_long_stages_has_the_fastest_mix(schedule, more):
+    """Of 24 layers a stage, with two stages a rank, one keeps next to nothing there, and the other one may keep all."""
+    config = of_preset("megatron-310.1b", pipeline_parallel=2, pipeline_schedule=schedule, **more)
     found = choose(config, H100, least(config)[0] * (1 + 1e-9))
-    assert found is not None and found.short == 0 and found.keep.count("full") == 2, found
+    assert found is not None and found.short == 0, found
 
 
 def test_each_pipeline_rank_has_its_own_mix():

@@ -113,6 +113,7 @@ def pipeline_buffers(config: RunConfig, stages: Sequence[int], outputs: int, kee
     stages: the rank's. Each receives the rows of one microbatch and the gradient of another one at a time.
     outputs: bytes of the results in flight, which is what was sent if the rank has one stage. With several stages it is
     all rows and gradients of the step: for such schedules torch's engine frees what it sent only when the step ends.
+    There `outputs` is what has yet to be sent, as a negative number (moments.outputs).
     keeps_sent: whether the engine does so.
     """
     layout, last = config.parallel, config.parallel.n_stages - 1
@@ -121,7 +122,7 @@ def pipeline_buffers(config: RunConfig, stages: Sequence[int], outputs: int, kee
         return received + outputs
     neighbours = [other for stage in stages for other in (stage - 1, stage + 1) if 0 <= other <= last]
     sent = sum(other not in stages for other in neighbours)
-    return received + config.n_microbatches * sent * boundary_bytes(config)
+    return received + config.n_microbatches * sent * boundary_bytes(config) + outputs
 
 
 def fused_workspaces(tokens: int, hidden: int, itemsize: int, tp: int, sequence_parallel: bool = True) -> int:
@@ -206,8 +207,23 @@ def layer_workspace(config: RunConfig, *, experts: bool = False, worst: bool = F
     branch = max(item * (read + made), context_workspace(config))
     need = item * tokens * (3 * h + unpacked) + branch
     if config.train.device == "cpu" and not experts:  # torch makes the gradient of the result, too
-        need = max(need, item * (tokens * h + read + 2 * made))
+        inside = read + 2 * made
+        if item < 4:  # and computes it from copies in float32: of what is read, and of the result's gradient
+            inside = made + 4 / item * (read + 4 * made)
+        need = max(need, item * (tokens * h + inside))
     return need
+
+
+def forward_workspace(config: RunConfig, *, experts: bool = False) -> float:
+    """The most bytes that the forward of one layer needs while it runs, beside what it keeps: the gathered input and
+    the output, and the MLP's activations, which a CPU makes by a product of two. Of experts no more than in their
+    backward."""
+    if experts:
+        return layer_workspace(config, experts=True)
+    model, made = config.model, config.model.ffn_size / config.parallel.tensor_parallel
+    on_cpu = config.train.device == "cpu"
+    features = 2 * model.hidden_size + made * (1 + on_cpu)
+    return Precision.of(config).compute.itemsize * microbatch_tokens(config) * features
 
 
 def reduction_workspace(
@@ -242,26 +258,26 @@ class Peak(NamedTuple):
 class Occupancies(NamedTuple):
     """The different moments of a rank's schedule: how many microbatches of each of its stages wait, (moments, stages).
 
-    forward: for a backward. queued: for weight gradients.
+    forward: for a backward. queued: for weight gradients. stages, kinds: which stage computes then, as a column, and
+    what: it is at the end of a forward (F), or at the start of a backward (B; I: of input gradients alone; W: of weight
+    gradients).
     """
 
     forward: np.ndarray
     queued: np.ndarray
+    stages: np.ndarray
+    kinds: np.ndarray
 
 
 def occupancies(steps: Sequence[Sequence[Step]], stages: Sequence[int]) -> Occupancies:
     """Those of a rank, in order. steps: its schedule, in groups that are executed together."""
     forward, waiting = (dict.fromkeys(stages, 0) for _ in range(2))
-    found: dict[tuple[tuple[int, ...], tuple[int, ...]], None] = {}
-    for step in (step for together in steps for step in together):
-        if step.kind == "F":
-            forward[step.stage] += 1
-        elif step.kind in ("B", "I"):
-            forward[step.stage] -= 1
-            waiting[step.stage] += step.kind == "I"
-        elif step.kind == "W":
-            waiting[step.stage] -= 1
-        found[tuple(forward.values()), tuple(waiting.values())] = None
+    found: dict[tuple[tuple[int, ...], tuple[int, ...], int, str], None] = {}
+    for step in (step for together in steps for step in together if step.kind in "FBIW"):
+        forward[step.stage] += step.kind == "F"
+        found[tuple(forward.values()), tuple(waiting.values()), list(stages).index(step.stage), step.kind] = None
+        forward[step.stage] -= step.kind in "BI"
+        waiting[step.stage] += (step.kind == "I") - (step.kind == "W")
     return Occupancies(*(np.array(each) for each in zip(*found, strict=True)))
 
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from tpformer.config import PLAIN, LayerKeep, RunConfig
 
+from .memory import pipeline_buffers
 from .moments import rank_layers
 from .rank_memory import ALONE, cached_occupancies, predicted_memory, predicted_stage, stages_size
 from .stage_mixes import KEPT, MOVED, PLACE, Stage, StageMixes, splits, undominated, within
@@ -84,20 +85,36 @@ class Rank:
         bare = with_keep(config, PLAIN)
         whole = predicted_memory(bare, rank)
         parts = dict(whole.parts)
-        varying = ("saved activations", "on their way to or from the host", "queued weight gradients", "temporaries *")
+        varying = (
+            "pipeline buffers",
+            "saved activations",
+            "on their way to or from the host",
+            "queued weight gradients",
+            "temporaries *",
+        )
         of_rank = stages_size(bare, [predicted_stage(bare, index) for index in self.indices])
         of = rank_layers(bare, self.indices, of_rank)
         gradients = 0.0 if layout.cpu_offload or GRADIENTS not in parts else whole.states[1].nbytes
         self.base = sum(size for name, size in parts.items() if name not in (*varying, GRADIENTS))
+        if layout.pipeline_parallel > 1:
+            self.base += pipeline_buffers(bare, self.indices, 0)
         self.stages = [Stage(bare, index, plain, ways, of, gradients) for index in self.indices]
-        rows = np.concatenate([self.moments.forward, self.moments.queued], 1)
-        # moments that another one holds as much in, or more, are no peak
-        more = (rows[None] >= rows[:, None]).all(-1) & (rows[None] > rows[:, None]).any(-1)
+        moments = self.moments
+        split = np.where(np.isin(moments.kinds, ["B", "I"]), "B", moments.kinds)
+        what = np.stack([moments.stages, split == "B", split == "F"], 1)
+        rows = np.unique(np.concatenate([moments.forward, moments.queued, what], 1), axis=0)
+        alike = (rows[None, :, -3:] == rows[:, None, -3:]).all(-1)
+        # moments that another one of the kind holds as much in, or more, are no peak
+        more = alike & (rows[None] >= rows[:, None]).all(-1) & (rows[None] > rows[:, None]).any(-1)
         rows = rows[~more.any(1)]
-        self.flights, waiting = rows[:, : len(self.stages)], rows[:, len(self.stages) :]
+        self.flights, waiting = rows[:, : len(self.stages)], rows[:, len(self.stages) : -3]
+        columns, at_place, at_forward = rows[:, -3].astype(int), rows[:, -2] > 0, rows[:, -1] > 0
+        self.columns = np.where(at_place, columns, -1)  # the stage whose places count, if it is in its backward
         self.last: tuple[Mixes, float] | None = None  # what was chosen last, and the room
         self.slowest = sum(stage.slowest for stage in self.stages) * (1 + 1e-9)
         self.fixed = waiting @ [stage.queued for stage in self.stages] + self.flights @ [s.rest for s in self.stages]
+        others = np.array([[s.at_weights, s.at_forward] for s in self.stages])[columns, at_forward.astype(int)]
+        self.fixed += np.where(at_place, 0.0, others)
 
     def choose(self, room: float) -> Mixes | None:
         """The fastest mixes that fit into so many bytes of the rank; None if none do.
@@ -114,7 +131,9 @@ class Rank:
 
     def _choose(self, room: float) -> Mixes | None:
         bound, slack = self._bound(room), 1e-9 * self.slowest  # sums of floats differ by their order
-        seconds, mixes = self._stair(room) or (self.slowest, [])
+        seconds, mixes = self._stair(room) or self._least(room)
+        if not mixes:
+            return None
         floors = [0.0] * len(self.stages)
         if seconds > bound.seconds + slack:
             floors = [self._floor(bound, index, seconds - bound.seconds, room) for index in range(len(floors))]
@@ -127,8 +146,6 @@ class Rank:
             if looked[0] < seconds - slack:
                 seconds, mixes = looked
             least, gap = bound.seconds + sum(floors) + gap, 4 * gap
-        if not mixes:
-            return None
         values = [stage.columns(mix[None]) for stage, mix in zip(self.stages, mixes, strict=True)]
         least = least if least < seconds - slack else seconds
         return Mixes(mixes, seconds, least, self.base + float(self._needs(values)[0]))
@@ -182,8 +199,8 @@ class Rank:
         waiting = self.flights @ [stage.kept.max(0).sum() for stage in self.stages] + self.fixed
         found, most = [], np.argsort(-waiting, kind="stable")
         for at in most[self.flights[most].any(1)][:MOMENTS]:
-            here = [stage for stage, flights in zip(self.stages, self.flights[at], strict=True) if flights]
-            place = max(max(stage.need[:, -1].min() - stage.before, stage.loss + stage.none) for stage in here)
+            column = self.columns[at]
+            place = self.stages[column].need[:, -1].min() - self.stages[column].before if column >= 0 else 0.0
             found.append(self._priced(self.flights[at], float(room - self.fixed[at] - place)))
         return max(found, key=lambda bound: bound.seconds)
 
@@ -218,11 +235,25 @@ class Rank:
         priced = parts @ at[:4]
         return _Bound(best, priced - priced.min(0), kept, left)
 
-    def _within(self, bound: _Bound, index: int, gap: float, room: float) -> StageMixes | None:
-        """A stage's mixes whose layers are at most `gap` above the bound, and that may fit; None if too many."""
+    def _least(self, room: float) -> tuple[float, list[np.ndarray]]:
+        """(seconds, each stage's ways) of a mix that fits, of those that keep least; no ways if there is none."""
+        found = []
+        for index, stage in enumerate(self.stages):
+            fits = functools.partial(self._may_fit, index, room=room)
+            mixes = within(stage, np.zeros_like(stage.kept), np.inf, fits, timed=False)
+            if mixes is None or len(mixes.ways) == 0:
+                return np.inf, []
+            found.append(mixes)
+        return self._together(found, np.inf, room) or (np.inf, [])
+
+    def _within(
+        self, bound: _Bound, index: int, gap: float, room: float, least: np.ndarray | None = None
+    ) -> StageMixes | None:
+        """A stage's mixes whose layers are at most `gap` above the bound, and that may fit; None if too many. least:
+        (stages, 5), columns than which other stages have no less."""
         first = sum(stage.n for stage in self.stages[:index])
         above = bound.above[:, first : first + self.stages[index].n]
-        return within(self.stages[index], above, gap, functools.partial(self._may_fit, index, room=room))
+        return within(self.stages[index], above, gap, functools.partial(self._may_fit, index, room=room, least=least))
 
     def _floor(self, bound: _Bound, index: int, most: float, room: float) -> float:
         """How far above the bound a stage's layers are in all mixes that may fit, at least; of up to `most`."""
@@ -241,15 +272,16 @@ class Rank:
     ) -> tuple[float, list[np.ndarray]] | None:
         """(seconds, each stage's ways) of the fastest mix that fits and takes at most `most` seconds, of all whose
         layers are at most sum(floors) + gap above the bound; inf if there is none. None if they are too many."""
-        found = []
-        for index, floor in enumerate(floors):
-            mixes = self._within(bound, index, floor + gap, room)
+        found: dict[int, StageMixes] = {}
+        least = self._lowest()
+        for index in np.argsort(-np.array(floors), kind="stable").tolist():  # what must spend most has fewest mixes
+            mixes = self._within(bound, index, floors[index] + gap, room, least)
             if mixes is None:
                 return None
             if len(mixes.ways) == 0:
                 return np.inf, []
-            found.append(self._better(mixes))
-        return self._together(found, most * (1 + 1e-9), room)
+            found[index], least[index] = self._better(mixes), mixes.values.min(0)
+        return self._together([found[index] for index in range(len(floors))], most * (1 + 1e-9), room)
 
     def _together(self, found: Sequence[StageMixes], most: float, room: float) -> tuple[float, list[np.ndarray]] | None:
         """_faster's result, of all that combine a mix of each stage."""
@@ -271,11 +303,15 @@ class Rank:
         first = np.lexsort((-keeps, moved, taken))[0]
         return float(taken[first]), [mix[first] for mix in chosen]
 
-    def _may_fit(self, index: int, values: np.ndarray, room: float) -> np.ndarray:
-        """Whether mixes of a stage fit if all other stages keep the least."""
+    def _lowest(self) -> np.ndarray:
+        """Columns than which no mix of a stage has less, (stages, 5)."""
         least = np.zeros((len(self.stages), 5))
         least[:, KEPT] = least[:, PLACE] = [stage.kept.min(0).sum() for stage in self.stages]
-        every = [np.broadcast_to(other, values.shape) for other in least]
+        return least
+
+    def _may_fit(self, index: int, values: np.ndarray, room: float, least: np.ndarray | None = None) -> np.ndarray:
+        """Whether mixes of a stage fit if all other stages have the least columns."""
+        every = [np.broadcast_to(other, values.shape) for other in (self._lowest() if least is None else least)]
         every[index] = values
         return self._needs(every) <= room
 
@@ -290,10 +326,11 @@ class Rank:
     def _needs(self, values: Sequence[np.ndarray]) -> np.ndarray:
         """The bytes beside `base` that mixes need: values has each stage's columns, all with as many rows."""
         kept = np.stack([each[:, KEPT] for each in values], 1)
-        waiting, found = kept @ self.flights.T + self.fixed, np.full(len(kept), -np.inf)  # waiting: (mixes, moments)
+        waiting = kept @ self.flights.T + self.fixed  # (mixes, moments)
+        found = waiting[:, self.columns < 0].max(1)
         for column, (stage, each) in enumerate(zip(self.stages, values, strict=True)):
-            here = self.flights[:, column] > 0
+            here = self.columns == column
             if here.any():
                 place = each[:, PLACE] - each[:, KEPT] - stage.before
-                found = np.maximum(found, waiting[:, here].max(1) + np.maximum(place, stage.loss + stage.none))
+                found = np.maximum(found, waiting[:, here].max(1) + place)
         return found

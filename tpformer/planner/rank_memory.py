@@ -46,7 +46,7 @@ from .states import (
 from .units import head_kept, stage_ranges, stage_units
 
 ROUNDS = 3  # of as many microbatches as ranks: then a rank has as many in flight as with any number of them
-ALONE = Occupancies(np.array([[1]]), np.array([[0]]))  # without a pipeline
+ALONE = Occupancies(np.ones((2, 1)), np.zeros((2, 1)), np.zeros(2, int), np.array(["F", "B"]))  # without a pipeline
 WHOLE = ("naive", "GPipe", "LoopedBFS")  # schedules in which all microbatches are in flight
 
 
@@ -218,7 +218,7 @@ def rank_memory(
     exchange, shard = exchange_named(layout.exchange), of_rank.shard(layout)
     if kept := exchange.kept_bytes(shard, precision.reduce.itemsize):
         on_device.append(("what the exchange keeps", kept))
-    at = fullest_moment(config, stages, moments, of_rank, worst=worst)
+    at = fullest_moment(config, stages, moments, of_rank, worst=worst, keeps_sent=software.keeps_sent)
     if not layout.cpu_offload:
         on_device = [(n, at.gradients * size if n == GRADIENTS else size) for n, size in on_device]
     parts = [*on_device, ("saved activations", at.saved)]

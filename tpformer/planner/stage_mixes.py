@@ -15,7 +15,7 @@ import numpy as np
 from tpformer.config import PLAIN, LayerKeep, RunConfig
 
 from .kept import kept_by_kind
-from .moments import Layers
+from .moments import Layers, outputs, queued_by_layers
 from .rank_memory import predicted_stage
 from .step_time import StepModel
 from .units import stage_units, with_keep
@@ -38,17 +38,21 @@ class Stage:
         self.last = index == config.parallel.n_stages - 1
         count = predicted_stage(with_keep(config, PLAIN), index)
         rest = count.saved - sum(unit.kept for unit in stage_units(with_keep(config, PLAIN), index, kept=kept))
-        self.rest, self.queued = rest, count.queued
+        waits, queues = outputs(config, count)
+        self.rest, self.queued = rest + waits, count.queued + queues
         self.before = of.head if self.last else 0.0  # freed before the first place of a layer
-        self.loss = of.loss if self.last else -np.inf
         made = (
             of.head_elements * self.last + np.cumsum([0.0, *(unit.elements for unit in reversed(units[0][1:]))])[::-1]
         )
         share = np.minimum(1.0, made / of.total) if of.by_layer else np.ones(self.n)
         self.kept = np.array([[unit.kept for unit in each] for each in units])  # (ways, layers), as the next ones
         self.moved = np.array([[unit.moved for unit in each] for each in units])
-        self.need = np.array([[unit.working for unit in each] for each in units]) + of.of_layer + gradients * share
-        self.none = 0.0 if of.by_layer else gradients  # gradients at the loss
+        freed = np.array([[unit.freed for unit in each] for each in units])
+        beside = of.beside(freed, np.array(queued_by_layers(config, count)), last=self.last)
+        self.need = np.array([[unit.working for unit in each] for each in units]) + beside + gradients * share
+        none = 0.0 if of.by_layer else gradients  # gradients at the loss
+        self.at_forward = (of.loss if self.last else of.forward) + none  # what these moments need
+        self.at_weights = of.weights + none
         kinds = [config.model.has_experts(unit.layers.start) for unit in units[0]]
         work = {kind: [_seconds(plain, way, kind) for way in ways] for kind in set(kinds)}
         base = {kind: _seconds(plain, LayerKeep(), kind) for kind in set(kinds)}
@@ -61,6 +65,14 @@ class Stage:
         """Seconds that no mix exceeds."""
         moved, seconds = self.moved.max(0).sum(), self.seconds.max(0).sum(0)
         return float(self.cost(np.array([[0.0, 0.0, *seconds, moved]]))[0])
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether a mix's seconds follow from the sum of its forward's and backward's: nothing else takes longer."""
+        moving, host = self.moved.max(0).sum() / self.bus, self.time.host
+        forward = self.time.device("F") + self.seconds[..., 0].min(0).sum()
+        backward = self.time.device("B") + self.seconds[..., 1].min(0).sum()
+        return forward >= max(host["F"], moving) and backward >= max(host["I"], moving) + host["W"]
 
     def cost(self, values: np.ndarray) -> np.ndarray:
         """Seconds of a microbatch in this stage, by the columns of mixes."""
@@ -99,13 +111,16 @@ class StageMixes(NamedTuple):
     above: np.ndarray
 
 
-def within(stage: Stage, above: np.ndarray, gap: float, fits: Callable[[np.ndarray], np.ndarray]) -> StageMixes | None:
+def within(
+    stage: Stage, above: np.ndarray, gap: float, fits: Callable[[np.ndarray], np.ndarray], *, timed: bool = True
+) -> StageMixes | None:
     """A stage's mixes whose layers, each of them above[way, layer], are together at most `gap`, and that fit; without
     those than which another one is as small in all columns. None if they are too many.
 
     fits: of columns (mixes, 5), which may be less than a mix's in the end, whether there is room.
     Way after way, all places where it may end are tried. Of beginnings that end at one layer only those are continued
-    than which no other one is as small in all that counts: what may follow is the same for both.
+    than which no other one is as small in all that counts: what may follow is the same for both. timed: whether seconds
+    and what is moved count, beside bytes.
     """
     kept_on, above_on = _least_on(stage.kept), _least_on(above)
     parts = np.stack([stage.kept, *np.moveaxis(stage.seconds, 2, 0), stage.moved, above])
@@ -129,7 +144,11 @@ def within(stage: Stage, above: np.ndarray, gap: float, fits: Callable[[np.ndarr
         may = may[fits(at_least[may])]
         ends = np.concatenate([ends[row], end[:, None].astype(np.int16)], 1)
         keeps = (np.diff(ends[may], axis=1) * np.arange(way + 1)).sum(1)
-        points = np.concatenate([values[may], last[may, None], -keeps[:, None]], 1).round(12)
+        counted = values[may] if timed else values[may, : PLACE + 1]
+        if timed and stage.adds_up:
+            counted[:, FORWARD] += counted[:, BACKWARD]
+            counted[:, BACKWARD] = 0.0
+        points = np.concatenate([counted, last[may, None], -keeps[:, None]], 1).round(12)
         better = [at[undominated(points[at])] for at in (np.flatnonzero(end[may] == e) for e in every) if len(at)]
         may = may[np.concatenate(better)] if better else may
         ends, values, last, cost = ends[may], values[may], last[may], costs[row[may], end[may]]

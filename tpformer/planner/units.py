@@ -18,7 +18,7 @@ from tpformer.models import GPTConfig
 from tpformer.ops.offload import SMALLEST
 from tpformer.parallel import split_stages
 
-from .kept import Kept, kept_by_kind
+from .kept import Kept, kept_by_kind, packed_size
 from .memory import layer_workspace
 from .states import Elements, elements, exchanging_ranks
 
@@ -28,7 +28,7 @@ class Unit(NamedTuple):
 
     layers: which. kept: what waits on the device. moved: what waits in host memory; the last unit of a stage moves
     nothing, because its backward comes at once. working: what its backward holds while it runs, beside what was kept.
-    elements: of its parameters.
+    elements: of its parameters. freed: of what it holds, what is gone before all gradients of a layer are there.
     """
 
     layers: range
@@ -36,6 +36,7 @@ class Unit(NamedTuple):
     moved: float
     working: float
     elements: float
+    freed: float = 0.0
 
 
 def with_keep(config: RunConfig, keep: str) -> RunConfig:
@@ -98,7 +99,12 @@ def stage_units(
         )
         working += sum(sum(each_kept[layer].storages("none")) for layer in unit[1:])
         of_unit = sum(sizes[layer - layers.start] for layer in unit)
-        found.append(Unit(range(unit[0], unit[-1] + 1), sum(storages) + decided - moved, moved, working, of_unit))
+        # what the activation has read ends with the MLP's second GEMM; experts are one operation
+        packed = way.pack and way.recompute == "none"
+        read = () if model.has_experts(unit[-1]) else each_kept[unit[-1]].hidden
+        freed = sum(packed_size(each) if packed else each for each in read)
+        some_layers, waits = range(unit[0], unit[-1] + 1), sum(storages) + decided - moved
+        found.append(Unit(some_layers, waits, moved, working, of_unit, freed))
     return found
 
 
