@@ -30,6 +30,18 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     assert path.read_text(encoding="utf-8") == "ünd" and list(tmp_path.iterdir()) == [path]
 
 
+def test_content_is_on_disk_before_it_has_its_name(tmp_path):
+    """As a loss of power may keep a name without what was written just before it."""
+    path, done = tmp_path / "config.toml", []
+
+    def synced(descriptor: int) -> None:
+        done.append((os.readlink(f"/proc/self/fd/{descriptor}"), path.exists()))
+
+    with mock.patch.object(os, "fsync", synced):
+        replace_file(path, "new", to_disk=True)
+    assert done == [(str(tmp_path / ".config.toml.tmp"), False)] and path.read_text() == "new"
+
+
 def test_a_refusal_that_an_error_of_a_file_led_to_stays_one(tmp_path):
     with pytest.raises(ValueError, match="cannot be read: it is closed"), naming(tmp_path), in_words(tmp_path):
         raise OSError(5, "it is closed")

@@ -11,10 +11,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str, to_disk: bool = False) -> None:
     """Write a file as UTF-8 by whole_file."""
-    with whole_file(path) as temporary:
+    with whole_file(path, to_disk) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def fsync(path: Path) -> None:
+    """Return when a file's or a directory's content is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def make_folder(path: Path) -> None:
@@ -27,16 +36,19 @@ def make_folder(path: Path) -> None:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def whole_file(path: Path, to_disk: bool = False) -> Iterator[Path]:
     """Yield the path of a hidden file beside `path` that takes its place at the end, or is removed after an error.
 
-    Readers find the old content or the new one, never a part. Only one process may write a path at a time. OSError,
-    which names the path, where writing fails.
+    Readers find the old content or the new one, never a part; to_disk: also after a loss of power, at the price of
+    waiting for the disk. Only one process may write a path at a time. OSError, which names the path, where writing
+    fails.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     with naming(path, hidden=temporary):
         try:
             yield temporary
+            if to_disk:  # a name may reach the disk before what it names
+                fsync(temporary)
             temporary.replace(path)
         finally:
             with suppress(OSError):

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from tpformer.distributed.mesh import joining
 from tpformer.parallel import Exchange
-from tpformer.processes.files import file_sha256, naming
+from tpformer.processes.files import file_sha256, fsync, naming
 from tpformer.words import listed
 
 from .checkpoint_files import (
@@ -35,7 +35,6 @@ from .checkpoint_files import (
     Writer,
     check_files,
     discard,
-    fsync,
     manifest_entries,
     newest_good,
     read_note,

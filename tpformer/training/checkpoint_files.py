@@ -1,7 +1,6 @@
 """A checkpoint on disk, as one process sees it: its files, its manifest and its tensors. No process groups here."""
 
 import json
-import os
 import re
 import shutil
 import warnings
@@ -15,22 +14,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from tpformer.processes.files import file_sha256, naming
+from tpformer.processes.files import file_sha256, fsync, naming
 from tpformer.words import listed, message, shown
 
 from .checkpoint_metadata import METADATA, CheckpointError, MetadataReader, read_metadata
 
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
 MODEL, OPTIMIZER, SUMS, REPLICA = "model.", "optimizer.", "sums.", "replica."
-
-
-def fsync(path: Path) -> None:
-    """Return when a file's or a directory's content is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def manifest_entries(files: Iterable[Path]) -> dict[str, dict[str, Any]]:

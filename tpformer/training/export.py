@@ -20,14 +20,14 @@ from typing import Any
 import torch
 
 from tpformer.config.fp8 import FP8
-from tpformer.processes.files import make_folder, naming
+from tpformer.processes.files import fsync, make_folder, naming
 from tpformer.weights.families import family_for
 from tpformer.weights.files import MAX_FILE_BYTES, Spec, create_file, plan_files, write_index
 from tpformer.weights.tensors import Place, TensorMap, their_specs
 from tpformer.words import dtype_name
 
 from .checkpoint import choose_step
-from .checkpoint_files import MODEL, fsync, read_parts, saved_tensors, step_path
+from .checkpoint_files import MODEL, read_parts, saved_tensors, step_path
 from .companions import CONFIG, companions_of, copy_companions, token_ids, write_byte_tokenizer
 from .export_blocks import QUANTIZATION_CONFIG, SCALES, block_specs, quantised, write_blocks
 from .resolve import read_run_config

@@ -64,7 +64,7 @@ def _line(row: dict[str, float]) -> str:
 def cut_metrics(path: Path, step: int) -> None:
     """Remove the rows after `step`, because a resumed run writes them again."""
     if path.exists():
-        replace_file(path, "".join(_line(row) for row in read_metrics(path) if row["step"] <= step))
+        replace_file(path, "".join(_line(row) for row in read_metrics(path) if row["step"] <= step), to_disk=True)
 
 
 def rounded(value: float) -> float:

@@ -157,8 +157,8 @@ def write_run(start: Start) -> str | None:
     stored = dataclasses.replace(config, run=dataclasses.replace(config.run, changes=()))
     try:
         kept = keep_tokenizer(config.data.tokenizer, directory)
-        replace_file(directory / START, json.dumps(record, indent=2) + "\n")
-        replace_file(directory / "config.toml", to_toml(stored))
+        replace_file(directory / START, json.dumps(record, indent=2) + "\n", to_disk=True)
+        replace_file(directory / "config.toml", to_toml(stored), to_disk=True)
     except OSError as error:
         raise ValueError(f"{error.filename or directory} cannot be written: {error.strerror or error}") from None
     if kept:
