@@ -13,7 +13,7 @@ import pytest
 from turns import in_turns
 
 from tpformer.config import PRESETS, SCHEDULES, RunConfig, build_config, keep_text, preset_config, to_toml
-from tpformer.planner import stage_mixes
+from tpformer.planner import rank_choice, stage_mixes
 from tpformer.planner.devices import load_device
 from tpformer.planner.keep_choice import choose, peak, ways_of
 from tpformer.planner.memory_budget import least, uniform, with_budget
@@ -100,8 +100,8 @@ def test_a_smaller_budget_takes_no_less_time_and_holds(seed):
 
 
 def test_the_choice_is_the_best_of_all_mixes_of_a_small_stage():
-    """Of 5 layers every mix in the order of ways is looked at one by one."""
-    config = configuration(LLAMA, 5, data_parallel_shard=2, zero_stage=2)
+    """Of 5 layers every mix in the order of ways is looked at one by one, and searched for as among many."""
+    config, many = configuration(LLAMA, 5, data_parallel_shard=2, zero_stage=2), mock.Mock(return_value=True)
     ways = ways_of(config)
     every = []
     for mix in itertools.combinations_with_replacement(range(len(ways)), 5):
@@ -114,8 +114,10 @@ def test_the_choice_is_the_best_of_all_mixes_of_a_small_stage():
         best = min(each for each in every if each[1] <= room)
         of_three = min(each for each in every if each[1] <= room and each[2] <= 3)
         beyond += best[0] < of_three[0]
-        found = choose(config, H100, room)
-        assert found is not None and found.seconds == pytest.approx(best[0], rel=1e-9) and found.short == 0
+        with mock.patch.object(rank_choice, "many", return_value=True), mock.patch.object(stage_mixes, "many", many):
+            searched = choose(config, H100, room)
+        for found in (choose(config, H100, room), searched):
+            assert found is not None and found.seconds == pytest.approx(best[0], rel=1e-9) and found.short == 0
         with mock.patch.object(stage_mixes, "MOST", 0):
             bounded = choose(config, H100, room)
         assert bounded is not None and bounded.seconds == pytest.approx(of_three[0], rel=1e-9)

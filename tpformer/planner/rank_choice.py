@@ -4,11 +4,12 @@ Belongs here: the search in a rank, by the seconds of its microbatch. A stage's 
 mixes become a run's is in keep_choice.py.
 
 Layers of a stage are in the order of the ways: what is offloaded first, because it has the longest time to return, then
-what makes most again, where least waits; what keeps all comes last. Of these mixes the fastest is found in two steps:
-first of those of up to three ways, then of all that could be faster. For that, kept and moved bytes have prices, and
-each way of a layer is by so many seconds above its cheapest one. No mix that fits takes less than the cheapest ways of
-all layers and these seconds. So a mix that beats the first step's has few of them, and there are few such mixes. Where
-room is short a stage may need more of them than others, whatever these do: that is looked at first, stage by stage.
+what makes most again, where least waits; what keeps all comes last. Of one stage of few layers each mix is looked at.
+Else the fastest is found in two steps: first of those of up to three ways, then of all that could be faster. For that,
+kept and moved bytes have prices, and each way of a layer is by so many seconds above its cheapest one. No mix that fits
+takes less than the cheapest ways of all layers and these seconds. So a mix that beats the first step's has few of them,
+and there are few such mixes. Where room is short a stage may need more of them than others, whatever these do: that is
+looked at first, stage by stage.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tpformer.config import PLAIN, LayerKeep, RunConfig
 from .memory import pipeline_buffers
 from .moments import rank_layers
 from .rank_memory import ALONE, cached_occupancies, predicted_memory, predicted_stage, stages_size
-from .stage_mixes import KEPT, MOVED, PLACE, Stage, StageMixes, splits, undominated, within
+from .stage_mixes import KEPT, MOVED, PLACE, Stage, StageMixes, many, splits, undominated, within
 from .states import GRADIENTS
 from .step_time import StepModel
 from .units import with_keep
@@ -129,7 +130,28 @@ class Rank:
             self.last = found, room
         return self.last[0]
 
+    @functools.cached_property
+    def _every(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """(seconds, need, ways) of all mixes of a rank's one stage that need less than all faster ones, in _order's
+        order; None where they are too many to look at each."""
+        if len(self.stages) > 1 or many(len(self.ways), self.stages[0].n):
+            return None
+        stage = self.stages[0]
+        mixes = within(stage, np.zeros_like(stage.kept), 0.0, lambda values: np.ones(len(values), bool))
+        if mixes is None:
+            return None
+        cost, moved, keeps = self._order([mixes.values], [mixes.ways])
+        order, need = np.lexsort((-keeps, moved, cost)), self._needs([mixes.values])
+        less = need[order] < np.concatenate([[np.inf], np.minimum.accumulate(need[order])[:-1]])
+        order = order[less]
+        return cost[order], need[order], mixes.ways[order]
+
     def _choose(self, room: float) -> Mixes | None:
+        if self._every is not None:
+            cost, need, ways = self._every
+            fits = np.flatnonzero(need <= room)[:1].tolist()
+            chosen = ((ways[at], float(cost[at]), float(need[at])) for at in fits)
+            return next((Mixes([mix], seconds, seconds, self.base + more) for mix, seconds, more in chosen), None)
         bound, slack = self._bound(room), 1e-9 * self.slowest  # sums of floats differ by their order
         seconds, mixes = self._stair(room) or self._least(room)
         if not mixes:
@@ -280,7 +302,8 @@ class Rank:
                 return None
             if len(mixes.ways) == 0:
                 return np.inf, []
-            found[index], least[index] = self._better(mixes), mixes.values.min(0)
+            least[index] = mixes.values.min(0)
+            found[index] = self._better(mixes) if len(self.stages) > 1 else mixes
         return self._together([found[index] for index in range(len(floors))], most * (1 + 1e-9), room)
 
     def _together(self, found: Sequence[StageMixes], most: float, room: float) -> tuple[float, list[np.ndarray]] | None:

@@ -7,6 +7,7 @@ rank_choice.py. Bytes are units.py's and moments.py's, seconds step_time.py's.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,8 +22,9 @@ from .step_time import StepModel
 from .units import stage_units, with_keep
 
 KEPT, PLACE, FORWARD, BACKWARD, MOVED = range(5)  # columns of mixes: bytes, the worst place, seconds, bytes
-MOST = 1 << 18  # beginnings of a stage's mixes that are looked at at once
+MOST = 1 << 19  # beginnings of a stage's mixes that are looked at at once
 BLOCK = 256  # of mixes that are compared at once with those that none is better than
+FRONT, PAYS = 1024, 0.8  # with how many of these, unless at most this share of the mixes stays
 
 
 class Stage:
@@ -111,6 +113,11 @@ class StageMixes(NamedTuple):
     above: np.ndarray
 
 
+def many(ways: int, layers: int) -> bool:
+    """Whether mixes of so many layers are too many to look at each."""
+    return math.comb(ways + layers - 1, layers) > MOST
+
+
 def within(
     stage: Stage, above: np.ndarray, gap: float, fits: Callable[[np.ndarray], np.ndarray], *, timed: bool = True
 ) -> StageMixes | None:
@@ -118,14 +125,14 @@ def within(
     those than which another one is as small in all columns. None if they are too many.
 
     fits: of columns (mixes, 5), which may be less than a mix's in the end, whether there is room.
-    Way after way, all places where it may end are tried. Of beginnings that end at one layer only those are continued
-    than which no other one is as small in all that counts: what may follow is the same for both. timed: whether seconds
-    and what is moved count, beside bytes.
+    Way after way, all places where it may end are tried. Where that is much, of beginnings that end at one layer only
+    those are continued than which no other one is as small in all that counts: what may follow is the same. timed:
+    whether seconds and what is moved count, beside bytes.
     """
     kept_on, above_on = _least_on(stage.kept), _least_on(above)
     parts = np.stack([stage.kept, *np.moveaxis(stage.seconds, 2, 0), stage.moved, above])
     sums = np.concatenate([np.zeros((*parts.shape[:2], 1)), parts.cumsum(2)], 2)  # (parts, ways, layers + 1)
-    every = np.arange(stage.n + 1)
+    every, drops = np.arange(stage.n + 1), many(len(above), stage.n)
     ends, values, last, cost = np.zeros((1, 1), np.int16), np.zeros((1, 5)), np.zeros(1), np.zeros(1)
     for way in range(len(above)):
         begin = ends[:, -1]
@@ -149,8 +156,8 @@ def within(
             counted[:, FORWARD] += counted[:, BACKWARD]
             counted[:, BACKWARD] = 0.0
         points = np.concatenate([counted, last[may, None], -keeps[:, None]], 1).round(12)
-        better = [at[undominated(points[at])] for at in (np.flatnonzero(end[may] == e) for e in every) if len(at)]
-        may = may[np.concatenate(better)] if better else may
+        groups = [at for at in (np.flatnonzero(end[may] == e) for e in every) if len(at)] if drops else []
+        may = may[np.concatenate([at[undominated(points[at])] for at in groups])] if groups else may
         ends, values, last, cost = ends[may], values[may], last[may], costs[row[may], end[may]]
     ways = (np.arange(stage.n)[:, None] >= ends[:, None, 1:]).sum(-1)
     values = stage.columns(ways)
@@ -182,13 +189,15 @@ def _worst(
 
 def undominated(points: np.ndarray) -> np.ndarray:
     """The indices of the points, (points, columns), than which no other one is as small in all columns but the last; of
-    those that are alike in these the one with the smallest last stays."""
+    those that are alike in these the one with the smallest last stays. Some may be left that another one is as small
+    as, where finding them would take longer than they do."""
     order, points = np.lexsort(points.T[::-1]), points[:, :-1]
     front, found = np.empty((0, points.shape[1])), []
     for some in np.split(order, range(BLOCK, len(order), BLOCK)):
         some = some[~(front[None] <= points[some][:, None]).all(-1).any(1)]
         here = points[some]
         some = some[~np.tril((here[None] <= here[:, None]).all(-1), -1).any(1)]
-        front = np.concatenate([front, points[some]])
         found.append(some)
+        if len(front) < FRONT or sum(map(len, found)) < PAYS * BLOCK * len(found):  # else comparing finds next to none
+            front = np.concatenate([front, points[some]])
     return np.concatenate(found)
