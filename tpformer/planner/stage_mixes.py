@@ -22,9 +22,9 @@ from .step_time import StepModel
 from .units import stage_units, with_keep
 
 KEPT, PLACE, FORWARD, BACKWARD, MOVED = range(5)  # columns of mixes: bytes, the worst place, seconds, bytes
-MOST = 1 << 19  # beginnings of a stage's mixes that are looked at at once
+MOST = 1 << 18  # beginnings of a stage's mixes that are looked at at once
 BLOCK = 256  # of mixes that are compared at once with those that none is better than
-FRONT, PAYS = 1024, 0.8  # with how many of these, unless at most this share of the mixes stays
+FRONT, PAYS = 256, 0.8  # with how many of these, unless at most this share of the mixes stays
 
 
 class Stage:
@@ -115,7 +115,7 @@ class StageMixes(NamedTuple):
 
 def many(ways: int, layers: int) -> bool:
     """Whether mixes of so many layers are too many to look at each."""
-    return math.comb(ways + layers - 1, layers) > MOST
+    return math.comb(ways + layers - 1, layers) > 2 * MOST
 
 
 def within(
