@@ -54,7 +54,7 @@ def test_what_is_cut(name):
     rows, kept = PLANS[name]
     model = tiny(name)
     plan = auto_plan(model, 2)
-    found = {row: region.columns for row, (region, _) in plan.regions.items()}
+    found = {row: tuple(each.removeprefix(f"{way.root}.") for each in way.cuts) for row, way in plan.regions.items()}
     for row, columns in found.items():
         assert columns in [rows[end] for end in rows if row.endswith(f".{end}")], row
     for end in rows:
@@ -73,7 +73,9 @@ def test_a_model_on_meta_gets_the_same_plan(name, t):
 
 
 def way(plan, row):
-    return next(way for name, (_, way) in plan.regions.items() if name.endswith(row))
+    """(the way of a region, its root with a dot behind it)"""
+    found = next(way for name, way in plan.regions.items() if name.endswith(row))
+    return found, f"{found.root}." if found.root else ""
 
 
 class Fused(nn.Module):
@@ -88,18 +90,20 @@ class Fused(nn.Module):
 
 
 def test_ways():
-    shared = way(auto_plan(tiny("llama"), 4), "o_proj")  # 2 key-value heads of 8 on 4 ranks
-    assert shared.cuts["k_proj"].blocks == ((16, 2),) and shared.attributes == {"": {"num_key_value_groups": 1}}
-    assert [shared.cuts["k_proj"].rows(rank, 4) for rank in (1, 2)] == [(slice(0, 8),), (slice(8, 16),)]
-    packed = way(auto_plan(tiny("gpt2"), 4), "attn.c_proj")
-    assert packed.cuts["c_attn"].rows(3, 4) == (slice(24, 32), slice(56, 64), slice(88, 96))
-    assert packed.attributes[""]["split_size"] == 8
-    fused = way(auto_plan(Fused(), 2, example=torch.rand(2, 3, 8)), "out")  # queries of 8, keys and values of 2
+    shared, root = way(auto_plan(tiny("llama"), 4), "o_proj")  # 2 key-value heads of 8 on 4 ranks
+    assert shared.cuts[f"{root}k_proj"].blocks == ((16, 2),)
+    assert shared.attributes == {shared.root: {"num_key_value_groups": 1}}
+    assert [shared.cuts[f"{root}k_proj"].rows(rank, 4) for rank in (1, 2)] == [(slice(0, 8),), (slice(8, 16),)]
+    packed, root = way(auto_plan(tiny("gpt2"), 4), "attn.c_proj")
+    assert packed.cuts[f"{root}c_attn"].rows(3, 4) == (slice(24, 32), slice(56, 64), slice(88, 96))
+    assert packed.attributes[packed.root]["split_size"] == 8
+    fused, _ = way(auto_plan(Fused(), 2, example=torch.rand(2, 3, 8)), "out")  # queries of 8, keys and values of 2
     assert fused.cuts["qkv"].blocks == ((8, 2), (2, 1), (2, 1))
-    assert way(auto_plan(tiny("qwen3"), 4), "o_proj").summed == ("k_norm.weight", "q_norm.weight")
+    normed, root = way(auto_plan(tiny("qwen3"), 4), "o_proj")
+    assert normed.summed == (f"{root}k_norm.weight", f"{root}q_norm.weight")
     model = Between(lambda m, h, x: h.relu() * m.scale, hidden=10)
     nn.init.zeros_(model.scale)
-    added = way(auto_plan(model, 4, example=torch.rand(3, WIDTH)), "down")
+    added, _ = way(auto_plan(model, 4, example=torch.rand(3, WIDTH)), "down")
     assert [added.cuts["up"].rows(rank, 4)[0] for rank in (0, 3)] == [slice(0, 3), slice(9, 10)]
     assert added.summed == ("scale",)  # which is 0
 
@@ -281,10 +285,10 @@ def test_a_plan_may_be_edited():
     model = tiny("llama")
     plan = auto_plan(model, 2)
     attention = {pattern: style for pattern, style in plan.items() if "self_attn" in pattern}
-    found = check_plan(attention, model, 2)
+    found = check_plan(attention, model, plan)
     assert found == attention and {row.split(".")[-1] for row in found.regions} == {"o_proj"}
     assert found.kept["model.layers.*.mlp.up_proj"] == "the plan does not have it"
-    gathered = check_plan({"model.layers.*.mlp.up_proj": "colwise_rep", "lm_head": "rowwise_split_input"}, model, 2)
+    gathered = check_plan({"model.layers.*.mlp.up_proj": "colwise_rep", "lm_head": "rowwise_split_input"}, model, plan)
     assert not gathered.regions and len(gathered) == 2
 
 
@@ -300,9 +304,10 @@ WRONG_ENTRIES = {
 
 def test_what_cannot_be_planned_is_refused():
     model = tiny("llama")
+    measured = auto_plan(model, 2)
     for words, entries in WRONG_ENTRIES.items():
         with pytest.raises(ValueError, match=words):
-            check_plan(entries, model, 2)
+            check_plan(entries, model, measured)
     with pytest.raises(ValueError, match="nothing tells what inputs Between takes: give parallelize an example="):
         auto_plan(Between(), 2)
     with pytest.raises(ValueError, match="Between cannot run the example.*RuntimeError"):

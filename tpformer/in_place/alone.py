@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .kinds import matches
+from .kinds import LARGE, matches
 from .regions import Recording, linear_of, sizes_of
 
 COLUMNS, ROWS, SUMMED = ("colwise", "packed_colwise"), ("rowwise",), ("replicated_with_grad_allreduce",)
 GATHERED, SPLIT = ("colwise_gather_output", "colwise_rep"), ("rowwise_split_input", "rowwise_rep")
 EMBEDDING, EXPERTS, WHOLE = ("embedding_rowwise",), ("moe_tp_experts",), ("replicate",)
 STYLES = (*COLUMNS, *ROWS, *SUMMED, *GATHERED, *SPLIT, *EMBEDDING, *EXPERTS, *WHOLE)
-LARGE = 0.01  # of a model's parameters: what modules of one pattern must have, for a result to be communicated
 OUTSIDE = "a parameter of it is also used outside of its own forward"
 
 
@@ -33,20 +32,18 @@ def transformers_plan(model: nn.Module) -> dict[str, str]:
 
 
 class Alone:
-    """What of a model is divided alone over t ranks. style: the style of a module by its name, as planned before."""
+    """What of a model is divided alone over t ranks. styles: of the modules that are cut already."""
 
-    def __init__(self, model: nn.Module, recording: Recording, t: int, style: Callable[[str], str]) -> None:
+    def __init__(self, model: nn.Module, recording: Recording, t: int, styles: Mapping[str, str]) -> None:
         self.model, self.recording, self.t = model, recording, t
         adapted = recording.adapted or "\n"
-        whole = {name: module for name, module in model.named_modules() if style(name) == "replicate"}
+        whole = {name: module for name, module in model.named_modules() if name not in styles}
         self.named = {name: module for name, module in whole.items() if not name.startswith(adapted)}
         self.tied: dict[int, list[str]] = defaultdict(list)
-        self.sizes: dict[str, int] = defaultdict(int)
         for name, module in model.named_modules():
-            self.sizes[recording.patterns[name]] += sum(p.numel() for p in module.parameters(recurse=False))
             if isinstance(getattr(module, "weight", None), nn.Parameter) and not name.startswith(adapted):
                 self.tied[id(module.weight)].append(name)
-        self.ran = {recording.patterns[name] for name in recording.sources}
+        self.ran = {recording.patterns[name] for name in recording.sources}  # not all run: experts without tokens
         self.given = transformers_plan(model)
         get_head = getattr(model, "get_output_embeddings", None)
         self.head = get_head() if callable(get_head) else None
@@ -64,8 +61,11 @@ class Alone:
                 wanted[name] = GATHERED[0]
             elif own in (*GATHERED, *SPLIT, *EMBEDDING):
                 wanted[name] = own
-            elif self.is_large(name) and self._is_table(name, module):
-                wanted[name] = EMBEDDING[0] if isinstance(module, nn.Embedding) else GATHERED[0]
+            elif name in self.recording.model.large and (
+                isinstance(module, nn.Embedding)
+                or (name in self.recording.linears and self.recording.patterns[name] in self.ran)
+            ):
+                wanted[name] = self._style(name)
         for names in self.tied.values():
             if any(name in wanted for name in names):
                 yield from self._tied(names, wanted)
@@ -75,15 +75,6 @@ class Alone:
         module = self.model.get_submodule(name)
         tied = self.tied[id(module.weight)] if isinstance(getattr(module, "weight", None), nn.Parameter) else ()
         return module is self.head or any(isinstance(self.model.get_submodule(each), nn.Embedding) for each in tied)
-
-    def is_large(self, name: str) -> bool:
-        """Whether dividing it is worth the communication of its results."""
-        total = sum(parameter.numel() for parameter in self.model.parameters())
-        return bool(name) and self.sizes[self.recording.patterns[name]] >= LARGE * total
-
-    def _is_table(self, name: str, module: nn.Module) -> bool:
-        ran = self.recording.patterns[name] in self.ran  # it, or one like it, as experts without tokens do not run
-        return isinstance(module, nn.Embedding) or (name in self.recording.linears and ran)
 
     def _tied(self, names: list[str], wanted: dict[str, str]) -> Iterator[tuple[str, str, str | None]]:
         """All that have one weight, or none."""
@@ -153,14 +144,12 @@ def why_not(module: nn.Module, style: str, t: int) -> str | None:
     return None if size > (t - 1) * -(-size // t) else f"{t} ranks cannot share {size} features or rows"
 
 
-def reasons_of_the_rest(
-    model: nn.Module, recording: Recording, style: Callable[[str], str]
-) -> Iterator[tuple[str, str]]:
+def reasons_of_the_rest(model: nn.Module, recording: Recording, styles: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """(name, reason) for every module with matrices of its own that is not divided, and is no linear."""
     listed = {part for name in recording.linears for part in model.get_submodule(name).modules()}
     for name, module in model.named_modules():
         large = any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
-        if not large or module in listed or style(name) != "replicate":
+        if not large or module in listed or name in styles:
             continue
         if isinstance(module, nn.Embedding):
             yield name, f"with less than {LARGE:.0%} of the parameters it is not worth a communication"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpformer.layers import ParallelModule, TensorParallel
+from tpformer.layers import TensorParallel
 from tpformer.torch_private import refuse_replicas
 
 from .adapters import check_config, cut_adapters, follow_peft
@@ -25,14 +25,13 @@ from .plan import Plan
 from .ranks import check_equal
 from .refusals import sample_alike
 from .regions import is_adapted, join
-from .replaced import REPLACED_BY
 from .saving import save_from_all_ranks
 from .sequence import SEQUENCE_DIM, shard_sequence
 from .siblings import share_inputs
 from .streams import Streams
 from .summing import sum_gradients
-from .tensors import globalize
-from .ways import Cut, Way
+from .tensors import REPLACED_BY, globalize
+from .ways import Cut
 
 APPLIED = "_tpformer"  # the attribute of a model that says what was done to it
 
@@ -49,14 +48,6 @@ class Applied:
     plan: Plan
     tp: TensorParallel
     mesh: DeviceMesh | None = None
-
-
-def applied_to(model: nn.Module) -> Applied | None:
-    """What parallelize did to a model, or to a part of it. ValueError for one of this library's layers."""
-    before = next((vars(part)[APPLIED] for part in model.modules() if APPLIED in vars(part)), None)
-    if before is None and any(isinstance(part, ParallelModule) for part in model.modules()):
-        raise ValueError("the model has this library's layers, which lie on their ranks already")
-    return before
 
 
 def cut_what_was_added(model: nn.Module, before: Applied) -> None:
@@ -91,15 +82,15 @@ def _cut_over(model: nn.Module, plan: Plan, tp: TensorParallel, streams: Streams
     """Cut what the plan says over tensor-parallel ranks."""
     cuts: dict[nn.Module, Cut] = {}
     seen: dict[nn.Module, dict[str, int | None]] = {}
-    for root, way in _ways(plan):
+    for way in plan.regions.values():
         for holder, changes in way.attributes.items():
             for name, value in changes.items():
                 setattr(model.get_submodule(holder), name, value)
         cuts |= {model.get_submodule(name): found for name, found in way.cuts.items()}
         for name, own in way.seen_by_rank().items():
             if name in plan.outside:  # others read it, such as the holder of a ParameterDict
-                inside = name.removeprefix(root).removeprefix(".")
-                seen.setdefault(model.get_submodule(root), {}).update({join(inside, key): own[key] for key in own})
+                inside = name.removeprefix(way.root).removeprefix(".")
+                seen.setdefault(model.get_submodule(way.root), {}).update({join(inside, key): own[key] for key in own})
             else:
                 seen.setdefault(model.get_submodule(name), {}).update(own)
     on_shards = streams.linears()
@@ -125,10 +116,6 @@ def _cut_over(model: nn.Module, plan: Plan, tp: TensorParallel, streams: Streams
         make_matrices(model.get_submodule(name), division, tp)
 
 
-def _ways(plan: Plan) -> list[tuple[str, Way]]:
-    return [(region.root, way.within(region.root)) for region, way in plan.regions.values()]
-
-
 def _finish(model: nn.Module, plan: Plan, tp: TensorParallel, streams: Streams) -> None:
     """Cut what adapts linears, and do what wants all parameters and modules as they will be."""
     cut_adapters(model)
@@ -136,7 +123,7 @@ def _finish(model: nn.Module, plan: Plan, tp: TensorParallel, streams: Streams) 
     share_inputs(model)
     if streams.chains:
         shard_sequence(model, streams, tp)
-    for _, way in _ways(plan):
+    for way in plan.regions.values():
         for narrowed in Narrowed.of(way, tp.size):
             narrowed.attach(model)  # behind what gathers the module's input
     _guard(model, plan, tp, [name for chain in streams.chains for name in chain])
@@ -148,4 +135,4 @@ def _guard(model: nn.Module, plan: Plan, tp: TensorParallel, on_shards: Sequence
     save_from_all_ranks(model, tp)
     refuse_replicas(model, REPLICATED)
     sample_alike(model)
-    guard(model, tp, [*(region.root for region, _ in plan.regions.values()), *on_shards], bool(plan.regions))
+    guard(model, tp, [*(way.root for way in plan.regions.values()), *on_shards], bool(plan.regions))

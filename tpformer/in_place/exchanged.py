@@ -27,8 +27,7 @@ from tpformer.torch_private import in_backward, tree_leaves, tree_map
 
 from .linears import class_of, lay_out, reduced
 from .matrices import Copy, Division, check_alone, choice_of, experts_of, has_several, locals_of, seeing, smaller
-from .measured import settings, unchanged
-from .regions import Recording, record
+from .regions import Recording
 from .trial import Refused, short
 
 RANKS = 2  # of a trial: rows that travel to two ranks, each by itself, show what would go wrong with more
@@ -113,34 +112,30 @@ class _Apart(Copy):
         return y.new_zeros(len(rows), y.shape[1]).index_add(0, token, y)
 
 
-def find_exchanges(model: nn.Module, tp: TensorParallel, example: Any) -> dict[str, Exchange]:
-    """{name: how it is divided} of all mixtures of experts in a model. Nothing is communicated or changed.
+def find_exchanges(model: nn.Module, recording: Recording, ep: int) -> dict[str, Exchange]:
+    """{name: how it is divided} of all mixtures of experts in a model, whose tokens ep ranks exchange.
 
     A mixture multiplies with parameters of its own, whose first dim counts experts, and is called with rows, the
     numbers of their experts and weights.
-    Errors:  ValueError for ranks that cannot exchange, for a model without mixtures, and for one that cannot be divided
-             so, with the reason.
+    Errors:  ValueError for a model without mixtures, and for one that cannot be divided so, with the reason.
     """
-    ep = _check_ranks(tp)
     found: dict[str, Exchange] = {}
-    with unchanged(model):
-        recording = record(model, example)
-        calls = {name: call for name, call in recording.calls.items() if has_several(model.get_submodule(name))}
-        tried: dict[Any, Exchange] = {}
-        for name, call in calls.items():
-            module = model.get_submodule(name)
-            if not (experts := experts_of(module, call)):
-                continue
-            key = type(module), repr(module), *((each, tuple(p.shape)) for each, p in module.named_parameters())
-            try:
-                if experts % ep:
-                    raise Refused(f"{ep} ranks cannot share its {experts} experts equally")
-                check_alone(name, module, lambda _: "replicate", recording)
-                if key not in tried:
-                    tried[key] = _find_exchange(module, call, recording)
-            except Refused as refused:
-                raise ValueError(f"{name} cannot exchange tokens over {ep} ranks: {refused}") from refused
-            found[name] = tried[key]
+    calls = {name: call for name, call in recording.calls.items() if has_several(model.get_submodule(name))}
+    tried: dict[Any, Exchange] = {}
+    for name, call in calls.items():
+        module = model.get_submodule(name)
+        if not (experts := experts_of(module, call)):
+            continue
+        key = type(module), repr(module), *((each, tuple(p.shape)) for each, p in module.named_parameters())
+        try:
+            if experts % ep:
+                raise Refused(f"{ep} ranks cannot share its {experts} experts equally")
+            check_alone(name, module, {}, recording)
+            if key not in tried:
+                tried[key] = _find_exchange(module, call, recording)
+        except Refused as refused:
+            raise ValueError(f"{name} cannot exchange tokens over {ep} ranks: {refused}") from refused
+        found[name] = tried[key]
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no module that is called with the numbers of its experts, so nothing can "
@@ -149,8 +144,8 @@ def find_exchanges(model: nn.Module, tp: TensorParallel, example: Any) -> dict[s
     return found
 
 
-def _check_ranks(tp: TensorParallel) -> int:
-    """ep. ValueError unless the ranks of experts are whole groups of tensor-parallel ranks."""
+def check_groups(tp: TensorParallel) -> None:
+    """ValueError unless the ranks of experts are whole groups of tensor-parallel ranks."""
     assert tp.experts is not None
     ranks = dist.get_process_group_ranks(tp.experts.get_group())
     beside = [dist.get_rank()] if tp.group is None else dist.get_process_group_ranks(tp.group)
@@ -159,25 +154,23 @@ def _check_ranks(tp: TensorParallel) -> int:
             f"experts on {len(ranks)} ranks that exchange tokens, without rank {missing[0]} of {len(beside)} "
             f"tensor-parallel ranks, whose tokens are the same: give as many neighbours as hold all of these"
         )
-    return len(ranks)
 
 
 def _find_exchange(module: nn.Module, call: tuple[tuple, dict], recording: Recording) -> Exchange:
     """How the experts of a mixture are divided. Raises Refused with the reason."""
     name, experts, roles = type(module).__name__, experts_of(module, call), Roles.of(call)
     hidden, k = (x.shape[1] for x in roles.tensors(call)[:2])
-    with settings(module):
-        try:
-            small, given = smaller(module, call, RANKS)
-            whole = _Apart(small, given)
-            results = whole.run(Division({}), 0, 1)
-            dims = dict.fromkeys([name for name, _ in small.named_parameters(recurse=False)], 0)
-            division = Exchange(dims, experts=experts_of(small, given), roles=roles, k=k)
-            right = whole.adds_up(division, results, RANKS)
-        except Refused:
-            raise
-        except Exception as error:
-            raise Refused(f"{name} cannot be tried alone ({short(error)})") from error
+    try:
+        small, given = smaller(module, call, RANKS)
+        whole = _Apart(small, given)
+        results = whole.run(Division({}), 0, 1)
+        dims = dict.fromkeys([name for name, _ in small.named_parameters(recurse=False)], 0)
+        division = Exchange(dims, experts=experts_of(small, given), roles=roles, k=k)
+        right = whole.adds_up(division, results, RANKS)
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(f"{name} cannot be tried alone ({short(error)})") from error
     if not right:
         raise Refused(f"the experts of this {name} do not give what all of them do if each gets its own rows alone")
     named = [name for name, p in module.named_parameters() if p.is_floating_point()]

@@ -31,8 +31,7 @@ from tpformer.ops.moves import Moves, move_rows
 from tpformer.ops.uncompiled import uncompiled
 from tpformer.torch_private import has_gradient_hooks, is_own_parameter, own_slices
 
-from .replaced import REPLACED_BY, Replaced
-from .tensors import parameter_from
+from .tensors import REPLACED_BY, Replaced, parameter_from
 
 CONV1D = ("transformers.pytorch_utils", "Conv1D")  # transformers' linear with a weight (in_features, out_features)
 FALCON = ("transformers.models.falcon.modeling_falcon", "FalconLinear")  # an nn.Linear that adds its bias by itself

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
@@ -27,10 +27,9 @@ from tpformer.ops.uncompiled import uncompiled
 from tpformer.parallel.judge import RecordedCall, copy_of, departs, random_like, with_random_values
 from tpformer.torch_private import tree_leaves, tree_map
 
-from .alone import OUTSIDE, WHOLE
+from .alone import OUTSIDE
 from .kinds import PLAIN, kind_of
 from .linears import class_of, lay_out, reduced
-from .measured import settings
 from .regions import Recording
 from .trial import Refused, short
 
@@ -129,15 +128,17 @@ def divisions(module: nn.Module, call: Any, t: int) -> Iterator[Division]:
 
 
 def find_divisions(
-    model: nn.Module, recording: Recording, wanted: Sequence[str], style: Callable[[str], str], t: int
+    model: nn.Module, recording: Recording, styles: Mapping[str, str], t: int
 ) -> tuple[dict[str, Division], dict[str, str]]:
     """({name: how it is divided}, {pattern: why not}) of modules that multiply with parameters of their own.
 
-    All of one pattern are divided, or none is. style: that of a module by its name, as planned before.
+    All of one pattern are divided, or none is. styles: of the modules that are cut already.
     """
     rows: dict[str, list[str]] = defaultdict(list)
-    for name in wanted:
-        rows[recording.patterns[name]].append(name)
+    for name, module in model.named_modules():
+        whole = name not in styles and not name.startswith(recording.adapted or "\n")
+        if whole and name in recording.model.large and has_several(module):
+            rows[recording.patterns[name]].append(name)
     tried: dict[Any, Division] = {}
     made: dict[str, Division] = {}
     kept: dict[str, str] = {}
@@ -146,7 +147,7 @@ def find_divisions(
         try:
             for name in names:
                 module = model.get_submodule(name)
-                check_alone(name, module, style, recording)
+                check_alone(name, module, styles, recording)
                 call = recording.calls[name]
                 key = kind_of(module, call), *(x for x in tree_leaves(call) if type(x) in PLAIN)
                 if key not in tried:
@@ -165,14 +166,14 @@ def has_several(module: nn.Module) -> bool:
     return several and not isinstance(module, ParametrizationList)  # what makes a parameter, of tensors of one shape
 
 
-def check_alone(name: str, module: nn.Module, style: Callable[[str], str], recording: Recording) -> None:
+def check_alone(name: str, module: nn.Module, styles: Mapping[str, str], recording: Recording) -> None:
     """Refused where something else than the module's own forward depends on its parameters."""
     if name not in recording.calls:
         raise Refused(f"a {type(module).__name__} is not an nn.Linear itself, and did not run in the example")
     parts = [part for part, _ in module.named_modules(prefix=name)]
     if any(part in recording.outside for part in parts):
         raise Refused(OUTSIDE)
-    inside = next((part for part in parts if style(part) != WHOLE[0]), None)
+    inside = next((part for part in parts if part in styles), None)
     if inside is not None:
         raise Refused(f"a {type(module).__name__} is not an nn.Linear itself, and {inside} in it is divided")
     if any(id(p) in recording.tied for p in module.parameters()):
@@ -181,11 +182,6 @@ def check_alone(name: str, module: nn.Module, style: Callable[[str], str], recor
 
 def find_division(module: nn.Module, call: tuple[tuple, dict], t: int) -> Division:
     """How a module can be divided over t ranks; call: its (args, kwargs) in a run. Raises Refused with the reason."""
-    with settings(module):
-        return _find_division(module, call, t)
-
-
-def _find_division(module: nn.Module, call: tuple[tuple, dict], t: int) -> Division:
     name = type(module).__name__
     try:
         experts = experts_of(module, call)
@@ -290,16 +286,20 @@ class Copy:
 
     def adds_up(self, division: Division, results: Sequence[Tensor | None], t: int) -> bool:
         """Whether the ranks' results and gradients are those of the whole module."""
+        return not any(departs(found, expected) for found, expected in self._sums(division, results, t))
+
+    def _sums(
+        self, division: Division, results: Sequence[Tensor | None], t: int
+    ) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        """(the sum over ranks, what the whole module has) of the result, then of it again with all gradients."""
         with torch.no_grad():
             parts = [self.result(division, rank, t)[0] for rank in range(t)]
-        if any(part.shape != parts[0].shape for part in parts) or departs(sum(parts[1:], parts[0]), results[0]):
-            return False
+        unlike = next((part for part in parts if results[0] is None or part.shape != results[0].shape), None)
+        yield sum(parts[1:], parts[0]) if unlike is None else unlike, results[0]
         ranks = [self.run(division, rank, t) for rank in range(t)]
         for expected, *found in zip(results, *ranks, strict=True):
             some = [x for x in found if x is not None]
-            if departs(sum(some[1:], some[0]) if some else None, expected):
-                return False
-        return True
+            yield sum(some[1:], some[0]) if some else None, expected
 
 
 def _kept(module: nn.Module) -> dict[str, Tensor]:

@@ -26,28 +26,15 @@ OF_TORCH = frozenset(vars(nn.Module()))  # attributes that every module has: its
 
 
 @contextmanager
-def as_measured(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Within, the model is in evaluation mode, keeps no cache, and all its parameters require gradients; afterwards it
-    is as it was. Gives what stands for what is on meta, by name: all ones, in the memory of a single one."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    ones = {name: torch.ones((), dtype=x.dtype, device="cpu").expand(x.shape) for name, x in named if x.is_meta}
-    given = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in ones.items()}
-    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
-    with unchanged(model), settings(model), torch.enable_grad():
-        model.eval()
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        try:
-            yield given
-        finally:
-            for parameter in frozen:
-                parameter.requires_grad_(False)
+def measuring(model: nn.Module) -> Iterator[None]:
+    """Within, a model may be measured: copies of its modules, and as_measured the model itself. Afterwards it is as it
+    was. ValueError for a parameter of a lazy module that has not run.
 
-
-@contextmanager
-def settings(model: nn.Module) -> Iterator[None]:
-    """Within, experts of transformers' models run one after another, because torch multiplies no groups of float64
-    matrices, and none without strides, as stand-ins are. No caches are made, which a trial would find filled."""
+    Experts of transformers' models run one after another, because torch multiplies no groups of float64 matrices, and
+    none without strides, as stand-ins are. No caches are made, which a trial would find filled."""
+    lazy = next((name for name, x in model.named_parameters() if nn.parameter.is_lazy(x)), None)
+    if lazy is not None:
+        raise ValueError(f"{lazy} has no shape yet: call the model once before it is planned")
     configs = {id(each): each for each in (getattr(module, "config", None) for module in model.modules())}
     before = [
         (each, name, getattr(each, name)) for each in configs.values() for name in SETTINGS if hasattr(each, name)
@@ -55,14 +42,30 @@ def settings(model: nn.Module) -> Iterator[None]:
     try:
         for config, name, _ in before:
             setattr(config, name, SETTINGS[name])
-        yield
+        with _unchanged(model), torch.enable_grad():
+            yield
     finally:
         for config, name, was in before:
             setattr(config, name, was)
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
+def as_measured(model: nn.Module) -> Iterator[None]:
+    """Within, the model is in evaluation mode, and all its parameters require gradients; afterwards it is as it was."""
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    with _unchanged(model), torch.enable_grad():
+        model.eval()
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
     """What the model's code changes within is undone, if an exception leaves it, too: random generators, buffers, what
     modules keep as attributes (numbers, tensors, containers), gradients, and parameters of up to MOST elements.
 
@@ -192,10 +195,3 @@ def _of_tensor(x: Tensor) -> Callable[[], None]:
             memory.data.copy_(values)
 
     return undo
-
-
-def check_shapes(model: nn.Module) -> None:
-    """ValueError for a parameter of a lazy module that has not run."""
-    lazy = next((name for name, x in model.named_parameters() if nn.parameter.is_lazy(x)), None)
-    if lazy is not None:
-        raise ValueError(f"{lazy} has no shape yet: call the model once before it is planned")

@@ -11,14 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from tpformer.layers import TensorParallel, explain
+from tpformer.layers import ParallelModule, TensorParallel, explain
 
-from .cut import APPLIED, Applied, applied_to, cut, cut_what_was_added
-from .exchanged import find_exchanges
-from .kinds import patterns_of
-from .plan import plan_of
+from .cut import APPLIED, Applied, cut, cut_what_was_added
+from .exchanged import check_groups, find_exchanges
+from .kinds import describe
+from .measured import measuring
+from .plan import is_measured, plan_of
 from .ranks import check_model, share_out
-from .regions import example_of
+from .regions import example_of, record
 from .streams import Streams, streams_of
 from .verify import verify
 
@@ -59,7 +60,7 @@ def parallelize(
              inputs or gradients of outputs that differ, for random numbers that ranks would draw for parts of the
              features, and for output_attentions.
     """
-    before = applied_to(model)
+    before = _applied_to(model)
     ranks = tp if isinstance(tp, TensorParallel) else TensorParallel(tp, transport=transport)
     if ranks.precision != "16":
         raise ValueError(
@@ -84,17 +85,31 @@ def parallelize(
     return model
 
 
+def _applied_to(model: nn.Module) -> Applied | None:
+    """What parallelize did to a model, or to a part of it. ValueError for one of this library's layers."""
+    before = next((vars(part)[APPLIED] for part in model.modules() if APPLIED in vars(part)), None)
+    if before is None and any(isinstance(part, ParallelModule) for part in model.modules()):
+        raise ValueError("the model has this library's layers, which lie on their ranks already")
+    return before
+
+
 def _cut_whole(
     model: nn.Module, ranks: TensorParallel, plan: str | Mapping[str, str], example: Any, exchanges: bool
 ) -> None:
     """parallelize of a model that is on no ranks yet. exchanges: whether its mixtures exchange tokens."""
-    found = find_exchanges(model, ranks, example) if exchanges else {}
-    for each in dict.fromkeys((ranks, ranks.of_experts)):  # in one order on all ranks
-        if each.size > 1:
-            check_model(model, each)
-    made = plan_of(model, plan, ranks.size, example)
-    made.leave_to_exchanges({patterns_of(model)[name] for name in found}, found)
-    streams = streams_of(model, made, example) if ranks.sharded else Streams()
+    with measuring(model):
+        if exchanges:
+            check_groups(ranks)
+        for each in dict.fromkeys((ranks, ranks.of_experts)):  # in one order on all ranks
+            if each.size > 1:
+                check_model(model, each)
+        known = describe(model)
+        needed = exchanges or not is_measured(plan, ranks.size, known)
+        recording = record(model, known, example) if needed else None
+        found = find_exchanges(model, recording, ranks.of_experts.size) if exchanges and recording else {}
+        made = plan_of(model, plan, ranks.size, recording)
+        made.leave_to_exchanges(found)
+        streams = streams_of(model, made, known.given, example) if ranks.sharded else Streams()
     cut(model, made, ranks, streams, found)
 
 

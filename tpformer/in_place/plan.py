@@ -7,11 +7,10 @@ checked against what was measured.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
-from types import MappingProxyType
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from .alone import (
@@ -28,15 +27,16 @@ from .alone import (
     reasons_of_the_rest,
     why_not,
 )
-from .kinds import identity, matches, patterns_of
-from .matrices import Division, find_divisions, has_several
-from .measured import check_shapes, unchanged
-from .regions import Recording, Region, record
+from .kinds import Described, describe, matches
+from .matrices import Division, find_divisions
+from .measured import measuring
+from .regions import Recording, find_regions, record
 from .rehearsal import faults
 from .trial import find_ways
 from .ways import Way
 
 
+@dataclass(eq=False, repr=False)
 class Plan(dict[str, str]):
     """{pattern: style} for the modules that are cut, '*' in a pattern stands for a number. print() shows a table.
 
@@ -48,76 +48,79 @@ class Plan(dict[str, str]):
     features; embedding_rowwise: this rank's part of the vocabulary, then a sum; replicated_with_grad_allreduce:
     whole on every rank, with gradients summed over ranks; replicate: whole.
     t:       the number of tensor-parallel ranks.
+    model:   the identity of the model that was measured.
+    patterns: the pattern of each of its modules.
     kept:    {pattern: reason} for modules with matrices that stay whole on every rank.
+    regions: how the linears of a region are cut together, by the name of its last linear.
     gathered: {pattern: reason} for linears that are cut each by itself, because they cannot be cut together.
     outside: the names of modules with a parameter that is used outside of their own forward.
     divisions: how the parameters of modules with matrices of their own, such as experts, are divided.
-    regions: how the linears of a region are cut together, by the name of its last linear.
-    model:   identity() of the model that was measured.
     """
 
-    def __init__(
-        self,
-        entries: Mapping[str, str],
-        t: int,
-        kept: Mapping[str, str],
-        regions: Mapping[str, tuple[Region, Way]],
-        model: int,
-        gathered: Mapping[str, str] = MappingProxyType({}),
-        outside: Collection[str] = (),
-        divisions: Mapping[str, Division] = MappingProxyType({}),
-    ) -> None:
-        super().__init__(entries)
-        self.t, self.kept, self.regions, self.model = t, dict(kept), dict(regions), model
-        self.gathered, self.outside, self.divisions = dict(gathered), frozenset(outside), dict(divisions)
+    styles: InitVar[Mapping[str, str]]
+    t: int
+    model: int = 0
+    patterns: Mapping[str, str] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+    regions: dict[str, Way] = field(default_factory=dict)
+    gathered: Mapping[str, str] = field(default_factory=dict)
+    outside: Collection[str] = frozenset()
+    divisions: dict[str, Division] = field(default_factory=dict)
 
-    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        more = self.gathered, self.outside, self.divisions
-        return Plan, (dict(self), self.t, self.kept, self.regions, self.model, *more)
+    def __post_init__(self, styles: Mapping[str, str]) -> None:
+        self.enter(styles)
 
     def style(self, name: str) -> str:
         """The style of a module by its name; "replicate" if the plan does not have it."""
-        return next((style for pattern, style in self.items() if matches(pattern, name)), "replicate")
+        return self.get(name) or self.get(self.patterns.get(name, ""), WHOLE[0])
 
-    def enter(self, styles: Mapping[str, str], patterns: Mapping[str, str]) -> dict[str, str]:
-        """Enter modules with their styles. Gives the key of each: its pattern, or its name if another module of that
-        pattern has another style, as one of another class or width may, or one that a user leaves whole."""
+    def enter(self, styles: Mapping[str, str]) -> None:
+        """Enter modules with their styles, by their pattern, or by their names if another module of that pattern has
+        another style, as one of another width may, or one that a user leaves whole."""
         found: dict[str, set[str]] = defaultdict(set)
-        for name, pattern in patterns.items():
+        for name, pattern in self.patterns.items():
             found[pattern].add(styles.get(name, WHOLE[0]))
-        keys = {name: patterns[name] if len(found[patterns[name]]) == 1 else name for name in styles}
-        self.update({keys[name]: style for name, style in styles.items()})
-        return keys
+        for name, style in styles.items():
+            pattern = self.patterns[name]
+            self[pattern if len(found[pattern]) == 1 else name] = style
+        self.kept = {pattern: why for pattern, why in self.kept.items() if WHOLE[0] in found[pattern]}
 
-    def leave_to_exchanges(self, patterns: Collection[str], names: Collection[str]) -> None:
-        """Let these modules, of these patterns, get all tokens of tensor-parallel ranks, which they send elsewhere."""
+    def leave_to_exchanges(self, names: Iterable[str]) -> None:
+        """Let these modules get all tokens of tensor-parallel ranks, which they send elsewhere."""
         for name in names:
             self.divisions.pop(name, None)
-        for pattern in patterns:
-            self[pattern] = EXPERTS[0]
-            self.kept.pop(pattern, None)
+        self.enter(dict.fromkeys(names, EXPERTS[0]))
 
     def __str__(self) -> str:
         """Both lists, as a table."""
         lines = [f"plan for {self.t} tensor-parallel ranks"]
         width = max(map(len, (*self, *self.kept)), default=0)
         for pattern, style in self.items():
-            why = f"  ({self.gathered[pattern]})" if pattern in self.gathered and style not in COLUMNS else ""
-            lines.append(f"  {pattern:{width}}  {style}{why}")
+            why = self.gathered.get(self.patterns.get(pattern, pattern))
+            lines.append(f"  {pattern:{width}}  {style}" + f"  ({why})" * (why is not None and style not in COLUMNS))
         lines += ["whole on every rank"] * bool(self.kept)
         return "\n".join(lines + [f"  {pattern:{width}}  {reason}" for pattern, reason in self.kept.items()])
 
 
-def plan_of(model: nn.Module, plan: str | Mapping[str, str], t: int, example: Any) -> Plan:
-    """The plan that a user asks for: "auto", or entries. One rank divides nothing."""
+def plan_of(model: nn.Module, plan: str | Mapping[str, str], t: int, recording: Recording | None) -> Plan:
+    """The plan that a user asks for: "auto", or entries. One rank divides nothing.
+
+    recording: None if a Plan needs none, as is_measured says."""
     if t == 1:
-        return Plan({}, t, {}, {}, identity(model))
-    if not isinstance(plan, Mapping):
-        return auto_plan(model, t, example=example)
-    return check_plan(plan, model, t, example)
+        return Plan({}, t, patterns={} if recording is None else recording.patterns)
+    if recording is not None and not is_measured(plan, t, recording.model):
+        measured = _measured(model, recording, t)
+    else:
+        assert isinstance(plan, Plan)
+        measured = plan
+    return check_plan(plan, model, measured) if isinstance(plan, Mapping) else measured
 
 
-@torch.enable_grad()
+def is_measured(plan: str | Mapping[str, str], t: int, known: Described) -> bool:
+    """Whether a plan was measured for t ranks and such a model."""
+    return isinstance(plan, Plan) and (plan.t, plan.model) == (t, known.identity)
+
+
 def auto_plan(model: nn.Module, t: int, *, example: Any = None) -> Plan:
     """A plan for t ranks, found by measuring. The model is not changed, and nothing is communicated.
 
@@ -128,64 +131,48 @@ def auto_plan(model: nn.Module, t: int, *, example: Any = None) -> Plan:
     example: arguments of the run, a tuple, or a dict of keyword arguments; None for transformers models.
     Errors:  ValueError if there is no example, or if the model cannot run it.
     """
-    check_shapes(model)
-    with unchanged(model):
-        recording = record(model, example)
-        regions, kept = find_ways(model, recording, t)
-        ways = {row: way.within(region.root) for row, (region, way) in regions.items()}
-        wrong = faults(model, recording, ways, t)
-        right = {row: found for row, found in regions.items() if row not in wrong}
-        plan = Plan({}, t, kept, right, recording.model, outside=recording.outside)
-        styles: dict[str, str] = {}
-        for row, way in ways.items():
-            if row not in wrong:
-                styles |= way.styles(row)
-            else:
-                linear = (name for name, style in way.styles(row).items() if style not in SUMMED)
-                plan.kept |= {recording.patterns[name]: wrong[row] for name in linear}
-        plan.enter(styles, recording.patterns)
-        _add_alone(plan, model, recording)
-    plan.kept = {pattern: why for pattern, why in plan.kept.items() if pattern not in plan}
-    return plan
+    with measuring(model):
+        return _measured(model, record(model, describe(model), example), t)
 
 
-def _add_alone(plan: Plan, model: nn.Module, recording: Recording) -> None:
-    """What is cut each by itself, and why the rest is not."""
-    patterns = recording.patterns
-    alone = Alone(model, recording, plan.t, plan.style)
-    wanted = [name for name, module in alone.named.items() if has_several(module) and alone.is_large(name)]
-    plan.divisions, refused = find_divisions(model, recording, wanted, plan.style, plan.t)
-    plan.enter(dict.fromkeys(plan.divisions, EXPERTS[0]), patterns)
-    plan.kept |= refused
-    found = list(alone.found(tuple(plan.divisions)))
-    keys = plan.enter({name: style for name, style, reason in found if reason is None}, patterns)
-    for name, key in keys.items():
-        why = plan.kept.get(patterns[name])
-        if why is not None and not alone.is_head(name):  # a head is never cut together with others
-            plan.gathered[key] = why
-    for name, _, reason in found:
-        if reason is not None:
-            plan.kept[patterns[name]] = reason
-    for name, reason in reasons_of_the_rest(model, recording, plan.style):
-        plan.kept.setdefault(patterns[name], reason)
+def _measured(model: nn.Module, recording: Recording, t: int) -> Plan:
+    """auto_plan of a model that has run."""
+    patterns, styles = recording.patterns, dict[str, str]()
+    ways, kept = find_ways(model, recording, find_regions(model, recording), t)
+    wrong = faults(model, recording, ways, t)
+    for row, way in ways.items():
+        if row not in wrong:
+            styles |= way.styles
+        else:
+            kept |= {patterns[name]: wrong[row] for name, style in way.styles.items() if style not in SUMMED}
+    divisions, refused = find_divisions(model, recording, styles, t)
+    styles |= dict.fromkeys(divisions, EXPERTS[0])
+    kept |= refused
+    alone = Alone(model, recording, t, styles)
+    found = list(alone.found(tuple(divisions)))
+    apart = {name: style for name, style, reason in found if reason is None}
+    own = {patterns[name] for name in apart if not alone.is_head(name)}  # a head is never cut together with others
+    gathered = {pattern: why for pattern, why in kept.items() if pattern in own}
+    styles |= apart
+    kept |= {patterns[name]: reason for name, _, reason in found if reason is not None}
+    for name, reason in reasons_of_the_rest(model, recording, styles):
+        kept.setdefault(patterns[name], reason)
+    right = {row: way for row, way in ways.items() if row not in wrong}
+    return Plan(
+        styles, t, recording.model.identity, patterns, kept, right, gathered, frozenset(recording.outside), divisions
+    )
 
 
-@torch.enable_grad()
-def check_plan(entries: Mapping[str, str], model: nn.Module, t: int, example: Any = None) -> Plan:
-    """The plan of a user's own entries, where each is right. A Plan that was measured for t and such a model is not
-    measured again.
+def check_plan(entries: Mapping[str, str], model: nn.Module, measured: Plan) -> Plan:
+    """The plan of a user's own entries, where each is right by what was measured.
 
     Errors: ValueError for an unknown style, for a pattern of no module, and for an entry that is not right, with the
             reason.
     """
-    if isinstance(entries, Plan) and (entries.t, entries.model) == (t, identity(model)):
-        measured = entries
-    else:
-        measured = auto_plan(model, t, example=example)
-    names, patterns = dict(model.named_modules()), patterns_of(model)
+    t, patterns = measured.t, measured.patterns
     styles: dict[str, str] = {}
     for pattern, style in sorted(entries.items(), key=lambda entry: -entry[0].count("*")):  # a name before a pattern
-        found = [name for name in names if matches(pattern, name)]
+        found = [name for name in patterns if matches(pattern, name)]
         if style not in STYLES:
             raise ValueError(
                 f"{pattern}: the style {style!r} is not supported: it has to be one of {', '.join(STYLES)}"
@@ -193,10 +180,10 @@ def check_plan(entries: Mapping[str, str], model: nn.Module, t: int, example: An
         if not found:
             raise ValueError(f"{pattern}: no module of {type(model).__name__} has this name; '*' stands for a number")
         styles |= dict.fromkeys(found, style)
-    plan = Plan({}, t, measured.kept, {}, measured.model, measured.gathered, measured.outside)
+    plan = Plan({}, t, measured.model, patterns, dict(measured.kept), {}, measured.gathered, measured.outside)
     needed: set[str] = set()
-    for row, (region, way) in measured.regions.items():
-        members = way.within(region.root).styles(row)
+    for row, way in measured.regions.items():
+        members = way.styles
         asked = {name for name in members if styles.get(name, "replicate") != "replicate"}
         linear = {name for name, style in members.items() if style not in SUMMED}
         if linear.isdisjoint(asked) or {styles[name] for name in asked} <= {*GATHERED, *SPLIT}:
@@ -208,7 +195,7 @@ def check_plan(entries: Mapping[str, str], model: nn.Module, t: int, example: An
                     f"{name} has the style {styles.get(name, 'replicate')!r}, but {', '.join(members)} are cut "
                     f"together and it has to be {style!r}: give all of them their styles, or leave all whole"
                 )
-        plan.regions[row] = region, way
+        plan.regions[row] = way
         styles |= members
         needed |= members.keys()
     for name, style in styles.items():
@@ -219,13 +206,12 @@ def check_plan(entries: Mapping[str, str], model: nn.Module, t: int, example: An
             continue
         if style in (*COLUMNS, *ROWS, *SUMMED, *EXPERTS):
             reasons = {**measured.kept, **measured.gathered}
-            reason = reasons.get(name) or reasons.get(patterns[name], "nothing that is cut uses it")
+            reason = reasons.get(patterns[name], "nothing that is cut uses it")
             raise ValueError(f"{name} cannot be {style!r} on {t} ranks: {reason}")
         if measured.style(name) == style:
             continue
-        refused = OUTSIDE if name in measured.outside else why_not(names[name], style, t)
+        refused = OUTSIDE if name in measured.outside else why_not(model.get_submodule(name), style, t)
         if refused is not None:
             raise ValueError(f"{name} cannot be {style!r} on {t} ranks: {refused}")
-    plan.enter({name: style for name, style in styles.items() if style not in WHOLE}, patterns)
-    plan.kept = {pattern: why for pattern, why in plan.kept.items() if pattern not in plan}
+    plan.enter({name: style for name, style in styles.items() if style not in WHOLE})
     return plan

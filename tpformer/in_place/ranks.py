@@ -21,9 +21,10 @@ from tpformer.layers import TensorParallel
 from tpformer.torch_private import has_gradient_hooks
 
 from .alone import GATHERED, SUMMED, WHOLE
-from .kinds import patterns_of
-from .measured import check_shapes
-from .plan import Plan, plan_of
+from .kinds import describe
+from .measured import measuring
+from .plan import Plan, is_measured, plan_of
+from .regions import record
 
 WRAPPED = (DistributedDataParallel, DataParallel, FSDPModule, FullyShardedDataParallel)
 
@@ -44,7 +45,10 @@ def share_out(model: nn.Module, gpus: int, plan: str | Mapping[str, str], exampl
     device = "cuda" if torch.cuda.is_available() else "cpu"
     initialize(device)
     counts = [gpus] if isinstance(plan, Mapping) else [t for t in range(gpus, 0, -1) if gpus % t == 0]
-    plans = [plan_of(model, plan, t, example) for t in counts]
+    known = describe(model)
+    with measuring(model):
+        recording = None if gpus == 1 or is_measured(plan, gpus, known) else record(model, known, example)
+        plans = [plan_of(model, plan, t, recording) for t in counts]
     best = min(plans, key=lambda made: weights_per_rank(model, made))
     return build_mesh(device, tensor_parallel=best.t, data_parallel_shard=gpus // best.t), best
 
@@ -52,10 +56,10 @@ def share_out(model: nn.Module, gpus: int, plan: str | Mapping[str, str], exampl
 def weights_per_rank(model: nn.Module, plan: Plan) -> float:
     """How many weights a rank computes with. What could not be cut together counts as whole: what is computed between
     is not shared."""
-    total, patterns = 0.0, patterns_of(model)
+    total = 0.0
     for name, module in model.named_modules():
         style = plan.style(name)
-        alone = style in GATHERED and name and not plan.gathered.keys().isdisjoint((name, patterns[name]))
+        alone = style in GATHERED and name and plan.patterns[name] in plan.gathered
         share = 1 if alone or style in (*WHOLE, *SUMMED) else plan.t
         total += sum(parameter.numel() for parameter in module.parameters(recurse=False)) / share
     return total
@@ -63,7 +67,6 @@ def weights_per_rank(model: nn.Module, plan: Plan) -> float:
 
 def check_model(model: nn.Module, tp: TensorParallel) -> None:
     """ValueError if parameters have gradients, or if parameters or buffers differ between ranks."""
-    check_shapes(model)
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     wrapped = next((part for part in model.modules() if isinstance(part, WRAPPED)), None)
     if wrapped is not None:

@@ -22,7 +22,7 @@ from tpformer.torch_private import (
     tree_map,
 )
 
-from .kinds import identity, kind_of, patterns_of
+from .kinds import Described, kind_of
 from .linears import is_linear
 from .measured import as_measured
 
@@ -59,9 +59,8 @@ class Recording:
     """What one run of a model shows. Names are those of named_modules.
 
     inputs:  (args, kwargs) of the run.
-    patterns: the pattern of every module.
+    model:   what it is.
     linears: all linears. adapted: prefixes of what is in modules around which LoRA is.
-    model:   identity() of the model.
     sources: for every linear that ran, in order, the linears whose outputs reach its inputs directly, call by call.
     results: the linears whose outputs reach the model's result directly.
     tied:    the ids of parameters that several modules hold.
@@ -70,15 +69,19 @@ class Recording:
     """
 
     inputs: tuple[tuple, dict]
-    patterns: dict[str, str]
+    model: Described
     linears: tuple[str, ...]
     adapted: tuple[str, ...]
-    model: int
     sources: dict[str, list[frozenset[str]]] = field(default_factory=dict)
     results: frozenset[str] = frozenset()
     tied: frozenset[int] = frozenset()
     calls: dict[str, tuple[tuple, dict]] = field(default_factory=dict)
     outside: set[str] = field(default_factory=set)
+
+    @property
+    def patterns(self) -> dict[str, str]:
+        """The pattern of every module."""
+        return self.model.patterns
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -256,16 +259,17 @@ class _Uses(TorchFunctionMode):
         return [hook for name, module in self.modules.items() for hook in hooks(name, module)]
 
 
-def record(model: nn.Module, example: Any = None) -> Recording:
+def record(model: nn.Module, known: Described, example: Any) -> Recording:
     """Run a model once, in evaluation mode and without a cache, and return what the run shows.
 
+    known: what the model is.
     Errors: ValueError if no example is given and none can be made, or if the model cannot run it.
     """
     args, kwargs = inputs_of(model, example)
     units = linears(model)
     adapted = tuple(f"{name}." for name, module in model.named_modules() if is_adapted(module))
-    recording = Recording((args, kwargs), patterns_of(model), tuple(units), adapted, identity(model))
-    graph, hooks = _Graph(), list[Any]()
+    recording = Recording((args, kwargs), known, tuple(units), adapted)
+    graph, hooks, uses = _Graph(), list[Any](), _Uses(model, known.given)
     inside = {part for unit in units.values() for part in unit.modules()}
 
     def keep(value: Any) -> Any:
@@ -294,11 +298,9 @@ def record(model: nn.Module, example: Any = None) -> Recording:
         elif module not in inside and (any(module.children()) or has_matrices(module)):
             hooks.append(module.register_forward_pre_hook(calls(name), with_kwargs=True))
     try:
-        with as_measured(model) as given:
-            uses = _Uses(model, given)
-            hooks += uses.attach()
-            with uses:
-                result = functional_call(model, given, args, kwargs)
+        hooks += uses.attach()
+        with as_measured(model), uses:
+            result = functional_call(model, known.given, args, kwargs)
     except Exception as error:
         raise ValueError(
             f"{type(model).__name__} cannot run the example that shows how its linears follow one another "
@@ -328,8 +330,8 @@ def find_regions(model: nn.Module, recording: Recording) -> dict[str, dict[str, 
     found: dict[str, dict[str, Region | str]] = {}
     for row in dict.fromkeys((*recording.sources, *recording.linears)):
         beside = found.setdefault(recording.patterns[row], {})
-        known = None if row in recording.sources else _like(model, row, beside)
-        beside[row] = known or find_region(model, row, recording)
+        region = find_region(model, row, recording)
+        beside[row] = region if row in recording.sources else _like(model, row, beside) or region
     return found
 
 

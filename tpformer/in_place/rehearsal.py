@@ -24,7 +24,7 @@ from tpformer.torch_private import tree_leaves
 from .measured import as_measured, kept_by
 from .narrowed import Narrowed
 from .regions import Recording, join, values_of
-from .ways import Way, own_slice
+from .ways import Way
 
 Found = Mapping[str, Way]  # ways by the names of regions' last linears, with names relative to the model
 Hook = Callable[..., Any]
@@ -39,7 +39,7 @@ def faults(model: nn.Module, recording: Recording, regions: Found, t: int) -> di
     """{row: why} for regions that have to stay whole, because they are not right in the whole model."""
     if not regions:
         return {}
-    rehearsal = Rehearsal(model, recording.inputs, regions, t)
+    rehearsal = Rehearsal(model, recording, regions, t)
     fault = rehearsal.fault(regions)
     if fault is None:
         return {}
@@ -64,15 +64,16 @@ class _Ordinary:
 class Rehearsal:
     """A model with its example, and ordinary runs of it: in evaluation, and in training if nothing is random there."""
 
-    def __init__(self, model: nn.Module, inputs: tuple[tuple, dict], rows: Iterable[str], t: int) -> None:
-        self.model, (self.args, self.kwargs), self.t = model, inputs, t
+    def __init__(self, model: nn.Module, recording: Recording, rows: Iterable[str], t: int) -> None:
+        self.model, self.stand_ins, self.t = model, recording.model.given, t
+        self.args, self.kwargs = recording.inputs
         self.rows = list(rows)
         self.ordinary = {False: self._ordinary(False, 0)}
         try:
             training, again = (self._ordinary(True, seed) for seed in (0, 1))
         except Exception:  # it cannot run in training mode, for example on one sample
             return
-        if _same(training.results, again.results):
+        if len(training.results) == len(again.results) and all(map(same_values, training.results, again.results)):
             self.ordinary[True] = training
 
     def _ordinary(self, training: bool, seed: int) -> _Ordinary:
@@ -96,12 +97,12 @@ class Rehearsal:
         handles += [self.model.get_submodule(name).register_forward_hook(hook) for name, hook in after.items()]
         buffers = {name: x.clone() for name, x in self.model.named_buffers() if not x.is_meta}
         try:
-            with as_measured(self.model) as stand_ins, _mode(self.model, training):
-                self.held = {**dict(self.model.named_parameters()), **stand_ins, **buffers}
-                given = {**stand_ins, **buffers}
+            with as_measured(self.model), _mode(self.model, training):
+                self.held = {**dict(self.model.named_parameters()), **self.stand_ins, **buffers}
+                given = {**self.stand_ins, **buffers}
                 for module, parts in (each for way in ways for each in way.parts.items()):
-                    seen = {join(module, name): dim for name, dim in parts.items()}
-                    given |= {name: own_slice(self.held[name], dim, rank, self.t) for name, dim in seen.items()}
+                    for name, dim in ((join(module, part), dim) for part, dim in parts.items()):
+                        given[name] = self.held[name].unflatten(dim, (self.t, -1)).select(dim, rank)
                 torch.manual_seed(seed)
                 result = functional_call(self.model, given, self.args, self.kwargs)
                 kept = [x for module in self.model.modules() for x in kept_by(module)]
@@ -232,8 +233,3 @@ def _changed(attributes: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
     finally:
         for module, name, value in before:
             setattr(module, name, value)
-
-
-def _same(found: list[Any], expected: list[Any]) -> bool:
-    """Whether two runs left equal tensors and numbers. Other objects are not compared."""
-    return len(found) == len(expected) and all(map(same_values, found, expected))

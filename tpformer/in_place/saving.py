@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from tpformer.layers import TensorParallel
 from tpformer.torch_private import WRAPPERS
 
-from .waiting import said
+from .tensor_parts import said
 
 PATIENCE = 60  # seconds
 

@@ -17,8 +17,8 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from .alone import COLUMNS, EMBEDDING, EXPERTS, GATHERED, ROWS, SPLIT
-from .kinds import kind_of, patterns_of
-from .measured import as_measured, settings, unchanged
+from .kinds import kind_of
+from .measured import as_measured
 from .plan import Plan
 from .regions import HARMLESS, example_of, is_adapted
 from .sequence_trial import Layout, Linears, Misfit, call_tree, real_leaves, try_layer
@@ -84,25 +84,26 @@ class _Recorder(TorchFunctionMode):
                 self.used.pop(id(x), None)
 
 
-def streams_of(model: nn.Module, plan: Plan, example: Any) -> Streams:
+def streams_of(model: nn.Module, plan: Plan, given: Mapping[str, Tensor], example: Any) -> Streams:
     """The layers that may pass on sequence shards. Those that cannot are listed in plan.kept.
 
+    given: what stands for what is on meta.
     Errors:  as find_streams; ValueError for a model with LoRA's adapters.
     """
     if any(is_adapted(module) for module in model.modules()):
         raise ValueError("sequence_parallel=True with LoRA's adapters is not supported: leave one of them out")
-    patterns = patterns_of(model)
     named = [(name, plan.style(name)) for name, _ in model.named_modules()]
     styles = COLUMNS, ROWS, (*GATHERED, *SPLIT, *EMBEDDING, *EXPERTS)
     linears = Linears(*([name for name, style in named if style in some] for some in styles))
-    with unchanged(model):
-        streams = find_streams(model, linears, *example_of(model, example))
+    streams = find_streams(model, linears, given, *example_of(model, example))
     for name, reason in streams.kept.items():
-        plan.kept.setdefault(patterns[name], f"runs on the whole sequence: {reason}")
+        plan.kept.setdefault(plan.patterns[name], f"runs on the whole sequence: {reason}")
     return streams
 
 
-def find_streams(model: nn.Module, cut: Linears, args: tuple, kwargs: dict[str, Any]) -> Streams:
+def find_streams(
+    model: nn.Module, cut: Linears, given: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]
+) -> Streams:
     """Find the layers that may run on sequence shards, with one call model(*args, **kwargs) in eval mode.
 
     cut:     the names of the modules that will be cut over ranks. Their weights are still whole.
@@ -110,7 +111,7 @@ def find_streams(model: nn.Module, cut: Linears, args: tuple, kwargs: dict[str, 
     Errors:  ValueError with the reasons, if there is no such layer.
     """
     streams = Streams()
-    recorder = _record_layers(model, list(_layers(model, cut)), args, kwargs)
+    recorder = _record_layers(model, list(_layers(model, cut)), given, args, kwargs)
     layouts: dict[str, Layout] = {}
     tried: dict[Any, Layout | Misfit] = {}
     for name, layer in _layers(model, cut):
@@ -124,8 +125,7 @@ def find_streams(model: nn.Module, cut: Linears, args: tuple, kwargs: dict[str, 
         key = kind_of(layer, (call.args, call.kwargs)), tuple(call.kwargs), *map(tuple, own)
         if key not in tried:
             try:
-                with settings(model):
-                    tried[key] = try_layer(layer, call.args, call.kwargs, own)
+                tried[key] = try_layer(layer, call.args, call.kwargs, own)
             except Misfit as misfit:
                 tried[key] = misfit
         found = tried[key]
@@ -157,15 +157,17 @@ def _layers(model: nn.Module, cut: Linears) -> Iterator[tuple[str, nn.Module]]:
                 yield name, module
 
 
-def _record_layers(model: nn.Module, layers: list[tuple[str, nn.Module]], args: tuple, kwargs: dict) -> _Recorder:
+def _record_layers(
+    model: nn.Module, layers: list[tuple[str, nn.Module]], given: Mapping[str, Tensor], args: tuple, kwargs: dict
+) -> _Recorder:
     """The calls of layers in one call of the model, in the order in which they began."""
     recorder, hooks = _Recorder(), []
     for name, layer in layers:
         hooks.append(layer.register_forward_pre_hook(partial(recorder.enter, name), with_kwargs=True))
         hooks.append(layer.register_forward_hook(recorder.leave))
     try:
-        with as_measured(model) as given, recorder:
-            output = functional_call(model, given, args, kwargs)
+        with as_measured(model), recorder:
+            output = functional_call(model, dict(given), args, kwargs)
     finally:
         for hook in hooks:
             hook.remove()

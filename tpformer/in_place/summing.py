@@ -14,7 +14,6 @@ from tpformer.layers import TensorParallel
 from tpformer.ops.uncompiled import uncompiled
 
 from .linears import class_of, reduced
-from .ways import own_slice
 
 
 def sum_gradients(
@@ -69,7 +68,7 @@ class _Summing(nn.Module):
                 whole = value.to_local() if is_dtensor(value) else value
                 if own:
                     whole = ops.sum_gradient(whole, tp.group)
-                table[name] = whole if dim is None else own_slice(whole, dim, tp.rank, tp.size)
+                table[name] = whole if dim is None else whole.unflatten(dim, (tp.size, -1)).select(dim, tp.rank)
             return super().forward(*args, **kwargs)
         finally:
             for table, name, value in held:

@@ -6,7 +6,10 @@ tensor_rules.py, and the class of the tensors in tensors.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from threading import Timer
 from typing import Any
 
 import torch
@@ -14,8 +17,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from tpformer.torch_private import held_by, laid_out_as, own_slices
-
-from .waiting import said
 
 COPIED = "_tpformer_copied"  # an attribute of a view of a sharded tensor, which is none: what is written to it is lost
 WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "copy_")
@@ -28,6 +29,19 @@ UNDIVIDED = ("_weight_norm", "prod", "cumprod", "cummax", "cummin")  # whose bac
 TABLES = ("embedding", "embedding_bag")  # with max_norm they write to the parameter before they read it
 PATIENCE = 10  # seconds
 TAKEN = "_taken_as_gradient"  # an attribute of a tensor that is some parameter's gradient
+
+
+@contextmanager
+def said(what: str, patience: float) -> Iterator[None]:
+    """Within, a rank that waits for the others for longer than `patience` seconds says why, once."""
+    words = f"{what} has waited {patience:g} s for other ranks: call it on all of them, not on one"
+    timer = Timer(patience, warnings.warn, [words])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def is_cut(x: Tensor) -> bool:

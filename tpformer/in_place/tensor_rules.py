@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tpformer.torch_private import counted_alone, held_by, methods_of_the_object, unscale
 
-from .tensor_parts import PATIENCE, is_cut, of_class, on_locals, part_of, replicated, sorted_out, whole_result
-from .waiting import said
+from .tensor_parts import PATIENCE, is_cut, of_class, on_locals, part_of, replicated, said, sorted_out, whole_result
 
 
 def _unchanged(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,5 @@
-"""What a parameter of a cut model is: a DTensor with which people compute as they do in one process.
+"""What a parameter of a cut model is: a DTensor with which people compute as they do in one process; and what the old
+parameter is, which others may still hold.
 
 Belongs here: where torch's DTensor refuses plain arithmetic, or silently gives the numbers of this rank's part. Nothing
 of modules, plans or layers: these take `to_local()`.
@@ -10,13 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from tpformer.torch_private import allow_anomaly_mode, allow_foreach, held_by, without_torch_function
+from tpformer.torch_private import allow_anomaly_mode, allow_foreach, held_by, tree_leaves, without_torch_function
 
-from .replaced import Replaced
 from .tensor_parts import (
     COPIED,
     VIEWS,
@@ -33,6 +33,13 @@ from .tensor_parts import (
     whole_result,
 )
 from .tensor_rules import RULES
+
+# functions of torch that look at a tensor and not at its values
+ASKED = frozenset(
+    "__get__ __set__ __repr__ __hash__ __format__ __deepcopy__ __reduce_ex__ size dim numel stride detach "
+    "is_contiguous is_floating_point is_complex data_ptr untyped_storage storage_offset element_size".split()
+)
+REPLACED_BY = "_replaced_by"  # on a parameter: the DTensor that has taken its place, for modules that are tied
 
 
 class GlobalTensor(DTensor):
@@ -113,6 +120,26 @@ def parameter_from(value: DTensor, like: nn.Parameter) -> nn.Parameter:
     parameter = _marked(nn.Parameter(value, requires_grad=like.requires_grad))
     parameter.__dict__.update(like.__dict__)
     return parameter
+
+
+class Replaced(nn.Parameter):
+    """What a parameter is when a DTensor has taken its place: it never gets a gradient, and says so when it is asked.
+
+    An optimizer that was made before, a list of parameters to clip, or a forward that keeps parameters in a list, a
+    dict or a closure would go on without a word.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        """ValueError for what computes with it, and for its gradient; what it is may be asked."""
+        asked = getattr(function, "__name__", "")
+        if function == Tensor.grad.__get__ or asked not in ASKED:
+            shape = next(tuple(each.size()) for each in tree_leaves((args, kwargs)) if isinstance(each, Replaced))
+            raise ValueError(
+                f"the model no longer has this parameter of {shape}, because it has been cut over ranks: make "
+                f"optimizers, and lists of parameters, after parallelize, and let the forward read it from its module"
+            )
+        return super().__torch_function__(function, types, args, kwargs or {})
 
 
 @torch.no_grad()

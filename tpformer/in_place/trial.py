@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from tpformer.parallel.judge import RecordedCall, Values, copy_of, departs, largest, random_like, with_random_values
 
 from .kinds import kind_of
-from .regions import Recording, Region, find_regions, join, plain_linear
-from .ways import Shown, Way, own_slice, ways
+from .regions import Recording, Region, join, plain_linear
+from .ways import Shown, Way, guesses
 
 MOST = 300  # ways that are tried
 NOISE = 1e-12  # of the largest of all gradients: what rounding leaves of those that are zero, as of biases of keys
@@ -51,16 +51,19 @@ class _Arrived(Exception):
     """The run has come to the region's last linear."""
 
 
-def find_ways(model: nn.Module, recording: Recording, t: int) -> tuple[dict[str, tuple[Region, Way]], dict[str, str]]:
-    """({row: the region that ends there, and how it is cut}, {pattern: why not}), in the order of the rows.
+def find_ways(
+    model: nn.Module, recording: Recording, regions: Mapping[str, Mapping[str, Region | str]], t: int
+) -> tuple[dict[str, Way], dict[str, str]]:
+    """({row: how the region that ends there is cut}, {pattern: why not}), in the order of the rows.
 
-    All rows of one pattern are cut, or none is. Equal modules with equal arguments are tried once.
+    regions: those of find_regions. All rows of one pattern are cut, or none is. Equal modules with equal arguments are
+    tried once.
     """
     kept: dict[str, str] = {}
     tried: dict[Any, Way | str] = {}
-    regions: dict[str, tuple[Region, Way]] = {}
+    ways: dict[str, Way] = {}
     taken: set[str] = set()
-    for pattern, rows in find_regions(model, recording).items():
+    for pattern, rows in regions.items():
         found: dict[str, tuple[Region, Way]] = {}
         for row, region in rows.items():
             members = {row} if isinstance(region, str) else {row, *region.whole_columns}
@@ -74,9 +77,9 @@ def find_ways(model: nn.Module, recording: Recording, t: int) -> tuple[dict[str,
                 break
             found[row] = region, way
         else:
-            regions |= found
+            ways |= {row: way.within(region.root, region.row) for row, (region, way) in found.items()}
             taken |= {name for row, (region, _) in found.items() for name in (row, *region.whole_columns)}
-    return regions, kept
+    return ways, kept
 
 
 def _tried_once(model: nn.Module, region: Region, recording: Recording, t: int, tried: dict) -> Way | str:
@@ -111,7 +114,7 @@ def find_way(root: nn.Module, columns: Sequence[str], row: str, call: tuple[tupl
         raise Refused(f"{type(root).__name__} cannot be tried alone ({short(error)})") from error
     reason = ""
     outputs = {name: module.get_parameter("weight").shape[0] for name, module in trial.linears.items()}
-    for way in islice(ways(root, outputs, shown, t), MOST):
+    for way in islice(guesses(root, outputs, shown, t), MOST):
         try:
             return _tried(trial, whole, way, width, t)
         except Refused as refused:
@@ -196,7 +199,7 @@ class _Run:
                 for name, dim in parts.items():
                     held.append((part, name, getattr(part, name)))
                     delattr(part, name)
-                    setattr(part, name, own_slice(held[-1][2], dim, *at))
+                    setattr(part, name, held[-1][2].unflatten(dim, (at[1], -1)).select(dim, at[0]))
         (args, kwargs), self.inputs = trial.call.fresh()
         self.arriving = self._run(module, args, kwargs)
         for part, name, whole in held:  # what a checkpoint recomputes would see all of it
@@ -213,7 +216,7 @@ class _Run:
             for key, x in tree.items():
                 if isinstance(x, Tensor) and x.is_floating_point():
                     if self.narrowed is not None and key == self.narrowed[1]:
-                        tree[key] = own_slice(x, -1, 0, self.t)
+                        tree[key] = x[..., : x.shape[-1] // self.t]
                     given[key] = tree[key], x
             return tuple(tree[str(index)] for index in range(len(args))), {key: tree[key] for key in kwargs}
 

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor, nn
 
 from .alone import SUMMED
+from .regions import join
 
 T = TypeVar("T")
 Integers = dict[str, dict[str, int]]  # module: {name of an integer: its value}
@@ -44,13 +45,16 @@ class Cut:
 
 @dataclass(frozen=True)
 class Way:
-    """How a region is cut. Names are relative to its root.
+    """How a region is cut. Names are relative to its root while it is tried, then whole.
 
     attributes: for each module, the integers that become those of one rank.
-    parts:      for each module, its own parameters and buffers of which a rank sees its part only: {name: dim}.
+    parts:      for each module, its own parameters and buffers of which a rank sees its part only: {name: dim}. That
+                of x is x.unflatten(dim, (t, -1)).select(dim, rank).
     narrowed:   (module, argument) for a module that takes the size of one rank's features from the shape of what enters
                 its columns; None if none does. It is called with that many features, its columns get all of them.
     summed:     parameters whose gradients have to be summed over ranks, because each rank uses them on its part.
+    root:       the smallest module that holds the region.
+    styles:     the style of each module of the region; empty while it is tried.
     """
 
     cuts: dict[str, Cut]
@@ -58,24 +62,20 @@ class Way:
     parts: dict[str, dict[str, int]] = field(default_factory=dict)
     narrowed: tuple[str, str] | None = None
     summed: tuple[str, ...] = ()
+    root: str = ""
+    styles: Mapping[str, str] = field(default_factory=dict)
 
-    def within(self, root: str) -> Way:
-        """The same way, with names relative to what holds `root`."""
-
-        def whole(name: str) -> str:
-            return ".".join(filter(None, (root, name)))
+    def within(self, root: str, row: str) -> Way:
+        """The same way with whole names, for the region in `root` that ends in `row`."""
 
         def named(things: Mapping[str, T]) -> dict[str, T]:
-            return {whole(name): thing for name, thing in things.items()}
+            return {join(root, name): thing for name, thing in things.items()}
 
-        entered = None if self.narrowed is None else (whole(self.narrowed[0]), self.narrowed[1])
-        summed = tuple(map(whole, self.summed))
-        return Way(named(self.cuts), named(self.attributes), named(self.parts), entered, summed)
-
-    def styles(self, row: str) -> dict[str, str]:
-        """The style of each module of a region that ends in `row`."""
+        entered = None if self.narrowed is None else (join(root, self.narrowed[0]), self.narrowed[1])
+        summed = tuple(join(root, name) for name in self.summed)
         cuts = {name: "colwise" if len(cut.blocks) == 1 else "packed_colwise" for name, cut in self.cuts.items()}
-        return cuts | dict.fromkeys(self.seen_by_rank(), SUMMED[0]) | {row: "rowwise"}
+        styles = cuts | dict.fromkeys(self.seen_by_rank(), SUMMED[0]) | {row: "rowwise"}
+        return Way(named(self.cuts), named(self.attributes), named(self.parts), entered, summed, root, named(styles))
 
     def seen_by_rank(self) -> dict[str, dict[str, int | None]]:
         """{module: {own parameter or buffer: the dim of which a rank sees its part, None for all of it}}."""
@@ -103,13 +103,7 @@ class Shown(NamedTuple):
     entered: tuple[str, str] | None
 
 
-def own_slice(x: Tensor, dim: int, rank: int, t: int) -> Tensor:
-    """This rank's part of a tensor along a dim that t divides."""
-    size = x.shape[dim] // t
-    return x.narrow(dim, rank * size, size)
-
-
-def ways(root: nn.Module, outputs: Mapping[str, int], shown: Shown, t: int) -> Iterator[Way]:
+def guesses(root: nn.Module, outputs: Mapping[str, int], shown: Shown, t: int) -> Iterator[Way]:
     """Ways to cut the columns of root with these numbers of output features."""
     for cuts in _cuts(outputs, shown.width, t):
         for attributes in _attributes(root, cuts, shown, t):
