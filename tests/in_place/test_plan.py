@@ -281,6 +281,19 @@ def test_outputs_of_linears_may_be_written_in_place() -> None:
     assert "are those" in report.sentence
 
 
+class Narrow(Between):
+    """A block of another class than those beside it."""
+
+
+def test_a_star_stands_for_blocks_of_one_class():
+    """The first block has a number of its own, and stays whole because two ranks cannot share its one feature."""
+    model = nn.Sequential(Narrow(hidden=1), *(Between(hidden=64) for _ in range(3)))
+    plan = auto_plan(model, 2, example=torch.randn(2, WIDTH))
+    assert plan["*.up"] == "colwise" and "0.up" in plan.kept
+    for found in (plan, check_plan(plan, model, plan)):
+        assert found == plan and [found.style(f"{i}.up") for i in range(3)] == ["replicate", "colwise", "colwise"]
+
+
 def test_a_plan_may_be_edited():
     model = tiny("llama")
     plan = auto_plan(model, 2)

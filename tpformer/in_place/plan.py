@@ -172,7 +172,8 @@ def check_plan(entries: Mapping[str, str], model: nn.Module, measured: Plan) -> 
     t, patterns = measured.t, measured.patterns
     styles: dict[str, str] = {}
     for pattern, style in sorted(entries.items(), key=lambda entry: -entry[0].count("*")):  # a name before a pattern
-        found = [name for name in patterns if matches(pattern, name)]
+        own = isinstance(entries, Plan) and pattern in patterns.values()  # not of a block that has its number
+        found = [name for name in patterns if (patterns[name] == pattern if own else matches(pattern, name))]
         if style not in STYLES:
             raise ValueError(
                 f"{pattern}: the style {style!r} is not supported: it has to be one of {', '.join(STYLES)}"
