@@ -63,3 +63,15 @@ def test_modules_of_one_pattern_that_differ() -> None:
     for entries in (first, both):
         assert dict(check_plan(entries, model, measured)) == first
         verify(model, lambda whole, entries=entries: parallelize(whole, tp, entries, example=x), x).check()
+
+
+class First(nn.Sequential):
+    """Runs its first block only, as a mixture may in which one expert gets no tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[0](x)
+
+
+def test_a_module_that_did_not_run_is_cut_as_one_beside_it() -> None:
+    model = First(*(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2)))
+    assert auto_plan(model, 2, example=torch.randn(2, WIDTH)) == {"*.0": "colwise_gather_output"}

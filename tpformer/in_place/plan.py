@@ -38,9 +38,10 @@ from .ways import Way
 
 @dataclass(eq=False, repr=False)
 class Plan(dict[str, str]):
-    """{pattern: style} for the modules that are cut, '*' in a pattern stands for a number. print() shows a table.
+    """{pattern: style} for the modules that are cut. print() shows a table.
 
-    Modules of one pattern that are not cut alike have entries by their names.
+    '*' in a pattern stands for the numbers of blocks of one class. Where these are not cut alike, their modules have
+    entries by their names.
 
     It may be edited as any dict; parallelize checks it again. The styles are those of transformers' plans:
     colwise, packed_colwise: this rank's output features; rowwise: this rank's input features, then a sum over ranks;
