@@ -303,6 +303,9 @@ def test_a_plan_may_be_edited():
     assert found.kept["model.layers.*.mlp.up_proj"] == "the plan does not have it"
     gathered = check_plan({"model.layers.*.mlp.up_proj": "colwise_rep", "lm_head": "rowwise_split_input"}, model, plan)
     assert not gathered.regions and len(gathered) == 2
+    plan["model.norm"] = "colwise_rep"
+    with pytest.raises(ValueError, match="a LlamaRMSNorm is not an nn.Linear itself"):
+        check_plan(plan, model, plan)
 
 
 WRONG_ENTRIES = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -56,6 +56,7 @@ class Plan(dict[str, str]):
     gathered: {pattern: reason} for linears that are cut each by itself, because they cannot be cut together.
     outside: the names of modules with a parameter that is used outside of their own forward.
     divisions: how the parameters of modules with matrices of their own, such as experts, are divided.
+    apart:   {name: style} for modules that may be cut each by itself, as measured.
     """
 
     styles: InitVar[Mapping[str, str]]
@@ -67,6 +68,7 @@ class Plan(dict[str, str]):
     gathered: Mapping[str, str] = field(default_factory=dict)
     outside: Collection[str] = frozenset()
     divisions: dict[str, Division] = field(default_factory=dict)
+    apart: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self, styles: Mapping[str, str]) -> None:
         self.enter(styles)
@@ -158,10 +160,8 @@ def _measured(model: nn.Module, recording: Recording, t: int) -> Plan:
     kept |= {patterns[name]: reason for name, _, reason in found if reason is not None}
     for name, reason in reasons_of_the_rest(model, recording, styles):
         kept.setdefault(patterns[name], reason)
-    right = {row: way for row, way in ways.items() if row not in wrong}
-    return Plan(
-        styles, t, recording.model.identity, patterns, kept, right, gathered, frozenset(recording.outside), divisions
-    )
+    right, outside = {row: way for row, way in ways.items() if row not in wrong}, frozenset(recording.outside)
+    return Plan(styles, t, recording.model.identity, patterns, kept, right, gathered, outside, divisions, apart)
 
 
 def check_plan(entries: Mapping[str, str], model: nn.Module, measured: Plan) -> Plan:
@@ -182,7 +182,7 @@ def check_plan(entries: Mapping[str, str], model: nn.Module, measured: Plan) -> 
         if not found:
             raise ValueError(f"{pattern}: no module of {type(model).__name__} has this name; '*' stands for a number")
         styles |= dict.fromkeys(found, style)
-    plan = Plan({}, t, measured.model, patterns, dict(measured.kept), {}, measured.gathered, measured.outside)
+    plan = replace(measured, styles={}, kept=dict(measured.kept), regions={}, divisions={})
     needed: set[str] = set()
     for row, way in measured.regions.items():
         members = way.styles
@@ -210,7 +210,7 @@ def check_plan(entries: Mapping[str, str], model: nn.Module, measured: Plan) -> 
             reasons = {**measured.kept, **measured.gathered}
             reason = reasons.get(patterns[name], "nothing that is cut uses it")
             raise ValueError(f"{name} cannot be {style!r} on {t} ranks: {reason}")
-        if measured.style(name) == style:
+        if measured.apart.get(name) == style:
             continue
         refused = OUTSIDE if name in measured.outside else why_not(model.get_submodule(name), style, t)
         if refused is not None:
