@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 from concurrent.futures import wait
+from contextlib import AbstractContextManager
 from pathlib import Path
 from unittest import mock
 
@@ -135,16 +136,21 @@ def test_r2_a_run_whose_last_save_fails_for_good_fails(ranks, tiny_values):
     assert names(values["run"]["dir"]) == [] and len(rows(values["run"]["dir"])) == 3
 
 
-@on_every_rank(1)
-def test_r10_a_disk_that_is_full_as_the_run_starts_is_one_sentence(tiny_values):
+def full_at(name: str) -> AbstractContextManager:
+    """Within, the disk is full when the file of this name is written. The error has no name, as that of a write."""
     write = Path.write_text
 
     def full(self, *arguments, **options):
-        if self.name == ".start.json.tmp":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a write, without a name
+        if self.name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(self, *arguments, **options)
 
-    with mock.patch.object(Path, "write_text", full), pytest.raises(ValueError) as error:
+    return mock.patch.object(Path, "write_text", full)
+
+
+@on_every_rank(1)
+def test_r10_a_disk_that_is_full_as_the_run_starts_is_one_sentence(tiny_values):
+    with full_at(".start.json.tmp"), pytest.raises(ValueError) as error:
         train(tiny_values)
     assert str(error.value) == f"{tiny_values['run']['dir']}/start.json cannot be written: No space left on device"
 
@@ -185,14 +191,7 @@ def test_a_damaged_run_directory_is_one_sentence_before_a_step(tiny_values):
 
 @on_every_rank(1)
 def test_r10_a_disk_that_is_full_as_the_ranks_meet_names_the_file(tiny_values):
-    write = Path.write_text
-
-    def full(self, *arguments, **options):
-        if self.name == "attempt":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a write, without a name
-        return write(self, *arguments, **options)
-
-    with mock.patch.object(Path, "write_text", full), pytest.raises(OSError) as error:
+    with full_at("attempt"), pytest.raises(OSError) as error:
         train(tiny_values)
     assert error.value.filename == f"{tiny_values['run']['dir']}/ranks/attempt"
 

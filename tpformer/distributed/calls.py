@@ -132,13 +132,18 @@ class Calls:
                 raise TimeoutError(self.failure)
             time.sleep(PAUSE)
 
+    @property
+    def _last(self) -> int:
+        """The word of the last call that this rank has made."""
+        return self._number << NUMBER | self._chain
+
     def meet_in_last(self, timeout: float) -> None:
         """`meet` in the last call that this rank has made."""
-        self.meet(self._number << NUMBER | self._chain, timeout)
+        self.meet(self._last, timeout)
 
     def found(self) -> str | None:
         """Why the ranks cannot go on, as far as the words of the last call say it."""
-        return self.failure or self._reason(self._number << NUMBER | self._chain, waited=False)
+        return self.failure or self._reason(self._last, waited=False)
 
     def _learn(self, key: Hashable) -> int:
         """The hash of a call's text, which is kept for the other ranks."""

@@ -7,7 +7,7 @@ checked against what was measured.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
@@ -88,7 +88,7 @@ class Plan(dict[str, str]):
             self[pattern if len(found[pattern]) == 1 else name] = style
         self.kept = {pattern: why for pattern, why in self.kept.items() if WHOLE[0] in found[pattern]}
 
-    def leave_to_exchanges(self, names: Iterable[str]) -> None:
+    def leave_to_exchanges(self, names: Collection[str]) -> None:
         """Let these modules get all tokens of tensor-parallel ranks, which they send elsewhere."""
         for name in names:
             self.divisions.pop(name, None)

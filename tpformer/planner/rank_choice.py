@@ -60,6 +60,11 @@ def _prices(rates: np.ndarray, shares: np.ndarray, waits: np.ndarray, bus: float
     return np.stack([rates[rate], (1 - c) * (1 - a), (1 - d) * (1 - b), moving, c, d, (1 - d) * b, a + b], 1)
 
 
+def _less_than_before(numbers: np.ndarray) -> np.ndarray:
+    """Which of the numbers are less than all before them."""
+    return numbers < np.concatenate([[np.inf], np.minimum.accumulate(numbers)[:-1]])
+
+
 class Mixes(NamedTuple):
     """What the layers of a rank keep.
 
@@ -142,8 +147,7 @@ class Rank:
             return None
         cost, moved, keeps = self._order([mixes.values], [mixes.ways])
         order, need = np.lexsort((-keeps, moved, cost)), self._needs([mixes.values])
-        less = need[order] < np.concatenate([[np.inf], np.minimum.accumulate(need[order])[:-1]])
-        order = order[less]
+        order = order[_less_than_before(need[order])]
         return cost[order], need[order], mixes.ways[order]
 
     def _choose(self, room: float) -> Mixes | None:
@@ -196,8 +200,7 @@ class Rank:
             columns.append(np.stack([cost, moved, -keeps, self._needs(values), *which]))
         table = np.concatenate(columns, 1)
         table = table[:, np.lexsort(table[2::-1])]
-        less = table[3] < np.concatenate([[np.inf], np.minimum.accumulate(table[3])[:-1]])
-        return threes, table[:, less][[0, 3, 4, 5]]
+        return threes, table[:, _less_than_before(table[3])][[0, 3, 4, 5]]
 
     def _stair(self, room: float) -> tuple[float, list[np.ndarray]] | None:
         """(seconds, each stage's ways) of the fastest mix of up to three ways that fits."""

@@ -150,14 +150,15 @@ def within(
         may = np.flatnonzero(np.isfinite(at_least[:, KEPT]))
         may = may[fits(at_least[may])]
         ends = np.concatenate([ends[row], end[:, None].astype(np.int16)], 1)
-        keeps = (np.diff(ends[may], axis=1) * np.arange(way + 1)).sum(1)
-        counted = values[may] if timed else values[may, : PLACE + 1]
-        if timed and stage.adds_up:
-            counted[:, FORWARD] += counted[:, BACKWARD]
-            counted[:, BACKWARD] = 0.0
-        points = np.concatenate([counted, last[may, None], -keeps[:, None]], 1).round(12)
-        groups = [at for at in (np.flatnonzero(end[may] == e) for e in every) if len(at)] if drops else []
-        may = may[np.concatenate([at[undominated(points[at])] for at in groups])] if groups else may
+        if drops:
+            counted = values[may] if timed else values[may, : PLACE + 1]
+            if timed and stage.adds_up:
+                counted[:, FORWARD] += counted[:, BACKWARD]
+                counted[:, BACKWARD] = 0.0
+            keeps = (np.diff(ends[may], axis=1) * np.arange(way + 1)).sum(1)
+            points = np.concatenate([counted, last[may, None], -keeps[:, None]], 1).round(12)
+            groups = [at for at in (np.flatnonzero(end[may] == e) for e in every) if len(at)]
+            may = may[np.concatenate([at[undominated(points[at])] for at in groups])] if groups else may
         ends, values, last, cost = ends[may], values[may], last[may], costs[row[may], end[may]]
     ways = (np.arange(stage.n)[:, None] >= ends[:, None, 1:]).sum(-1)
     values = stage.columns(ways)
