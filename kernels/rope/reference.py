@@ -61,8 +61,7 @@ def rope_table(
 
 
 def check_operands(q: Tensor, k: Tensor, table: Table, positions: Tensor) -> None:
-    """ValueError unless all have the shapes and dtypes that rope_rotate asks for; on a CPU also for a position that the
-    table has not."""
+    """ValueError unless all have the shapes and dtypes that rope_rotate asks for."""
     (cos, sin), tokens, half = table, q.shape[0], q.shape[-1] // 2
     dtype, rows = (torch.float32, torch.float64), (cos.shape[0], half)
     require(
@@ -70,7 +69,6 @@ def check_operands(q: Tensor, k: Tensor, table: Table, positions: Tensor) -> Non
         ("k", k, (tokens, *k.shape[1:-1], 2 * half), (q.dtype,)), ("positions", positions, (tokens,), INTEGERS),
         ("the table's cos", cos, rows, dtype), ("the table's sin", sin, rows, dtype),
     )  # fmt: skip
-    require_within("positions", positions, 0, cos.shape[0], "the table's rows ")
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -94,7 +92,11 @@ def rope_rotate(
     """
     if not inverse:  # else the forward has checked them, and autograd has compared the gradients' shapes
         check_operands(q, k, table, positions)
-    cos, sin = (rows.index_select(0, positions)[:, None] for rows in table)
+    try:
+        cos, sin = (rows.index_select(0, positions)[:, None] for rows in table)
+    except IndexError:  # torch has looked at the positions, and need not be asked twice
+        require_within("positions", positions, 0, len(table[0]), "the table's rows ")
+        raise
     sign = -1 if inverse else 1
     results = []
     for x in (q, k):

@@ -114,9 +114,12 @@ def test_norm_of_the_result() -> None:
         plainly = ops.row_linear(x, weight, bias, **how)
         y, normed = ops.row_linear(x, weight, bias, next_norm=norm, **how)
         expected, (mean, rstd) = norm_forward(y.detach(), norm)
-        assert_identical([y, *normed], [plainly, expected, None if kind == "rmsnorm" else mean, rstd])
-        assert y.requires_grad and not any(part.requires_grad for part in normed if part is not None)
+        assert_identical([y, *normed[:3]], [plainly, expected, None if kind == "rmsnorm" else mean, rstd])
+        assert y.requires_grad and not any(part.requires_grad for part in normed[:3] if part is not None)
         assert_identical(*(torch.autograd.grad(z, [x, weight, bias], dy) for z in (y, plainly)))
+        assert normed.of[0] is y  # which column_linear takes without checking the norm again, and others not
+        with pytest.raises(ValueError, match=f"{kind}: y is"):
+            ops.column_linear(y[:1], weight.new_ones(2, 5), norm=norm, normed=normed)
 
 
 @pytest.mark.parametrize("operation, options, words", [

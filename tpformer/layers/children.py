@@ -69,15 +69,15 @@ def keeps_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 def fusable(kind: type[nn.Module], *children: nn.Module) -> bool:
     """Whether all these children are of this kind and unchanged."""
-    for child in children:  # every forward calls this, and all() over a generator would take twice the time
-        if why_called(child, kind) is not None:
+    for child in children:  # every forward asks, and why_called, or all() over a generator, would take twice the time
+        if type(child) is not kind or is_touched(child):
             return False
     return True
 
 
 def fusable_norm(norm: nn.Module) -> bool:
     """Whether a norm is this library's and unchanged."""
-    return why_called(norm, LayerNorm, RMSNorm) is None
+    return type(norm) in (LayerNorm, RMSNorm) and not is_touched(norm)
 
 
 def enter(

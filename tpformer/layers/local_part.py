@@ -5,17 +5,16 @@ Belongs here: the one step from a parameter, which is a DTensor, to the tensor t
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from tpformer.ops.unsaved import check_unwritten, versions
-from tpformer.torch_private import held_by, laid_out_as
+from tpformer.torch_private import Function, held_by, laid_out_as
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-class LocalPart(torch.autograd.Function):
+class LocalPart(Function):
     """`parameter.to_local()`; the gradient is a DTensor like the parameter, or partial sums over the ranks of its mesh.
 
     A DTensor counts what is written to it for itself, not for its local tensor, which operations save. So autograd

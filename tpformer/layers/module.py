@@ -129,9 +129,9 @@ class ParallelModule(nn.Module):
         If the parameter is computed from others (parametrizations, pruning), it is computed now.
         Errors: ValueError on several ranks if it is a plain tensor.
         """
-        computed = not is_own_parameter(self, name)
-        parameter = getattr(self, name) if computed else self._parameters[name]
-        if self.tp.mesh is None or parameter is None:
+        computed = name not in (own := self._parameters)
+        parameter = getattr(self, name) if computed else own[name]
+        if parameter is None or self.tp.mesh is None:
             return parameter
         if not is_dtensor(parameter):
             if self.tp.size == 1:

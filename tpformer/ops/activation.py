@@ -1,7 +1,8 @@
 """The activation between two linears as an operation of its own, where the second linear does not apply it."""
 
-import torch
 from torch import Tensor
+
+from tpformer.torch_private import Function
 
 from .first_derivative import first_derivative
 from .implementation import implementation
@@ -9,7 +10,7 @@ from .packing import keep, kept
 from .uncompiled import uncompiled
 
 
-class ActivationFunction(torch.autograd.Function):
+class ActivationFunction(Function):
     """a = act(x), or with a gate a = act(gate) * x; all tensors are (tokens, N).
 
     forward   a = act(x)                                    gated: a = act(gate) * x

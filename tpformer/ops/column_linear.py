@@ -6,10 +6,10 @@ from itertools import chain, compress
 from operator import and_
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tpformer.kernels.matmul.reference import check_linears
+from tpformer.torch_private import Function
 
 from .autocast import autocast_dtype, cast, cast_back
 from .calls import called
@@ -34,7 +34,7 @@ class _Call(NamedTuple):
     deferred: Deferred | None
 
 
-class ColumnLinearFunction(torch.autograd.Function):
+class ColumnLinearFunction(Function):
     """Y_i = G(norm(X)) W_i^T + b_i for each weight i. G gathers all ranks' rows; its transpose R reduces gradients.
 
     t ranks, M rows in total, K input features, N_i output features on this rank. With sequence parallelism:

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from tpformer.config import check_context_length
 from tpformer.distributed.collectives import start_all_gather, start_scatter_sum
+from tpformer.torch_private import Function
 
 from .attention import check_heads, check_window
 from .autocast import autocast_dtype, cast, without_autocast
@@ -93,7 +94,7 @@ class Kept(NamedTuple):
         return prepared(self.segments, part.positions(seq_length), self.window, q)
 
 
-class ContextAttention(torch.autograd.Function):
+class ContextAttention(Function):
     """out = softmax(q K^T / sqrt(head_dim)) V, causal within documents, with K and V of all ranks' tokens.
 
     forward   gather k and v; out and the log-sum-exp of each own query's scores

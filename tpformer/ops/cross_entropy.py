@@ -14,6 +14,7 @@ from tpformer.config import check_range
 from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from tpformer.kernels.cross_entropy.reference import IGNORE_INDEX, LossTerms, VocabSlice
 from tpformer.kernels.operands import FLOATS, require
+from tpformer.torch_private import Function
 
 from .autocast import autocast_dtype, cast
 from .calls import called
@@ -79,7 +80,7 @@ def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) 
     return torch.where(counted > 0, total / counted.clamp(min=1), torch.nan)
 
 
-class VocabParallelCrossEntropyFunction(torch.autograd.Function):
+class VocabParallelCrossEntropyFunction(Function):
     """loss = logsumexp(x) - x_target for logits x (tokens, V_local); LossTerms has label smoothing and the z-loss.
 
     forward   each rank finds its slice's maximum, sum of exponentials and target logit; an all-gather of these numbers
@@ -162,7 +163,7 @@ class _Head(NamedTuple):
     gradients: bool  # whether grad mode was on; inside a Function it is always off
 
 
-class LinearCrossEntropyFunction(torch.autograd.Function):
+class LinearCrossEntropyFunction(Function):
     """L = the sum of the losses of logits = G(norm(X)) W^T. G gathers all rows; its transpose R reduces gradients.
 
     t ranks, M tokens in total, V entries on this rank; X (M / t, K) with sequence parallelism, else (M, K); W (V, K):

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import all_reduce
+from tpformer.torch_private import Function
 
 from .first_derivative import first_derivative
 from .uncompiled import uncompiled
 
 
-class _Enter(torch.autograd.Function):
+class _Enter(Function):
     """y = x, for several tensors. backward: dx = dy, summed over ranks for the first `summed` ones: all-reduce."""
 
     @staticmethod
@@ -33,7 +33,7 @@ class _Enter(torch.autograd.Function):
         return None, None, *sums, *dys[ctx.summed :]
 
 
-class _Leave(torch.autograd.Function):
+class _Leave(Function):
     """y = the sum of all ranks' x: all-reduce. backward: dx = dy, and a gradient of zero for what entered."""
 
     @staticmethod

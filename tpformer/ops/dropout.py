@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tpformer.config import check_range
 from tpformer.kernels.finish import Dropout
+from tpformer.torch_private import Function
 
 from .first_derivative import first_derivative
 from .implementation import implementation
@@ -36,7 +37,7 @@ def told(site: Dropout | None) -> tuple[str, float, int] | None:
     return None if site is None else ("dropout", site.p, site.key % 31)
 
 
-class DropoutFunction(torch.autograd.Function):
+class DropoutFunction(Function):
     """y = mask * x / (1 - p) for x, y (tokens, hidden), mask drawn from (key, element index) with probability 1 - p.
 
     forward   y = mask * x / (1 - p)

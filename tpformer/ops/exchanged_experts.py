@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from tpformer.distributed.groups import unbroken
 from tpformer.kernels.finish import Dropout, Finish
 from tpformer.kernels.operands import FLOATS, require
+from tpformer.torch_private import Function
 
 from .autocast import autocast_dtype, without_autocast
 from .autocast import cast as autocast_to
@@ -65,7 +66,7 @@ class _Begun(NamedTuple):
     arriving: Callable[[], Tensor]  # waits for the rows (U, H)
 
 
-class ExchangedExpertsFunction(torch.autograd.Function):
+class ExchangedExpertsFunction(Function):
     """Y = Z + drop(S + C(A_e D_e^T)), A_e = w_e act(X' G_e^T) (X' U_e^T) for each token's experts e, X' = E(norm(X)).
 
     Each rank has T tokens of its own and its part of the experts. E sends rows to the ranks of their experts, and C

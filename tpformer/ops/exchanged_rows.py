@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpformer.torch_private import Function
+
 from .calls import called
 from .first_derivative import first_derivative
 from .implementation import implementation
@@ -56,7 +58,7 @@ def _summed(rows: Tensor, exchange: RowExchange) -> Tensor:
     return implementation("combine", rows).combine(rows.contiguous(), arrived.tokens, arrived.positions)
 
 
-class _Out(torch.autograd.Function):
+class _Out(Function):
     """Rows (R, H) and weights (R,) of this rank's experts, from own tokens x (T, H) and weights (T, K).
 
     forward   rows out; weights came with the plan
@@ -80,7 +82,7 @@ class _Out(torch.autograd.Function):
         return None, None, None, dx, None if sent is None else sent.to(dweights.dtype), *scaled
 
 
-class _Home(torch.autograd.Function):
+class _Home(Function):
     """Y (T, H) of own tokens: the sum over a token's experts of their rows y (R, H).
 
     forward   a rank's sum for each row that has arrived, back, and the sum over ranks

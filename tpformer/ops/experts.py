@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tpformer.distributed.collectives import all_reduce, reduce_scatter
 from tpformer.kernels.finish import Dropout, Finish
+from tpformer.torch_private import Function
 
 from .autocast import autocast_dtype, without_autocast
 from .calls import called
@@ -50,7 +51,7 @@ class _Call(NamedTuple):
     deferred: Deferred | None
 
 
-class ExpertsFunction(torch.autograd.Function):
+class ExpertsFunction(Function):
     """Y = Z + drop(R(sum over a token's experts e of A_e D_e^T)), A_e = w_e act(X' G_e^T) (X' U_e^T), X' = G(norm(X)).
 
     T tokens on t ranks; each rank has E / t of the experts and computes the rows that are routed to them. G gathers

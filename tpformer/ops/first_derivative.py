@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpformer.torch_private import Function
+
 
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the `backward` of an autograd Function, so that differentiating its gradients raises RuntimeError.
@@ -53,7 +55,7 @@ class _Unpacked:
         return getattr(self._ctx, name)
 
 
-class _NoSecond(torch.autograd.Function):
+class _NoSecond(Function):
     """Returns the first `count` tensors. To autograd they depend on all tensors, and their derivative is an error."""
 
     @staticmethod

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import all_to_all
+from tpformer.torch_private import Function
 
 from .calls import called
 from .first_derivative import first_derivative
@@ -54,7 +55,7 @@ class Moves:
         return cls(tuple(x for _, x in sends), sent, received, tuple(places))
 
 
-class _MoveRows(torch.autograd.Function):
+class _MoveRows(Function):
     """y = the rows that this rank wants of the matrix whose parts x (n / t, K) lie on the ranks.
 
     forward   all-to-all

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tpformer.kernels.finish import Norm
 from tpformer.kernels.norm.reference import check_operands
+from tpformer.torch_private import Function
 
 from .autocast import autocast_dtype, cast
 from .first_derivative import first_derivative
@@ -20,11 +21,13 @@ class Normed(NamedTuple):
     """norm(x) from the operation that made x: y like x, mean (None for rmsnorm) and rstd (rows, 1).
 
     No gradient flows through it: the linear that takes it makes the norm's gradients from x.
+    of: x and the norm, as row_linear gives them, so that a linear that gets both need not check the rest.
     """
 
     y: Tensor
     mean: Tensor | None
     rstd: Tensor
+    of: tuple[Tensor, Norm] | None = None
 
 
 def parameters(norm: Norm | None) -> tuple[Tensor | None, Tensor | None]:
@@ -45,7 +48,11 @@ def check_normed(rows: Tensor, norm: Norm | None, normed: Normed) -> None:
     """ValueError unless `normed` can be norm(rows)."""
     if norm is None:
         raise ValueError("normed without norm: give the norm as well, because its gradients are made here")
-    check_operands(rows, norm, statistics=normed[1:], y=normed.y)
+    if normed.of is not None:
+        made, by = normed.of
+        if made is rows and by.weight is norm.weight and by.bias is norm.bias and by.kind == norm.kind:
+            return
+    check_operands(rows, norm, statistics=normed[1:3], y=normed.y)
     if (normed.mean is None) != (norm.kind == "rmsnorm"):
         raise ValueError(f"normed is not that of {norm.kind}: give the norm that made it")
 
@@ -55,12 +62,12 @@ def normalised(x: Tensor, norm: Norm | None, normed: Normed | None) -> tuple[Ten
     if norm is None:
         return x, None, None
     if normed is not None:
-        return normed
+        return normed[:3]
     y, (mean, rstd) = implementation("norm", x).norm_forward(x, norm)
     return y, mean, rstd
 
 
-class NormFunction(torch.autograd.Function):
+class NormFunction(Function):
     """y = norm(x) for x, y (tokens, N), weight and bias (N,); rstd, and for layernorm mean, are (tokens, 1).
 
     forward   y = (x - mean) * rstd * weight + bias; rmsnorm has neither mean nor bias

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from tpformer.torch_private import Function
 
 from .first_derivative import first_derivative
 from .implementation import implementation
@@ -11,7 +12,7 @@ from .uncompiled import uncompiled
 from .unsaved import check_unwritten, versions
 
 
-class RopeFunction(torch.autograd.Function):
+class RopeFunction(Function):
     """Rotates each pair of features of q (tokens, heads, head_dim) and k by the angle of the token's position.
 
     forward   y = R(position) x

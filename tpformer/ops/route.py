@@ -15,6 +15,7 @@ from tpformer.distributed.collectives import all_gather, all_reduce
 from tpformer.kernels.cast import cast
 from tpformer.kernels.operands import FLOATS, require
 from tpformer.kernels.route.reference import Policy, check_policy
+from tpformer.torch_private import Function
 
 from .autocast import without_autocast
 from .calls import called
@@ -191,7 +192,7 @@ def decide_backward(
     return dlogits @ cast(weight, dlogits.dtype), dlogits.t() @ cast(rows, dlogits.dtype)
 
 
-class RouteFunction(torch.autograd.Function):
+class RouteFunction(Function):
     """weights (T, K) of all tokens, and the balance loss, from x (M, H) and the router's weight W (E, H).
 
     forward   logits = x W^T, in at least float32; experts, weights and scores by kernels/route; gather to all ranks

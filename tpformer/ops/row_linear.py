@@ -10,6 +10,7 @@ from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.finish import Dropout, Finish
 from tpformer.kernels.norm.reference import NORMS
 from tpformer.kernels.operands import FLOATS, Operand, require, unknown
+from tpformer.torch_private import Function
 
 from .autocast import autocast_dtype, cast, cast_back
 from .calls import SCATTERED, called
@@ -37,7 +38,7 @@ class _Call(NamedTuple):
     deferred: Deferred | None
 
 
-class RowLinearFunction(torch.autograd.Function):
+class RowLinearFunction(Function):
     """Y = Z + drop(R(A W^T) + b) with A = act(X) or act(gate) * X. R sums over ranks, its transpose G gathers.
 
     t ranks, M rows in total, K input features on this rank, N output features:
@@ -58,14 +59,17 @@ class RowLinearFunction(torch.autograd.Function):
         keep(ctx, x, gate, weight, readable=0 if call.activation is None else 2)
         if call.skip:
             return x.new_empty(len(x) // call.transport.sharing, len(weight))
-        a = call.transport.factor(implementation("activation", x).activation_forward(x, call.activation, gate))
+        a = x
+        if call.activation is not None:
+            a = implementation("activation", x).activation_forward(x, call.activation, gate)
+        a = call.transport.factor(a)
         finish = Finish(bias, call.dropout, residual_shard, next_norm)
         y_shard, normed = call.transport.matmul_reduce([a], [weight], transposed=True, finish=finish)
         if normed is None:
             return y_shard
         ctx.set_materialize_grads(False)  # no zeros for outputs that have no gradient
         ctx.mark_non_differentiable(*(part for part in normed if part is not None))
-        return y_shard, *normed
+        return y_shard, *normed[:3]
 
     @staticmethod
     @first_derivative
@@ -196,8 +200,8 @@ def row_linear(
         alike = transport.name, activation, told(dropout), next_norm and next_norm[::3]
         called(transport.untold, "row_linear", (rows.shape[0], weight.shape[0]), rows.dtype, True, *needing, *alike)
     result = RowLinearFunction.apply(rows, gate, weight, bias, added if autocast is None else None, next_norm, call)
-    y, *normed = (result,) if next_norm is None else result
+    y, *of_norm = (result,) if next_norm is None else result
     if autocast is not None and added is not None:
         y = added + y
     y = y if x.dim() == 2 else with_leading_dims(y, x)
-    return made(y) if next_norm is None else (y, Normed(*normed))
+    return made(y) if next_norm is None else (y, Normed(*[*of_norm, (y, next_norm)]))

@@ -1,11 +1,11 @@
 """Differentiable moves between all rows or columns and those of one rank, for the edges of a parallel region."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
+from tpformer.torch_private import Function
 
 from .calls import SCATTERED, called
 from .first_derivative import first_derivative
@@ -32,7 +32,7 @@ def _check_rows(x: Tensor) -> None:
         raise ValueError(f"x is {tuple(x.shape)}: give rows (tokens, N), with leading dims flattened")
 
 
-class _ReduceRows(torch.autograd.Function):
+class _ReduceRows(Function):
     """y = the sum of all ranks' x (M, N), or with sequence parallelism this rank's rows of it, (M / t, N).
 
     forward   all-reduce, or reduce-scatter
@@ -50,7 +50,7 @@ class _ReduceRows(torch.autograd.Function):
         return (all_gather(dy, ctx.group) if ctx.sequence_parallel else dy), None, None
 
 
-class _ScatterRows(torch.autograd.Function):
+class _ScatterRows(Function):
     """y = this rank's rows (M / t, N) of x (M, N), which is equal on all ranks.
 
     forward   no communication
@@ -68,7 +68,7 @@ class _ScatterRows(torch.autograd.Function):
         return all_gather(dy, ctx.group), None
 
 
-class _GatherRows(torch.autograd.Function):
+class _GatherRows(Function):
     """y = all ranks' rows (M, N) of x (M / t, N).
 
     forward   all-gather
@@ -86,7 +86,7 @@ class _GatherRows(torch.autograd.Function):
         return dy.chunk(ctx.group.size())[ctx.group.rank()].clone(), None
 
 
-class _TakeColumns(torch.autograd.Function):
+class _TakeColumns(Function):
     """y = x[:, columns] (M, n) of x (M, N), which is equal on all ranks.
 
     forward   no communication
@@ -106,7 +106,7 @@ class _TakeColumns(torch.autograd.Function):
         return all_reduce(dx, ctx.group), None, None
 
 
-class _GatherColumns(torch.autograd.Function):
+class _GatherColumns(Function):
     """y = all ranks' columns (M, n) of x (M, n / t); the last ranks may have fewer.
 
     forward   all-gather of columns, padded to equal numbers
@@ -125,7 +125,7 @@ class _GatherColumns(torch.autograd.Function):
         return dy[:, ctx.columns].clone(), None, None
 
 
-class _SumGradient(torch.autograd.Function):
+class _SumGradient(Function):
     """y = x, which is equal on all ranks; each rank uses y for its own part of a result.
 
     forward   no communication
