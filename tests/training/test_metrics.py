@@ -1,6 +1,7 @@
 """metrics.jsonl survives kills and resumes. TensorBoard, Weights & Biases and the terminal show its numbers, and a
 loss curve is drawn."""
 
+import itertools
 import json
 import math
 import resource
@@ -135,6 +136,26 @@ def test_rows_are_means_of_their_intervals_also_in_a_resumed_run_and_a_step_is_p
         losses = [every[each][0] for each in range(first, step + 1)]
         assert_same(found[step][0], sum(losses) / len(losses))
         assert found[step][1] == losses[-1]
+
+
+def samples_and_tokens(values: dict) -> tuple[list[int], list[int]]:
+    """Of a run that is resumed with other batches: where the samples of the step after each part begin, and tokens."""
+    begins = []
+    for steps, size in ((2, 8), (3, 16), (5, 4)):
+        train = {"steps": steps, "global_batch_size": size, "microbatch_size": 2}
+        more = {"run": {"resume": True, "changes": ["train.global_batch_size"]}, "train": train}
+        trainer = Trainer(build_config(values, more, {"log": {"interval": 1}}))
+        trainer.run()
+        begins.append(trainer.batches.take(steps + 1).first)
+    return begins, [row["tokens"] for row in rows(values["run"]["dir"])]
+
+
+def test_a_run_that_goes_on_with_another_batch_leaves_out_no_sample_and_counts_none_twice(ranks, tiny_values):
+    values = values_with(tiny_values, data={"valid": []}, checkpoint={"interval": 0})
+    taken = list(itertools.accumulate((8, 8, 16, 4, 4)))
+    begins, tokens = ranks(1).run(samples_and_tokens, values)[0]
+    assert begins == [taken[1], taken[2], taken[4]]
+    assert tokens == [count * values["model"]["seq_length"] for count in taken]
 
 
 def test_a_row_is_a_line_and_on_a_terminal_a_bar(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """The samples that a step of a run takes, on their way to the device."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -31,9 +32,24 @@ class Batches:
 
     def __init__(self, config: RunConfig, model: ModelParts, samples: Samples, device: torch.device) -> None:
         self.config, self.model, self.samples, self.device = config, model, samples, device
+        # of steps before the run was resumed: what was taken more than the present settings would have taken
+        self._more = {"samples": 0, "tokens": 0}
+
+    def taken(self, step: int) -> dict[str, int]:
+        """Samples and tokens of all steps up to this one, for rows and checkpoints."""
+        samples = samples_before(step + 1, self.config.train)
+        by_settings = {"samples": samples, "tokens": samples * self.config.model.seq_length}
+        return {name: count + self._more[name] for name, count in by_settings.items()}
+
+    def go_on(self, step: int, taken: Mapping[str, int]) -> None:
+        """Take the samples that follow those of the steps up to this one, whatever batch these had.
+
+        taken: what `taken` returned after that step; of an earlier version's checkpoint nothing.
+        """
+        self._more = {name: taken.get(name, count) - count for name, count in self.taken(step).items()}
 
     def take(self, step: int) -> Batch:
-        """This rank's part of a step's batch; the step alone decides. On a GPU the copy waits for what is queued."""
+        """This rank's part of a step's batch. On a GPU the copy waits for what is queued."""
         interval = self.config.log.noise_interval
         size = batch_size(step, self.config.train)
         half = self._part(step, size // 2) if interval and step % interval == 0 else None
@@ -49,6 +65,6 @@ class Batches:
 
     def _part(self, step: int, size: int) -> Batch:
         """The first `size` samples of a step, shared by all data-parallel ranks."""
-        first, share = self.model.own_samples(samples_before(step, self.config.train), size)
+        first, share = self.model.own_samples(self.taken(step - 1)["samples"], size)
         rows = batch(self.samples, first, share)
         return Batch(rows, to_device(rows, self.device), first)

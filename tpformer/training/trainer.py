@@ -40,7 +40,7 @@ from .resolve import mask_notes, resolve, vocabulary_note
 from .results import Launched, Tally
 from .run_directory import Start, check_run_directory, check_steps, read_start, write_run
 from .saves import ADVICE, NotSaved, RunLost, Saves
-from .schedules import batch_size, falls_due, learning_rate, samples_before
+from .schedules import batch_size, falls_due, learning_rate
 from .setup import build_model, check_run, default_dtype, device_type, group_timeout, join_ranks, open_data, run_mesh
 from .source import open_source
 from .step import LossScaler, evaluate, why_skipped
@@ -150,6 +150,7 @@ class Trainer:
         self.watchdog.progress(step, "loading the checkpoint")
         extra = self.checkpointer.load(step, self.model.parts, self.optimizers, self.model.exchange)
         self.tally.load_state_dict(extra)
+        self.batches.go_on(step, extra.get("taken", {}))
         if self.scaler is not None and "scaler" in extra:
             self.scaler.load_state_dict(extra["scaler"])
         return step
@@ -163,7 +164,7 @@ class Trainer:
 
     def _save(self) -> None:
         self.watchdog.progress(self.step, "checkpoint")
-        extra = self.tally.state_dict()
+        extra = self.tally.state_dict() | {"taken": self.batches.taken(self.step)}
         if self.scaler is not None:
             extra["scaler"] = self.scaler.state_dict()
         self.checkpointer.save(self.step, self.model.parts, self.optimizers, extra, self.model.exchange)
@@ -236,7 +237,7 @@ class Trainer:
             log.advance(step)
             ends = step == self.config.train.steps or (stopping and step == self.step)
             if ends or step % self.config.log.interval == 0:
-                tokens = self._tokens(step)
+                tokens = self.batches.taken(step)["tokens"]
                 speed = self.speed.until(launched.numbers.at, tokens)
                 log.row(**row, tokens=tokens, tokens_per_second=rounded(speed), **mfu(self.config, self.device, speed))
         return stopping
@@ -323,7 +324,7 @@ class Trainer:
                 log.note(self.linears)
             for notice in notices(config):
                 log.note(notice)
-        self.speed = Speed(self._tokens(self.step))
+        self.speed = Speed(self.batches.taken(self.step)["tokens"])
         if self._validation_lost():
             self._validate(log)
         with stop_requests() as requests:
@@ -368,10 +369,6 @@ class Trainer:
                 self._read(pending, log)
             self.working_on = self.step + 1
             raise
-
-    def _tokens(self, step: int) -> int:
-        """Tokens of all steps up to this one."""
-        return samples_before(step + 1, self.config.train) * self.config.model.seq_length
 
     def close(self) -> None:
         """Leave the process group; collective."""
