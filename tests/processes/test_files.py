@@ -3,12 +3,13 @@
 import fcntl
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from tpformer.processes.files import file_sha256, in_words, naming, replace_file, what_failed
+from tpformer.processes.files import file_sha256, in_words, is_there, naming, remove, replace_file, what_failed
 from tpformer.processes.ownership import LOCK, owned
 
 
@@ -58,6 +59,36 @@ def test_what_failed_has_a_path_that_the_user_knows_or_the_errors_own_words(tmp_
     assert what_failed(system.value) == f"{missing} cannot be used: No such file or directory"
     for own in (FileNotFoundError(f"no configuration file {missing}"), OSError("it is not seekable")):
         assert what_failed(own) == str(own)
+
+
+def test_only_a_file_is_there_and_anything_else_in_its_place_is_named(tmp_path):
+    path, file = tmp_path / "start.json", tmp_path / "file"
+    file.touch()
+    assert is_there(file) and not is_there(path)
+    others: dict[str, Callable[[], object]] = {
+        "a pipe": lambda: os.mkfifo(path),
+        "a folder": path.mkdir,
+        "a device": lambda: path.symlink_to("/dev/zero"),
+        "a link that leads nowhere": lambda: path.symlink_to("nowhere"),
+    }
+    for kind, make in others.items():
+        make()
+        with pytest.raises(ValueError, match=f"{path} is {kind}, where a file is expected"):
+            is_there(path)
+        remove(path)
+    path.symlink_to(file)
+    assert is_there(path)
+    remove(path)
+    assert file.exists() and not path.is_symlink()
+
+
+def test_a_pipe_beside_a_file_does_not_keep_it_from_being_written(tmp_path):
+    os.mkfifo(tmp_path / ".config.toml.tmp")
+    replace_file(tmp_path / "config.toml", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+    os.mkfifo(tmp_path / LOCK)
+    with pytest.raises(ValueError, match=f"{LOCK} is a pipe"):
+        owned(tmp_path).__enter__()
 
 
 def test_the_digest_is_sha256_of_the_content(tmp_path):

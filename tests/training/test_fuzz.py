@@ -5,6 +5,7 @@ random, 500 times. test_checkpoint_faults.py has the pickles, test_command_ends.
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -146,3 +147,15 @@ def test_damaged_and_malicious_files_are_refused_in_a_sentence(names, mutations,
     copy = shutil.copytree(files, tmp_path / "files")
     code, out, err = commands.call(read_all, str(copy), names, mutations).finish()
     assert code == 0, out + err
+
+
+def test_a_pipe_in_place_of_any_file_is_named_and_not_waited_for(files, tmp_path, monkeypatch):
+    monkeypatch.chdir(shutil.copytree(files, tmp_path / "files"))
+    for name, read in READERS.items():
+        path = Path(name)
+        path.rename("kept")
+        os.mkfifo(path)
+        with pytest.raises((ValueError, FileNotFoundError), match=re.escape(path.name)):
+            read(path)
+        Path("kept").rename(path)
+        read(path)

@@ -6,6 +6,8 @@ Importing this file does not import torch.
 import errno
 import hashlib
 import os
+import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,6 +47,7 @@ def whole_file(path: Path, to_disk: bool = False) -> Iterator[Path]:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     with naming(path, hidden=temporary):
+        temporary.unlink(missing_ok=True)  # whatever has its name, such as a pipe, which nobody would read
         try:
             yield temporary
             if to_disk:  # a name may reach the disk before what it names
@@ -53,6 +56,43 @@ def whole_file(path: Path, to_disk: bool = False) -> Iterator[Path]:
         finally:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is a file at a path, or behind a link there. To be asked before a file of a user is opened.
+
+    ValueError for anything else that is there, because reading or writing a pipe waits for ever, and a device may have
+    no end.
+    """
+    if not os.path.lexists(path):
+        return False
+    if not path.is_file():
+        raise ValueError(f"{path} is {kind_of(path)}, where a file is expected: move it away")
+    return True
+
+
+def kind_of(path: Path) -> str:
+    """What there is at a path that is no file, in words."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return "a link that leads nowhere" if os.path.lexists(path) else "missing"
+    kinds = {
+        stat.S_ISFIFO: "a pipe",
+        stat.S_ISSOCK: "a socket",
+        stat.S_ISCHR: "a device",
+        stat.S_ISBLK: "a device",
+        stat.S_ISDIR: "a folder",
+    }
+    return next((name for is_kind, name in kinds.items() if is_kind(mode)), "no file")
+
+
+def remove(path: Path) -> None:
+    """Remove whatever is at a path: a folder with all that is in it, and a link without what it points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def what_failed(error: OSError) -> str:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from .files import make_folder, what_failed
+from .files import is_there, make_folder, what_failed
 
 LOCK = "owner.lock"
 DEATH_SECONDS = 10.0  # how long the ranks of a launcher that was killed may take to end
@@ -30,6 +30,7 @@ def owned(directory: Path) -> Iterator[None]:
     """
     try:
         make_folder(directory)
+        is_there(directory / LOCK)
         file = (directory / LOCK).open("a+")
     except OSError as error:
         raise ValueError(f"run.dir {directory} cannot be written ({what_failed(error)}): set another run.dir") from None

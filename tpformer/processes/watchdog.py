@@ -20,7 +20,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from .files import make_folder, naming, replace_file
+from .files import make_folder, naming, remove, replace_file
 from .launch import HANG_EXIT_CODE
 from .rank_states import RankState, position_of_thread, read_states, report, write_state
 
@@ -57,8 +57,8 @@ class Watchdog:
         attempt = [uuid.uuid4().hex]
         if self.rank == 0:
             make_folder(directory)
-            for leftover in (*directory.glob("*rank-*"), self._report, self._claim):
-                leftover.unlink(missing_ok=True)
+            for leftover in (*directory.glob("*rank-*"), self._report, self._claim, self._attempt_file):
+                remove(leftover)
             with naming(self._attempt_file):
                 self._attempt_file.write_text(attempt[0])
         dist.broadcast_object_list(attempt, src=0)

@@ -204,7 +204,7 @@ class Checkpointer:
         Whether this save fails is said by `failed` and by `wait`, and prevents no later one.
         parts: this rank's, with one optimizer each. Names are global: a parameter in several parts or on several ranks
         must be equal in all, and is written once. extra: numbers, strings, lists and dicts, equal on all ranks, such as
-        the loss scale. The learning rate and the position in the data follow from the step, so they need no saving.
+        the loss scale and the position in the data. The learning rate follows from the step, so it needs no saving.
         exchange: what it keeps is saved, too.
         Memory: one copy of this rank's parameters and optimizer state in host memory until the save is done.
         Errors: ValueError for an optimizer that is not its part's, or whose state holds what is no tensor; TypeError
@@ -278,7 +278,7 @@ class Checkpointer:
             for old in [other for other in steps(self.directory) if other <= step][: -self.keep]:
                 discard(step_path(self.directory, old))
         except OSError as error:
-            self._report(f"checkpoint {final} is saved, but older ones could not be removed: {error}")
+            self._report(f"checkpoint {final} is saved, but older ones are kept: {error}")
 
     @property
     def failed(self) -> bool:

@@ -2,9 +2,9 @@
 
 import json
 import re
-import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from tpformer.processes.files import file_sha256, fsync, naming
+from tpformer.processes.files import file_sha256, fsync, kind_of, naming, remove
 from tpformer.words import listed, message, shown
 
 from .checkpoint_metadata import METADATA, CheckpointError, MetadataReader, read_metadata
@@ -43,6 +43,8 @@ def write_manifest(directory: Path, entries: Mapping[str, Mapping[str, Any]]) ->
 
 def _read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a checkpoint's file. CheckpointError, which names the file, if there is none."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is {kind_of(path)}, where a checkpoint has a file")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -87,7 +89,7 @@ def check_files(directory: Path, *, share: int = 0, of: int = 1) -> None:
     for name in (described if share == 0 else []) + [name for name in entries if name not in described][share::of]:
         path, (size, digest) = directory / name, entries[name]
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing, which {MANIFEST} names")
+            raise CheckpointError(f"{path} is {kind_of(path)}, where {MANIFEST} names a file")
         if path.stat().st_size != size:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, and {size} in {MANIFEST}")
         try:
@@ -119,19 +121,17 @@ def discard(path: Path) -> None:
 
     A link to a checkpoint is removed, and not what it points to. OSError where that fails.
     """
-    if path.is_symlink():
-        path.unlink()
-        return
     doomed = path.with_name(f".removing-{path.name}")
     path.rename(doomed)
-    shutil.rmtree(doomed)
+    remove(doomed)
 
 
 def remove_leftovers(directory: Path) -> None:
     """Remove what interrupted saves and removals left in a run's checkpoints directory, as far as that is possible."""
     for pattern in (".saving-*", ".removing-*"):
         for leftover in directory.glob(pattern):
-            shutil.rmtree(leftover, ignore_errors=True)
+            with suppress(OSError):
+                remove(leftover)
 
 
 def step_path(directory: Path, step: int) -> Path:

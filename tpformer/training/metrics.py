@@ -5,7 +5,6 @@ Belongs here: rows, and what is made of them.
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -16,7 +15,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tpformer.processes.files import make_folder, naming, replace_file, whole_file
+from tpformer.processes.files import is_there, make_folder, naming, replace_file, whole_file
 
 from .observe import RowLog, TensorBoardLog, unless_it_fails
 
@@ -26,7 +25,7 @@ def read_metrics(path: Path) -> list[dict]:
 
     A number that was not finite is NaN. ValueError names any other bad line.
     """
-    lines = path.read_bytes().splitlines(keepends=True) if os.path.lexists(path) else []
+    lines = path.read_bytes().splitlines(keepends=True) if is_there(path) else []
     rows = []
     for number, line in enumerate(lines, 1):
         row = _row(line)
@@ -63,7 +62,7 @@ def _line(row: dict[str, float]) -> str:
 
 def cut_metrics(path: Path, step: int) -> None:
     """Remove the rows after `step`, because a resumed run writes them again."""
-    if path.exists():
+    if is_there(path):
         replace_file(path, "".join(_line(row) for row in read_metrics(path) if row["step"] <= step), to_disk=True)
 
 

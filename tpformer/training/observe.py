@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from tpformer.processes.files import replace_file, whole_file
+from tpformer.processes.files import is_there, replace_file, whole_file
 
 
 @contextmanager
@@ -112,7 +112,7 @@ class WandbLog:
         import wandb
 
         path = directory / "wandb.id"
-        if not path.exists():
+        if not is_there(path):
             replace_file(path, secrets.token_hex(8))
         try:
             self.run = wandb.init(

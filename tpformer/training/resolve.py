@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tpformer.config import RunConfig, build_config, preset, read_toml
+from tpformer.processes.files import is_there
 from tpformer.weights.family import read_json
 
 from .companions import FOLDER, TOKENIZER, byte_tokenizer, kept_tokenizer
@@ -176,9 +177,9 @@ def mask_notes(prefixes: Iterable[str], *, masked: bool) -> list[str]:
     notes = []
     for prefix in dict.fromkeys(prefixes):
         path = dataset_paths(prefix).mask
-        if path.exists() and not masked:
+        if is_there(path) and not masked:
             notes.append(f"{path} does not count, so every token of {prefix} is a target: data.mask = true changes it")
-        if masked and not path.exists():
+        if masked and not is_there(path):
             notes.append(f"{path} does not exist, so every token of {prefix} is a target")
     return notes
 

@@ -20,6 +20,7 @@ from tpformer.ops import use_measured_table
 from tpformer.parallel import Exchange, apply_zero, exchange_of, split_stages
 from tpformer.parallel.zero import uses_fsdp
 from tpformer.processes.cpu import keep_freed_memory, share_cores
+from tpformer.processes.files import is_there
 from tpformer.words import dtype_name
 
 from .data import BlendedSamples, Samples, TokenSamples, dataset_paths
@@ -74,7 +75,7 @@ def open_data(config: RunConfig) -> RunData:
     length, seed = config.model.seq_length, config.train.seed
     size: int = config.model.vocab_size  # type: ignore[assignment]
     data, masked = config.data, config.data.mask
-    if masked and not any(dataset_paths(prefix).mask.exists() for prefix in data.train):
+    if masked and not any(is_there(dataset_paths(prefix).mask) for prefix in data.train):
         raise ValueError(
             f"data.mask = true, but {', '.join(data.train)} has no .mask file: make one with `tpformer data build "
             f"--prompt-field ... --completion-field ...`, or leave data.mask out to train on every token"

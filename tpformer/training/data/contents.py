@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from tpformer.processes.files import file_sha256, in_words
+from tpformer.processes.files import file_sha256, in_words, is_there
 
 from .indexed import IndexedDataset, dataset_paths, read_sidecar
 
@@ -35,7 +35,7 @@ def read_contents(
         dataset = IndexedDataset(prefix)
         path = dataset.bin_path.absolute()
         with in_words(path):
-            masked = dataset.mask_path.exists()
+            masked = is_there(dataset.mask_path)
             stamp = (*_stamp(path), *(_stamp(dataset.mask_path) if masked else ()))
             before = known.get(str(path))
             if before is None or before.stamp != stamp or not before.content.startswith(f"{dataset.dtype}, "):

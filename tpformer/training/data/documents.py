@@ -7,13 +7,12 @@ import codecs
 import json
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tpformer.processes.files import in_words
+from tpformer.processes.files import in_words, kind_of
 from tpformer.words import listed, printable, shown
 
 _HEAD = 1 << 16  # bytes of a file that say what it is
@@ -79,7 +78,7 @@ def find_files(path: Path) -> tuple[list[Path], int]:
     if not is_folder:
         name = printable(path)
         if path.exists():
-            raise ValueError(f"input {name} is {_special(path)}, which cannot be read twice: write it to a file first")
+            raise ValueError(f"input {name} is {kind_of(path)}, which cannot be read twice: write it to a file first")
         raise FileNotFoundError(
             f"input {name} does not exist; give a text file, one of JSON lines, a .parquet or a folder"
         )
@@ -91,12 +90,6 @@ def find_files(path: Path) -> tuple[list[Path], int]:
         links += sum(entry.is_symlink() for entry in (*entries, *(here / name for name in folders)))
         found += [entry for entry in entries if entry.is_file() and not entry.is_symlink()]
     return sorted(found, key=lambda file: file.relative_to(path).as_posix()), links
-
-
-def _special(path: Path) -> str:
-    mode = path.stat().st_mode
-    kinds = {stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a device", stat.S_ISBLK: "a device"}
-    return next((name for is_kind, name in kinds.items() if is_kind(mode)), "no file")
 
 
 def _unreadable(error: OSError) -> None:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from tpformer.processes.files import in_words, make_folder
+from tpformer.processes.files import in_words, is_there, make_folder
 from tpformer.weights.family import read_json
 from tpformer.words import shown
 
@@ -66,7 +66,7 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
     """
     path = dataset_paths(prefix).sidecar
     with in_words(path):
-        if not path.exists():
+        if not is_there(path):
             return None
         try:
             sidecar = read_json(path)
@@ -157,7 +157,7 @@ class IndexedDataset:
         self._vocab_size = vocab_size
         for path in (self.bin_path, self.idx_path):
             with in_words(path):
-                if not path.is_file():
+                if not is_there(path):
                     raise FileNotFoundError(f"{path} does not exist; {_remedy(str(prefix))}")
         with in_words(self.idx_path):
             index = _read_index(self.idx_path)
@@ -175,7 +175,7 @@ class IndexedDataset:
         self.index = index
         with in_words(self.bin_path):
             self._tokens = np.memmap(self.bin_path, dtype=index.dtype, mode="r")
-        self._mask = self._open_mask() if masked and self.mask_path.exists() else None
+        self._mask = self._open_mask() if masked and is_there(self.mask_path) else None
 
     def _open_mask(self) -> np.ndarray:
         with in_words(self.mask_path):
