@@ -46,7 +46,8 @@ def test_texts_names_and_messages():
 SETTINGS = [
     ("model", "vocab_size", 2**60, "vocab_size=1152921504606846976 must be in "),
     ("model", "vocab_size", 10**5000, "vocab_size=a whole number of 16610 bits must be in "),
-    ("optimizer", "lr", 10**400, "optimizer.lr = a whole number of 1329 bits: expected float"),
+    ("optimizer", "lr", 10**400, "optimizer.lr = a whole number of 1329 bits: expected a number"),
+    ("data", "train", "data/prose", "data.train = 'data/prose': expected a list in brackets"),
     ("run", "dir", "a\x1b[31m", r"run.dir = 'a\\x1b\[31m': control characters"),
     ("model", "n_heads", 2**40, r"n_heads=1099511627776 must be in \[1, 1e6\]"),
     ("optimizer", "eps", 1e-50, "optimizer.eps=1e-50 must be at least 1e-37 and finite"),

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 import typing
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,8 @@ from tpformer.cli.run import parse_run
 from tpformer.config import RANGES, RunConfig, build_config, check_config, read_toml, to_toml
 from tpformer.config.layout import CHOICES
 from tpformer.config.refused import REFUSED
+from tpformer.config.transport_table import read_transport_table
+from tpformer.weights.family import read_json
 
 
 def test_later_layers_win_and_the_preset_comes_first_and_the_rest_is_derived():
@@ -43,6 +46,9 @@ def test_sections_are_frozen_and_their_toml_is_read_as_it_was(tmp_path, tiny_val
         read_toml(path)
     with pytest.raises(FileNotFoundError, match="nothing.toml"):
         read_toml(tmp_path / "nothing.toml")
+    for read in (read_toml, read_json, read_transport_table):  # what is a file, and cannot be read
+        with pytest.raises(ValueError, match="/proc/self/mem cannot be read: Input/output error"):
+            read(Path("/proc/self/mem"))
 
 
 BATCHES = st.fixed_dictionaries(
@@ -87,10 +93,10 @@ RAMP = {"global_batch_size": 12, "batch_size_start": 4, "batch_size_ramp_steps":
 IMPOSSIBLE = [
     ({"modle": {}}, ["modle", "did you mean 'model'"]),
     ({"model": {"n_layer": 3}}, ["n_layer", "[model]", "did you mean 'n_layers'"]),
-    ({"model": {"n_layers": "3"}}, ["model.n_layers", "'3'", "int"]),
-    ({"model": {"n_layers": True}}, ["model.n_layers", "int"]),
+    ({"model": {"n_layers": "3"}}, ["model.n_layers", "'3'", "whole number"]),
+    ({"model": {"n_layers": True}}, ["model.n_layers", "whole number"]),
     ({"model": {"preset": "gpt5"}}, ["gpt5", "gpt2-124m"]),
-    ({"data": {"train": "path"}}, ["data.train", "tuple"]),
+    ({"data": {"train": "path"}}, ["data.train", "list"]),
     ({"train": 3}, ["[train]"]),
     ({"model": {"dropout": 1.0}}, ["dropout=1.0", "[0, 1)"]),
     ({"parallel": {"tensor_parallel": 3}}, ["n_heads=4", "tensor_parallel=3", "[1, 2, 4]"]),
@@ -129,6 +135,7 @@ IMPOSSIBLE = [
     ({"model": {"n_layers": 2**40}}, ["n_layers=1099511627776 must be in [1, 1e4]"]),  # it took all memory
     ({"model": {"preset": []}}, ["unknown preset []; choose one of"]),  # it could be no key of a table
     ({"run": {"dir": " "}}, ["run.dir = ' ' names no directory"]),
+    ({"run": {"dir": "~/runs"}}, ["run.dir = '~/runs' names no directory", "its path"]),
     ({"train": {"batch_size_start": 1, "global_batch_size": 2**26}},  # it took for ever
      ["batch_size_start=1 ", "global_batch_size=67108864 ", "in 67108863 times", "at most 10000"]),
 ]  # fmt: skip

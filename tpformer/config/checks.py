@@ -1,9 +1,11 @@
 """Checks of values that several sections, layers and operations share, so that each mistake has one message."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
-from tpformer.words import shown
+from tpformer.words import printable, shown
 
 
 def check_positive(**sizes: int | None) -> None:
@@ -36,6 +38,16 @@ def check_context_length(seq_length: int, ranks: int, names: tuple[str, str] = (
             f"{names[0]}={seq_length} tokens cannot be shared by {names[1]}={ranks} context-parallel ranks: each has 2 "
             f"of {2 * ranks} equal chunks, so make it a multiple of {2 * ranks}"
         )
+
+
+def parsed(path: Path, kind: str, parse: Callable[[str], Any]) -> Any:
+    """What a file of UTF-8 says, in JSON or TOML (`kind`). ValueError, which names it, if that fails."""
+    try:
+        return parse(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ValueError(f"{printable(path)} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{printable(path)} is not valid {kind}: {printable(error, 200)}") from None
 
 
 def check_known(name: str, names: Iterable[str], kind: str, where: str = "") -> None:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tpformer.words import harmless, printable, shown
+from tpformer.words import harmless, shown
 
 from .architecture import GPTConfig
-from .checks import check_known
+from .checks import check_known, parsed
 from .layout import Layout
 from .presets import preset
 from .ranges import NO_FLOAT
@@ -234,6 +234,13 @@ class RunConfig:
 
 
 Values = Mapping[str, Mapping[str, Any]]
+KINDS = {  # of values, as messages call them
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text in quotes",
+    tuple: "a list in brackets",
+}
 
 
 def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
@@ -241,10 +248,7 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no configuration file {path}")
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid TOML: {printable(error, 200)}") from None
+    return parsed(path, "TOML", tomllib.loads)
 
 
 def build_config(*layers: Values) -> RunConfig:
@@ -291,7 +295,7 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
         raise ValueError(f"{key} = {shown(value)}: control characters cannot be in a setting")
     if typing.get_origin(hint) is None and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
-    raise ValueError(f"{key} = {shown(value)}: expected {getattr(hint, '__name__', hint)}")
+    raise ValueError(f"{key} = {shown(value)}: expected {KINDS[typing.get_origin(hint) or hint]}")
 
 
 def to_toml(config: RunConfig) -> str:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from tpformer.words import shown
 
+from .checks import parsed
+
 OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 TIMES = {"sequential": "sequential_us", "pipelined": "pipelined_us", "fused": "fused_us"}
@@ -65,11 +67,8 @@ def read_transport_table(path: str | Path) -> TransportTable:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no table of measured transports {path}")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+        raise FileNotFoundError(f"no table of measured transports {path}: leave parallel.transport_table out")
+    values = parsed(path, "JSON", json.loads)
     if not isinstance(values, list):
         raise ValueError(f"{path}: expected a list of rows, not {type(values).__name__}")
     return TransportTable(str(path), [_row(path, number, row) for number, row in enumerate(values)])

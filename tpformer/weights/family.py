@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpformer.config import GPTConfig
+from tpformer.config.checks import parsed
 from tpformer.config.ranges import NO_FLOAT
 from tpformer.words import listed, printable, shown
 
@@ -229,10 +230,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. FileNotFoundError or ValueError names the path."""
     if not path.is_file():
         raise FileNotFoundError(f"{printable(path)} does not exist")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{printable(path)} is not valid JSON: {printable(error, 200)}") from None
+    values = parsed(path, "JSON", json.loads)
     if not isinstance(values, dict):
         raise ValueError(f"{printable(path)} holds a JSON {type(values).__name__}, where a JSON object is expected")
     return values
