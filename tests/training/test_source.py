@@ -15,7 +15,7 @@ from testing import assert_identical
 from tiny_runs import values_with, write_run
 from turns import in_turns
 
-from tpformer.config import build_config, read_toml
+from tpformer.config import build_config, read_toml, to_toml
 from tpformer.models import GPT
 from tpformer.planner.dry_run import plan_config
 from tpformer.training.companions import keep_tokenizer, kept_tokenizer, write_byte_tokenizer
@@ -176,6 +176,17 @@ def test_contradictions_are_refused(hub):
     agreeing = {"n_heads": 8, "head_dim": 4, "seq_length": 8, "dropout": 0.1, "vocab_multiple": 1, "qkv_bias": False}
     layers = from_source({"model": {"init_from": str(hub["llama"]), **agreeing}})
     assert build_config(*layers).model.n_kv_heads == 2
+
+
+@pytest.mark.parametrize(
+    "other", [{"hidden_size": 64}, {"ffn_hidden_size": 64}, {"n_layers": 3}, {"vocab_multiple": 64}]
+)
+def test_a_run_whose_settings_are_of_another_model_than_its_checkpoint_is_refused(hub, tmp_path, other):
+    """What the checkpoint lacks was taken for the padding of a vocabulary."""
+    run = shutil.copytree(hub["run"], tmp_path / "run")
+    (run / "config.toml").write_text(to_toml(build_config(read_toml(run / "config.toml"), {"model": other})))
+    with pytest.raises(ValueError, match="another model than its config.toml describes: they differ in"):
+        open_source(run)
 
 
 def test_a_preset_says_the_length_beside_weights(tmp_path):

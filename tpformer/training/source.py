@@ -167,8 +167,12 @@ def open_source(path: str | Path, *, step: int | None = None, report: Callable[[
     if found.is_run:
         chosen = choose_step(found.path / "checkpoints", step, report)
         saved = saved_tensors(step_path(found.path / "checkpoints", chosen), MODEL)
-        if wrong := saved.keys() ^ parameter_shapes(found.architecture).keys():
-            raise CheckpointError(f"{found.path} has a checkpoint of another model: they differ in {listed(wrong)}")
+        shapes, there = parameter_shapes(found.architecture, padded=True), {k: tuple(v.size) for k, v in saved.items()}
+        if wrong := [name for name in shapes.keys() | there.keys() if shapes.get(name) != there.get(name)]:
+            raise CheckpointError(
+                f"{found.path} has a checkpoint of another model than its config.toml describes: they differ in "
+                f"{listed(wrong)}; bring back the settings that the run had"
+            )
         return RunSource(*known, chosen)
     if step is not None:
         raise ValueError(f"{found.path} is no run, so it has no checkpoint of step {step}: leave the step out")

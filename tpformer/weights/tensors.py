@@ -53,9 +53,11 @@ class Place(NamedTuple):
         return self.slice(values, [(0, size) for size in self.shape])
 
 
-def parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """{name: global shape} of a whole model's parameters. Vocabulary tables are without their padding."""
+def parameter_shapes(config: GPTConfig, *, padded: bool = False) -> dict[str, tuple[int, ...]]:
+    """{name: global shape} of a whole model's parameters. padded: vocabulary tables are with their padding."""
     shapes = {name: tuple(tensor.shape) for name, tensor in GPT(config, device="meta").state_dict().items()}
+    if padded:
+        return shapes
     return shapes | {name: (config.vocab_size or 0, *shapes[name][1:]) for name in (TABLE, HEAD) if name in shapes}
 
 
