@@ -72,8 +72,9 @@ def test_a_command_whose_output_nobody_reads_ends_by_sigpipe_without_a_word(comm
     (["data", "biuld"], "did you mean `tpformer data build`?"),
     (["data"], "choose one of data build, data stdlib, "),
     (["--verison"], "did you mean `tpformer --version`?"),
+    (["data", "build", "", "--out", "x"], "an argument is empty"),  # which was the current folder
 ])  # fmt: skip
-def test_a_command_that_does_not_exist_gets_a_suggestion(commands, given, said):
+def test_a_command_that_cannot_be_is_refused_in_a_line(commands, given, said):
     code, out, err = commands.run(*given)
     assert code == 2 and said in err and err.count("\n") == 1 and not out
 

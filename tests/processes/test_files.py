@@ -9,7 +9,16 @@ from unittest import mock
 
 import pytest
 
-from tpformer.processes.files import file_sha256, in_words, is_there, naming, remove, replace_file, what_failed
+from tpformer.processes.files import (
+    file_sha256,
+    in_words,
+    is_there,
+    make_folder,
+    naming,
+    remove,
+    replace_file,
+    what_failed,
+)
 from tpformer.processes.ownership import LOCK, owned
 
 
@@ -80,6 +89,15 @@ def test_only_a_file_is_there_and_anything_else_in_its_place_is_named(tmp_path):
     assert is_there(path)
     remove(path)
     assert file.exists() and not path.is_symlink()
+
+
+def test_no_folder_is_made_whose_name_is_that_of_a_home(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"run.dir ~/runs/a cannot be written \(.*: ~ is no folder here"):
+        owned(Path("~/runs/a")).__enter__()
+    assert not list(tmp_path.iterdir())
+    Path("~").mkdir()  # whoever has one may have more in it
+    make_folder(Path("~"))
 
 
 def test_a_pipe_beside_a_file_does_not_keep_it_from_being_written(tmp_path):

@@ -241,6 +241,13 @@ def test_what_is_saved_is_read(tmp_path, dtype):
     assert found["model.scalar"] == torch.tensor(3).to(dtype)
 
 
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_said_to_be_gone(tmp_path):
+    path = make_checkpoint(tmp_path, 1)
+    (path / DATA).unlink()
+    with pytest.raises(CheckpointError, match=f"{DATA} is gone since .* try again, or raise its checkpoint.keep"):
+        checkpoint_files.read_parts(path, [("model.x", torch.zeros(400), (0,))])
+
+
 def test_r12_no_other_reader_of_checkpoints():
     """Each call that could read a pickle stands in the file that restricts it."""
     for path in (ROOT / "tpformer").rglob("*.py"):

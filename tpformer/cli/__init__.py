@@ -5,6 +5,7 @@ configuration and its datasets first. A command's module is imported when the co
 """
 
 import difflib
+import itertools
 import os
 import signal
 import sys
@@ -78,6 +79,8 @@ def _interrupted(number: int, _: object) -> None:
 
 
 def _dispatch(arguments: list[str]) -> None:
+    if any(not each and not option.startswith("-") for option, each in itertools.pairwise(arguments)):
+        raise ValueError("an argument is empty, such as by a variable that is unset: give it a path, or leave it out")
     for count in (1, 2):
         if found := COMMANDS.get(" ".join(arguments[:count])):
             module, function = found

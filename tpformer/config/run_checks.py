@@ -52,8 +52,8 @@ def check_config(config: RunConfig, *, trains: bool = True) -> None:
     if config.train.precision == FP8:
         check_precision(model, parallel, config.train.device, config.train.dtype)
     _check_recorded(config)
-    if not config.run.dir.strip() or config.run.dir.startswith("~"):  # which a shell alone takes for a home
-        raise ValueError(f"run.dir = {config.run.dir!r} names no directory: give the run one of its own, by its path")
+    if not config.run.dir.strip():
+        raise ValueError(f"run.dir = {config.run.dir!r} names no directory: give the run one of its own")
     if trains and not config.data.train:
         raise ValueError("data.train names no dataset: give the prefix of a .bin/.idx pair (`tpformer data build`)")
     if config.data.weights and len(config.data.weights) != len(config.data.train):

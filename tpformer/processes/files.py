@@ -29,7 +29,10 @@ def fsync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents, unless it is there. NotADirectoryError, in words, for a file in its way."""
+    """Make a folder and its parents, unless it is there. NotADirectoryError, in words, for a file in its way, and for
+    a home that no shell has put into the path: a folder named ~ would be made."""
+    if (first := path.parts[:1]) and first[0].startswith("~") and not Path(first[0]).exists():
+        raise NotADirectoryError(errno.ENOTDIR, f"{first[0]} is no folder here, write the whole path", str(path))
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):

@@ -215,7 +215,13 @@ def read_parts(path: Path, parts: Iterable[tuple[str, Tensor, Sequence[int]]]) -
     for name, tensor, begin in parts:
         planner = _Part(name, tensor, begin)
         planner.set_up_planner({name: tensor}, metadata, is_coordinator=True)
-        reader.read_data(planner.create_local_plan(), planner)
+        try:
+            reader.read_data(planner.create_local_plan(), planner)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{error.filename} is gone since the checkpoint was chosen: a run that trains on removes its older "
+                f"ones, so try again, or raise its checkpoint.keep"
+            ) from None
 
 
 class Writer(dcp.FileSystemWriter):
