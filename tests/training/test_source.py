@@ -170,6 +170,7 @@ def test_contradictions_are_refused(hub):
         ({"ffn_hidden_size": 64, "bias": True}, "ffn_hidden_size = 64, there 48.*bias = True, there False"),
         (PRESET, "vocab_size = 50257, there 300"),
         ({"init_from": "/nowhere"}, "/nowhere is not a run and has no model"),
+        ({"init_from": " "}, "model.init_from is empty"),  # not the current folder
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=words):
             from_source({"model": {"init_from": str(hub["llama"])}}, {"model": model})

@@ -16,7 +16,7 @@ RANGES = {
     "run.timeout": "(0, 1e9]",
     "run.max_restarts": AMOUNT,
     "model.vocab_size": "[1, 2147483648]",  # ids are stored as int32
-    "model.vocab_multiple": COUNT,
+    "model.vocab_multiple": "[1, 2147483648]",  # so is the padding
     "model.seq_length": COUNT,
     "model.n_layers": "[1, 1e4]",  # each is an entry of several lists
     "model.hidden_size": COUNT,

@@ -245,6 +245,8 @@ def from_source(*layers: Values) -> list[Values]:
     given, run = merged["model"], merged["run"]
     if given.get("init_from") is None:
         return list(layers)
+    if not str(given["init_from"]).strip():
+        raise ValueError("model.init_from is empty: give the directory of a model, or leave it out")
     path = Path(given["init_from"]).absolute()
     directory = Path(run.get("dir", RunConfig().run.dir))
     resumed = run.get("resume", False) and (directory / "config.toml").is_file()
