@@ -12,8 +12,9 @@ ITEMS = $(UNINSTALLED) -m bench gpu $(if $(SECONDS),--seconds $(SECONDS))
 
 # two tests at a time, one file's tests in one process: many tests wait, for timeouts and for one another's ranks.
 # Proofs marked `alone` run by themselves: beside eight ranks of another, a run of two trains at a fifth of its speed.
+# Bytecode is written, wherever it is otherwise not: else each worker, server and rank compiles what it imports of tests/.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test test-changed check docs proofs proofs-compiled proofs-together proofs-alone coverage mutations compile-check execute gpu gpu-cache nvlink two-sites bench clean
 

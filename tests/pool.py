@@ -34,13 +34,16 @@ import torch.distributed as dist
 
 from tpformer.torch_private import forget_meshes
 
-# a fork server imports these once for all workers, but for what is not installed; a worker itself imports the rest
+# a fork server imports these once for all workers, but for what is not installed; a worker itself imports the rest.
+# The first are of tests/, which every worker and command would read.
 PRELOAD = [
+    "commands", "steps", "small_runs",
     "hypothesis", "pytest", "safetensors.torch", "torch._dynamo", "torch.distributed.checkpoint",
     "torch.distributed.elastic.multiprocessing.errors", "torch.distributed.fsdp", "torch.distributed.pipelining",
     "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg", "tpformer.cli.run", "tpformer.in_place",
     "tpformer.planner.report", "tpformer.training.export", "tpformer.inference.evaluate", "tpformer.training.trainer",
     "tpformer.training.verify",
+    "tyro._backends._tyro_backend", "typeguard",  # which tyro imports when a command is called
 ]  # fmt: skip
 PROCESS_GROUP_TIMEOUT = timedelta(seconds=300)
 GRACE = 0.3  # seconds the other ranks get to report after the first failure; a peer's error is often the telling one
