@@ -39,7 +39,7 @@ class Fused(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Heads whose number has no telling name, that share keys and values, and turn by complex numbers."""
+    """Heads whose numbers have no telling names, that share keys and values, and turn by complex numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,8 +56,8 @@ class Rotary(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
         k, v = self.wkv(x).chunk(2, -1)
-        q, k, v = self.wq(x).view(b, s, self.nq, self.d), k.view(b, s, -1, self.d), v.view(b, s, -1, self.d)
-        q, k = self.turned(q), self.turned(k)
+        k, v = (each.view(b, s, self.nkv, self.d) for each in (k, v))
+        q, k = self.turned(self.wq(x).view(b, s, self.nq, self.d)), self.turned(k)
         k, v = (each.repeat_interleave(self.nq // self.nkv, 2) for each in (k, v))
         y = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)), is_causal=True)
         return self.wo(y.transpose(1, 2).reshape(b, s, -1))
@@ -203,6 +203,7 @@ def on_rank(t: int, kind: tuple[str, str]) -> tuple[dict[str, Tensor], float]:
     """What comes of training, and the share of the parameters that are divided."""
     model = own(*kind)
     parallelize(model, build_mesh("cpu", tensor_parallel=t)["tp"], example=torch.zeros(1, SEQ, dtype=torch.int64))
+    assert model._tpformer.plan.regions.keys() & {"blocks.0.1.back", "blocks.0.1.wo"}, "each rank has its own heads"
     sharded = [isinstance(p, DTensor) and p.placements != (Replicate(),) for p in model.parameters()]
     sizes = [p.numel() for p in model.parameters()]
     return trained(model), sum(n for n, cut in zip(sizes, sharded, strict=True) if cut) / sum(sizes)

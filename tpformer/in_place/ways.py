@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from .alone import SUMMED
 from .regions import join
@@ -166,11 +166,20 @@ def _attributes(root: nn.Module, cuts: Mapping[str, Cut], shown: Shown, t: int) 
             else:
                 kinds["groups" if "group" in name else "others"].append((holder, name, own))
     heads, widths, groups = kinds["heads"], kinds["widths"], kinds["groups"]
+    read = [shown.integers[holder][name] for holder, name, _ in kinds["others"]]
     choices = [heads, heads + widths, widths, [], heads + groups, heads + groups + widths]
     for base in (heads, widths):
         choices += [[each for each in heads + widths if each is not left] for left in base]
     for other in kinds["others"][: OTHERS * 2]:
         choices += [[*heads, other], [*heads, *widths, other], [other]]
+    for first, value in zip(kinds["others"], read, strict=True):  # a number of heads, and another of heads as wide
+        if shown.width % value == 0:
+            alike = [
+                other
+                for other, number in zip(kinds["others"], read, strict=True)
+                if other is not first and any(size % (shown.width // value * number) == 0 for size in sizes)
+            ]
+            choices += [[*heads, *widths[:n], first, *more] for more in (alike, *zip(alike)) for n in (0, None) if more]
     tried: list[Integers] = []
     for choice in choices:
         found: Integers = {}
@@ -199,26 +208,21 @@ def _parts(
     counts |= {shown.width // value for value in divisors if shown.width % value == 0}  # of heads of that many features
     counts = {value for value in counts if value > 1 and value % t == 0}
     inside = tuple(f"{name}." for name in cuts)
-    parameters: dict[str, dict[str, int]] = {}
-    buffers: dict[str, dict[str, int]] = {}
-
-    def add(found: dict[str, dict[str, int]], module: str, name: str, x: Tensor) -> None:
-        dim = next((dim for dim, size in enumerate(x.shape) if size in counts), None)
-        if dim is not None:
-            found.setdefault(module, {})[name] = dim
-
-    for module, held in root.named_modules():
-        if module in cuts or module.startswith(inside):
-            continue
-        for name, parameter in held.named_parameters(recurse=False):
-            if f"{module}.{name}".lstrip(".") in shown.between:
-                add(parameters, module, name, parameter)
-        for name, buffer in held.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                add(buffers, module, name, buffer)
-    if parameters:
-        yield parameters
-    if buffers:
-        yield buffers
-        if parameters:
-            yield {key: parameters.get(key, {}) | buffers.get(key, {}) for key in {**parameters, **buffers}}
+    given: list[dict[str, dict[str, int]]] = [{}]
+    for at in (0, -1):  # of several dims of such sizes the first one, then the last one
+        parameters: dict[str, dict[str, int]] = {}
+        buffers: dict[str, dict[str, int]] = {}
+        for module, held in root.named_modules():
+            if module in cuts or module.startswith(inside):
+                continue
+            own = [(name, p) for name, p in held.named_parameters(recurse=False) if join(module, name) in shown.between]
+            beside = [(name, x) for name, x in held.named_buffers(recurse=False) if x.is_floating_point()]
+            for found, tensors in ((parameters, own), (buffers, beside)):
+                for name, x in tensors:
+                    if dims := [dim for dim, size in enumerate(x.shape) if size in counts]:
+                        found.setdefault(module, {})[name] = dims[at]
+        both = {key: parameters.get(key, {}) | buffers.get(key, {}) for key in {**parameters, **buffers}}
+        for each in (parameters, buffers, both):
+            if each not in given:
+                given.append(each)
+                yield each
