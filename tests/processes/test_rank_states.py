@@ -2,6 +2,7 @@
 
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -127,6 +128,13 @@ def test_the_rank_that_the_others_wait_for_is_blamed(states, silent, ranks, word
     written = {rank: state(rank, **values) for rank, values in enumerate(states) if values is not None}
     blamed, why = find_culprits(len(states), written, set(range(len(states))) - set(silent))
     assert blamed == ranks and fnmatchcase(why, words), why
+
+
+def test_what_is_no_frame_ends_a_stack_and_not_the_watchdog():
+    """Seen once in some hundred runs on a busy machine: the caller of a frame whose thread ran on was a list."""
+    code = types.SimpleNamespace(co_filename="train.py", co_name="step")
+    found = rank_states.position(types.SimpleNamespace(f_code=code, f_lineno=3, f_back=[]))
+    assert found == Position(None, "train.py:3", ("train.py:3 in step",))
 
 
 def test_report():

@@ -70,11 +70,10 @@ def _line(frame: FrameType) -> str:
 
 def position(frame: FrameType) -> Position:
     """The place of the thread whose innermost frame this is."""
-    frames: list[FrameType] = []
-    innermost: FrameType | None = frame
-    while innermost is not None:
-        frames.append(innermost)
-        innermost = innermost.f_back
+    frames = [frame]
+    # a thread that runs on meanwhile was seen to leave a list where its caller's frame had been (Python 3.11.7)
+    while isinstance(caller := frames[-1].f_back, FrameType):
+        frames.append(caller)
 
     def known(each: FrameType) -> bool:
         return each.f_code.co_filename in COLLECTIVES
