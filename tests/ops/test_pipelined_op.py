@@ -3,6 +3,7 @@ late ranks mix nothing up, an error leaves nothing behind. test_linears_op.py co
 
 import time
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from shards import leaves, make, mine
 from testing import assert_same, on_every_rank
 
 from tpformer import ops
-from tpformer.distributed import record_collectives
+from tpformer.distributed import chunked, record_collectives
 from tpformer.distributed.chunked import all_reduce_chunks, gather_chunks, reduce_scatter_chunks, start_all_gather
 from tpformer.distributed.collectives import combine
 from tpformer.ops.transports.pipelined import Pipelined
@@ -57,6 +58,21 @@ def test_messages_of_operations_in_flight_do_not_mix() -> None:
         assert torch.equal(first(), expected) and torch.equal(output, expected)
         assert torch.equal(torch.cat(gathered), expected.roll(-rank, 0))
         assert torch.equal(reduced[0], expected.sum(0)) and torch.equal(everywhere, reduced)
+
+
+@on_every_rank(3)
+def test_ranks_meet_once_in_a_call() -> None:
+    """Behind the first part of a reduction, which is made while others come, and before all parts of a gather."""
+    order: list[str] = []
+    x, group = torch.ones(3, 2), dist.group.WORLD
+    meets = mock.patch.object(chunked, "_meet", side_effect=lambda *_: order.append("meet"))
+    sends = mock.patch.object(chunked, "_exchange", side_effect=lambda *_: order.append("send") or [mock.Mock()])
+    with meets, sends:
+        reduce_scatter_chunks(lambda rows, out: order.append("fill"), (3, 2), x, group)
+        assert order == ["fill", "meet", "send", "fill", "send", "fill"]
+        order.clear()
+        list(gather_chunks(x, torch.ones(9, 2), group))
+        assert order == ["meet", "send", "send"]
 
 
 @on_every_rank(4)

@@ -36,7 +36,6 @@ def _exchange(
 
     NCCL makes one work of both and runs batches in order; gloo makes two and matches them by tag.
     """
-    _meet(sent, group)
     return dist.batch_isend_irecv(
         [
             dist.P2POp(dist.irecv, received, group=group, group_peer=source, tag=tag),
@@ -55,6 +54,7 @@ def gather_chunks(x: torch.Tensor, output: torch.Tensor, group: dist.ProcessGrou
     x = x.detach().contiguous()
     record("all_gather", output.numel() * output.dtype.itemsize)
     parts = output.view(size, *x.shape)
+    _meet(x, group)
     steps = []
     for step in range(1, size):
         source, destination = (rank + step) % size, (rank - step) % size
@@ -110,6 +110,8 @@ def reduce_scatter_chunks(
         owner, source = (rank + step) % size, (rank - step) % size
         sent.append(like.new_empty(n, *shape[1:]))
         fill(slice(owner * n, owner * n + n), sent[-1])
+        if step == 1:  # the first part is made while others come
+            _meet(like, group)
         works += _exchange(sent[-1], owner, parts[source], source, group, REDUCE_TAG + step)
     fill(slice(rank * n, rank * n + n), parts[rank])
     for work in works:
