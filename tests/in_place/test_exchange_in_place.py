@@ -5,6 +5,7 @@ tests/ops/test_exchanged_rows.py has the ways of the rows, whatever their number
 """
 
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from testing import assert_identical, assert_same, differ_on_a_rank, on_every_rank
 from tiny import batch, tiny
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from turns import FIRST, in_turns
@@ -66,6 +67,50 @@ def own(samples: dict[str, Any], t: int) -> dict[str, Any]:
     """This rank's samples."""
     ranks = dist.get_world_size() // t
     return {name: x.chunk(ranks)[dist.get_rank() // t] for name, x in samples.items()}
+
+
+class Stacked(nn.Module):
+    """Experts of one's own, which a number of another name counts. capacity: rows for an expert, of its equal part."""
+
+    def __init__(self, number: int, width: int, capacity: float = torch.inf) -> None:
+        super().__init__()
+        self.number, self.capacity = number, capacity
+        self.up, self.down = (nn.Parameter(torch.randn(number, *each)) for each in ((width, 12), (12, width)))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for expert in range(self.number):
+            row, place = (chosen == expert).nonzero(as_tuple=True)
+            most = min(len(row), self.capacity * chosen.numel() / self.number)
+            row, place = row[: int(most)], place[: int(most)]
+            own = (x[row] @ self.up[expert]).relu() @ self.down[expert]
+            y = y.index_add(0, row, weights[row, place, None] * own)
+        return y
+
+
+class Own(nn.Module):
+    def __init__(self, capacity: float = torch.inf) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.experts = nn.Linear(8, 6), Stacked(6, 8, capacity)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        return x + self.experts(x, chosen, weights)
+
+
+@on_every_rank(2)
+def test_a_mixture_of_ones_own() -> None:
+    """An expert's rows come together, so nothing may depend on how many there are."""
+    tp, samples = TensorParallel(experts=meshes(1, 2)[1]["ep"]), torch.randn(14, 8, dtype=torch.float64)
+    model, found = Own(), []
+    for each, x in ((deepcopy(model), samples), (parallelize(model, tp, example=samples), own({"x": samples}, 1)["x"])):
+        each(x).pow(2).mean().backward()
+        found.append([full_tensor(p.grad) for p in each.experts.parameters()])
+    assert_same(found[1], found[0])
+    with pytest.raises(ValueError, match="Stacked do not give what all of them do if each gets its own rows alone"):
+        parallelize(Own(capacity=1.0), tp, example=samples)
 
 
 @in_float64()

@@ -67,9 +67,10 @@ class Division:
         return found | self.counts(module, part.stop - part.start)
 
     def counts(self, module: nn.Module, number: int) -> dict[str, int]:
-        """The integers that count its experts, for another number of them."""
-        named = {name: value for name, value in vars(module).items() if type(value) is int and "expert" in name}
-        return {name: number for name, value in named.items() if value == self.experts}
+        """The integers that count its experts, for another number of them: of that value, and if some are named so
+        only those."""
+        found = [name for name, value in vars(module).items() if type(value) is int and value == self.experts]
+        return dict.fromkeys([name for name in found if "expert" in name] or found, number)
 
     def arguments(self, call: Any, rank: int, t: int) -> Any:
         """The arguments that a rank calls the module with."""
@@ -211,8 +212,8 @@ def find_division(module: nn.Module, call: tuple[tuple, dict], t: int) -> Divisi
 
 
 def smaller(module: nn.Module, call: Any, t: int) -> tuple[nn.Module, Any]:
-    """A module that is called with numbers of experts, with two of them for each rank, all of which are chosen, and
-    with dims of the same ratios: a large model's would not fit into memory in float64."""
+    """A module that is called with numbers of experts, with two of them for each rank, all of which are chosen, the
+    first ones most often, and with dims of the same ratios: a large model's would not fit into memory in float64."""
     every = experts_of(module, call)
     if not every:
         return module, call
@@ -232,7 +233,9 @@ def smaller(module: nn.Module, call: Any, t: int) -> tuple[nn.Module, Any]:
         setattr(made, name, value)
     chosen = choice_of(call)
     assert chosen is not None
-    every_one = torch.arange(chosen.numel(), device=chosen.device, dtype=chosen.dtype).view(chosen.shape) % few
+    k = chosen.shape[-1] if chosen.ndim > 1 else 1
+    order = torch.arange(chosen.numel(), device=chosen.device, dtype=chosen.dtype).view(chosen.shape)
+    every_one = torch.where(order < -(-few // k) * k, order % few, order % k)  # a capacity shows where some get more
 
     def change(x: Any) -> Any:
         if x is chosen:
