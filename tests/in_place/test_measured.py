@@ -130,3 +130,10 @@ def test_an_example_that_makes_caches(options):
     model = tiny("llama")
     assert auto_plan(model, 2, example=batch(8, 0, **options)).regions.keys() == auto_plan(model, 2).regions.keys()
     assert model.config.use_cache
+
+
+def test_what_is_compiled_is_measured_as_it_is_written() -> None:
+    model, graphs = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), []
+    for part in (*model, model):
+        part.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    assert len(auto_plan(model, 2, example=torch.randn(2, 8)).regions) == 1 and not graphs

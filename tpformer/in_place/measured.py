@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import CodeType, ModuleType
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpformer.torch_private import backward_hooks, forward_hooks, forward_pre_hooks
+from tpformer.torch_private import backward_hooks, compiler_is_imported, forward_hooks, forward_pre_hooks
 
 from .generators import Generators
 
@@ -31,7 +31,8 @@ def measuring(model: nn.Module) -> Iterator[None]:
     was. ValueError for a parameter of a lazy module that has not run.
 
     Experts of transformers' models run one after another, because torch multiplies no groups of float64 matrices, and
-    none without strides, as stand-ins are. No caches are made, which a trial would find filled."""
+    none without strides, as stand-ins are. No caches are made, which a trial would find filled. What torch.compile has
+    wrapped runs as it is written: each try, with its hooks and attributes, would be compiled by itself."""
     lazy = next((name for name, x in model.named_parameters() if nn.parameter.is_lazy(x)), None)
     if lazy is not None:
         raise ValueError(f"{lazy} has no shape yet: call the model once before it is planned")
@@ -39,10 +40,11 @@ def measuring(model: nn.Module) -> Iterator[None]:
     before = [
         (each, name, getattr(each, name)) for each in configs.values() for name in SETTINGS if hasattr(each, name)
     ]
+    eager = torch.compiler.set_stance("force_eager") if compiler_is_imported() else nullcontext()
     try:
         for config, name, _ in before:
             setattr(config, name, SETTINGS[name])
-        with _unchanged(model), torch.enable_grad():
+        with eager, _unchanged(model), torch.enable_grad():
             yield
     finally:
         for config, name, was in before:
