@@ -15,11 +15,12 @@ from tpformer.distributed.collectives import record_collectives
 from tpformer.distributed.dtensor import full_tensor
 
 BATCH = 2
-PLAIN, MIXING, FLAT = "plain", "mixing", "flat"
+PLAIN, MIXING, FLAT, BORROWING = "plain", "mixing", "flat", "borrowing"
 
 
 class Block(nn.Module):
-    """kind: MIXING looks at the next token before its norm, FLAT runs its MLP on rows (batch * seq, hidden)."""
+    """kind: MIXING looks at the next token before its norm, FLAT runs its MLP on rows (batch * seq, hidden), BORROWING
+    uses a parameter of another module, which would not sum its gradient."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -28,7 +29,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, other: torch.Tensor | None = None, late: bool = False) -> torch.Tensor:
         y = self.norm(x.roll(1, 1) if self.kind == MIXING else x)
-        y = self.late(y) if late else y
+        y = self.late(y) if late else y * self.late.weight if self.kind == BORROWING else y
         y = self.down(torch.tanh(self.up(y.flatten(0, 1) if self.kind == FLAT else y))).view(x.shape)
         return x + self.scale * y + (0 if other is None else other)
 
@@ -74,12 +75,14 @@ def own_on_rank(model: type[Skips], kinds: tuple[str, ...], t: int) -> tuple[lis
 
 
 OWN = [(Skips, (PLAIN,) * 4, 3 + 3), (Skips, (FLAT,) * 4, 3 + 3)]
-OWN += [(Skips, (PLAIN, MIXING, PLAIN, PLAIN), 2 + 2), (Recomputed, (PLAIN,) * 4, 4 + 1)]
+OWN += [(Skips, (PLAIN, each, PLAIN, PLAIN), 2 + 2) for each in (MIXING, BORROWING)]
+OWN += [(Recomputed, (PLAIN,) * 4, 4 + 1)]
 
 
 @pytest.mark.parametrize(("model", "kinds", "gathers"), OWN)
 def test_own_layers_get_the_tokens_that_they_need(ranks, model, kinds, gathers):
-    """Each MLP on shards gathers, and so does each end of a chain. Layers that mix tokens or get others run whole."""
+    """Each MLP on shards gathers, and so does each end of a chain. Layers that mix tokens, get others or use
+    what others hold run whole."""
     _, expected = own_on_rank(model, kinds, 1)
     for names, found in ranks(2).run(own_on_rank, model, kinds, 2):
         assert names.count("all_gather") == gathers

@@ -7,7 +7,7 @@ member of a list of modules that has tensor-parallel linears. sequence_trial.py 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from .alone import COLUMNS, EMBEDDING, EXPERTS, GATHERED, ROWS, SPLIT
 from .kinds import kind_of
 from .measured import as_measured
 from .plan import Plan
-from .regions import HARMLESS, example_of, is_adapted
+from .regions import HARMLESS, example_of, is_adapted, join
 from .sequence_trial import Layout, Linears, Misfit, call_tree, real_leaves, try_layer
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -95,18 +95,20 @@ def streams_of(model: nn.Module, plan: Plan, given: Mapping[str, Tensor], exampl
     named = [(name, plan.style(name)) for name, _ in model.named_modules()]
     styles = COLUMNS, ROWS, (*GATHERED, *SPLIT, *EMBEDDING, *EXPERTS)
     linears = Linears(*([name for name, style in named if style in some] for some in styles))
-    streams = find_streams(model, linears, given, *example_of(model, example))
+    streams = find_streams(model, linears, plan.outside, given, *example_of(model, example))
     for name, reason in streams.kept.items():
         plan.kept.setdefault(plan.patterns[name], f"runs on the whole sequence: {reason}")
     return streams
 
 
 def find_streams(
-    model: nn.Module, cut: Linears, given: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]
-) -> Streams:
+    model: nn.Module, cut: Linears, outside: Collection[str], given: Mapping[str, Tensor], args: tuple,
+    kwargs: dict[str, Any],
+) -> Streams:  # fmt: skip
     """Find the layers that may run on sequence shards, with one call model(*args, **kwargs) in eval mode.
 
     cut:     the names of the modules that will be cut over ranks. Their weights are still whole.
+    outside: those with a parameter that is used outside of their own forward, where nothing would sum its gradient.
     No communication. The model is as it was.
     Errors:  ValueError with the reasons, if there is no such layer.
     """
@@ -129,6 +131,8 @@ def find_streams(
             except Misfit as misfit:
                 tried[key] = misfit
         found = tried[key]
+        if isinstance(found, Layout) and (used := [part for part in found.summed if join(name, part) in outside]):
+            found = Misfit(min(used), "its parameter is used on a rank's tokens, but outside of its own forward")
         if isinstance(found, Layout):
             layouts[name] = found
         else:
