@@ -223,6 +223,8 @@ def test_what_is_no_good_checkpoint_is_neither_resumed_from_nor_newer_than_a_sav
     make_checkpoint(tmp_path, 4)
     flip_a_bit(make_checkpoint(tmp_path, 6))
     shutil.copytree(tmp_path / "step-4", tmp_path / ".saving-7")
+    os.mkfifo(tmp_path / ".removing-step-2")
+    (tmp_path / "step-5").symlink_to("an archive that is no longer there")
     assert steps(tmp_path) == [4, 6] and newest_good(tmp_path, lambda _: None) == 4
     ranks(1).run(save_here_and_there, tmp_path)
     assert steps(tmp_path) == [5, 6] and newest_good(tmp_path, lambda _: None) == 5

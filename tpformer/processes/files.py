@@ -50,7 +50,7 @@ def whole_file(path: Path, to_disk: bool = False) -> Iterator[Path]:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     with naming(path, hidden=temporary):
-        temporary.unlink(missing_ok=True)  # whatever has its name, such as a pipe, which nobody would read
+        remove(temporary)  # whatever has its name, such as a pipe, which nobody would read
         try:
             yield temporary
             if to_disk:  # a name may reach the disk before what it names

@@ -9,6 +9,7 @@ model.NAME is what they have in common, and replica.R. stands before the names o
 """
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -268,7 +269,7 @@ class Checkpointer:
             )
         write_manifest(temporary, entries)
         final = step_path(self.directory, step)
-        if final.exists():  # a bad checkpoint of this step, which the resumed run replaces
+        if os.path.lexists(final):  # a bad checkpoint of this step, which the resumed run replaces
             discard(final)
         temporary.rename(final)
         fsync(self.directory)

@@ -18,7 +18,7 @@ from tpformer.config import RunConfig
 from tpformer.distributed import check_all, indexed
 from tpformer.distributed.mesh import close_mesh
 from tpformer.parallel import local_part
-from tpformer.processes.files import what_failed
+from tpformer.processes.files import make_folder, what_failed
 from tpformer.processes.standard_files import when_unread
 from tpformer.processes.stops import stop_requests
 from tpformer.processes.watchdog import Watchdog
@@ -129,7 +129,7 @@ class Trainer:
                 for line in filter(None, (*notes, *check_run_directory(self.start))):
                     self._notice(line)
                 for name in ("ranks", "checkpoints"):
-                    (self.directory / name).mkdir(parents=True, exist_ok=True)
+                    make_folder(self.directory / name)
                 for name in ROWS:
                     read_metrics(self.directory / name)  # a bad line ends the run before it begins
                 remove_leftovers(self.directory / "checkpoints")  # before anything is written: they may fill the disk
