@@ -172,7 +172,7 @@ def _leads_nowhere(run: Path) -> None:
 DAMAGES = {
     _emptied: "config.toml is empty, and no run writes such a file: bring back the settings that the run had",
     _in_the_way: "holds a run, but its config.toml is gone: bring it back",
-    _leads_nowhere: "metrics.jsonl cannot be used: No such file or directory",
+    _leads_nowhere: "metrics.jsonl is a link that leads nowhere, where a file is expected",
 }
 
 

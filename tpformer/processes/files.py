@@ -70,7 +70,7 @@ def is_there(path: Path) -> bool:
     if not os.path.lexists(path):
         return False
     if not path.is_file():
-        raise ValueError(f"{path} is {kind_of(path)}, where a file is expected: move it away")
+        raise ValueError(f"{path} is {kind_of(path)}, where a file is expected: put one in its place, or move it away")
     return True
 
 
