@@ -13,9 +13,9 @@ import pytest
 from turns import in_turns
 
 from tpformer.config import PRESETS, SCHEDULES, RunConfig, build_config, keep_text, preset_config, to_toml
-from tpformer.planner import rank_choice, stage_mixes
+from tpformer.planner import stage_mixes
 from tpformer.planner.devices import load_device
-from tpformer.planner.keep_choice import choose, peak, ways_of
+from tpformer.planner.keep_choice import FINEST, _ordered, _Step, choose, peak, ways_of
 from tpformer.planner.memory_budget import least, uniform, with_budget
 from tpformer.planner.rank_choice import Rank
 from tpformer.planner.software import ours
@@ -99,8 +99,33 @@ def test_a_smaller_budget_takes_no_less_time_and_holds(seed):
     check_budgets(drawn(seed), 4)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_are_in_order_where_those_of_the_fastest_mixes_are_not(seed):
+    """Steps that need less and, but for some, take longer: some rooms would be slower than smaller ones, and are not.
+    Where none of them would be, each room has its own."""
+    draw, faults = random.Random(seed), 0 if seed == 0 else 0.3
+    needs, seconds = sorted(draw.sample(range(1, 4096), 60), reverse=True), [1.0]
+    for _ in needs[1:]:
+        seconds.append(seconds[-1] + draw.choice([0.0, 0.001, 0.1]) * (-1 if draw.random() < faults else 1))
+    stairs = [
+        _Step(1.0 if at == 0 else max(1.0, taken), float(at), -float(need * FINEST * 2), str(need))
+        for at, (need, taken) in enumerate(zip(needs, seconds, strict=True))
+    ]
+
+    def fastest(room: float) -> _Step:
+        return next(step for step in stairs if step.memory <= room)
+
+    low, high = max(stairs[-1], stairs[0]), stairs[0]
+    rooms = [step.memory + more for step in stairs for more in (0, FINEST)]
+    found = [_ordered(fastest, low, high, room) for room in rooms]
+    for room, step, other in zip(rooms, found, found[2:] + found[-1:] * 2, strict=True):
+        assert step.memory <= room and step.seconds <= other.seconds and step.memory >= other.memory
+    alone = [fastest(room) for room in rooms]
+    assert (found == alone) == (faults == 0)
+
+
 def test_the_choice_is_the_best_of_all_mixes_of_a_small_stage():
-    """Of 5 layers every mix in the order of ways is looked at one by one, and searched for as among many."""
+    """Of 5 layers every mix in the order of ways is looked at one by one, and searched as among few and among many."""
     config, many = configuration(LLAMA, 5, data_parallel_shard=2, zero_stage=2), mock.Mock(return_value=True)
     ways = ways_of(config)
     every = []
@@ -114,7 +139,7 @@ def test_the_choice_is_the_best_of_all_mixes_of_a_small_stage():
         best = min(each for each in every if each[1] <= room)
         of_three = min(each for each in every if each[1] <= room and each[2] <= 3)
         beyond += best[0] < of_three[0]
-        with mock.patch.object(rank_choice, "many", return_value=True), mock.patch.object(stage_mixes, "many", many):
+        with mock.patch.object(stage_mixes, "many", many):
             searched = choose(config, H100, room)
         for found in (choose(config, H100, room), searched):
             assert found is not None and found.seconds == pytest.approx(best[0], rel=1e-9) and found.short == 0

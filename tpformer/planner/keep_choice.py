@@ -7,7 +7,7 @@ in memory_budget.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tpformer.config import PLAIN, LayerKeep, RunConfig, keep_text
@@ -31,6 +31,8 @@ WAYS = (
     LayerKeep(pack=True),
     LayerKeep(),
 )
+FINEST = 2**16  # bytes between rooms that are told apart
+NEAREST = (0.0, *(2.0**-n for n in range(12, 0, -1)))  # how far below a border a step is looked for
 DIGITS = 10  # of seconds that are compared: sums of floats differ by their order
 
 
@@ -69,33 +71,32 @@ def choose(
     """The fastest Choice whose predicted peak is at most `room` bytes on every rank; None if there is none.
 
     Each pipeline rank's layers are chosen for its own microbatches in flight, and so that its own microbatch takes
-    least time. A schedule makes a step of these, and may make a shorter one of longer microbatches. So the step is the
-    fastest of those of the ranks' mixes in this room and in every smaller one, and of one way for all layers. These do
-    not depend on the room, only which of them fit does: less room never has a faster step, nor a larger peak.
-    train.dtype, train.device and the vocabulary must be set.
+    least time. A schedule makes a step of these, and may make a shorter one of longer microbatches: `_ordered` leaves
+    such steps out. One way for all layers is taken where that is faster. So less room never has a faster step, nor a
+    larger peak. train.dtype, train.device and the vocabulary must be set.
     """
     ways, software = ways or ways_of(config), software or ours(config.parallel, device)
     plain = StepModel(with_keep(config, PLAIN), device, software)
-    if (most := peak(plain.config)) <= room:  # nothing is faster
-        return Choice(PLAIN, most, plain.step().seconds, 0.0)
-    fastest = plain.step().seconds * (1 + 1e-9)
+    bare = _step(plain, PLAIN)
+    if bare.memory <= room:  # nothing is faster
+        return Choice(PLAIN, bare.memory, bare.seconds, 0.0)
     ranks = [Rank(config, rank, plain, ways) for rank in range(config.parallel.pipeline_parallel)]
-    best: _Step | None = None
-    short = 0.0
-    if len(ranks) > 1:
-        steps = (_step(plain, str(way)) for way in ways)
-        best = min((step for step in steps if step.memory <= room), default=None)
-    for number, mixes in enumerate(_downwards(ranks, room)):
-        if number == 0:
-            short = 1 - max(each.least for each in mixes) / max(each.seconds for each in mixes)
-        elif best is not None and _least(plain, mixes) >= best.seconds:
-            break
-        step = _step(plain, _text(config, ranks, mixes))
-        if step.memory > room * (1 + 1e-9):  # by what does not depend on layers, as an optimizer's workspace
-            break
-        best = step if best is None else min(best, step)
-        if len(ranks) == 1 or best.seconds <= fastest:
-            break
+
+    def mixes(most: float) -> list[Mixes]:
+        return [each for each in (rank.choose(most) for rank in ranks) if each is not None]
+
+    def fastest(most: float) -> _Step:
+        return _step(plain, _text(config, ranks, mixes(most)))
+
+    steps, short = [_step(plain, str(way)) for way in ways] if len(ranks) > 1 else [], 0.0
+    if len(found := mixes(room)) == len(ranks):
+        short = 1 - max(each.least for each in found) / max(each.seconds for each in found)
+        if len(ranks) == 1 or all(each.seconds <= rank.fastest for rank, each in zip(ranks, found, strict=True)):
+            steps.append(fastest(room))  # no more room has faster ones
+        else:
+            steps.append(_ordered(fastest, fastest(max(rank.least for rank in ranks)), bare, room))
+    # what does not depend on layers may need more, as an optimizer's workspace
+    best = min((step for step in steps if step.memory <= room * (1 + 1e-9)), default=None)
     return None if best is None else Choice(best.keep, best.memory, best.seconds, max(0.0, short))
 
 
@@ -120,15 +121,32 @@ def _step(plain: StepModel, keep: str) -> _Step:
     return _Step(float(f"{plain.variant(changed).step().seconds:.{DIGITS}g}"), moved, -peak(changed), keep)
 
 
-def _downwards(ranks: Sequence[Rank], room: float) -> Iterator[list[Mixes]]:
-    """The ranks' fastest mixes in so many bytes, then those in ever fewer, while something fits on every rank."""
-    while True:
-        mixes = [rank.choose(room) for rank in ranks]
-        found = [each for each in mixes if each is not None]
-        if len(found) < len(ranks):
-            return
-        yield found
-        room = max(each.need for each in found) - 1
+def _ordered(fastest: Callable[[float], _Step], low: _Step, high: _Step, room: float) -> _Step:
+    """The step in a room, of a row of steps from `high` to `low` that take ever longer and need ever less.
+
+    fastest: the step of the ranks' fastest mixes in so many bytes, which may be faster in fewer. The rooms between the
+    two are halved, and so is the half with `room`. A border's step is the fastest there if that is between the steps of
+    the borders around. If it is faster than the upper one's, it is that of the nearest smaller room where it is not;
+    else the lower one's, which fits. Borders do not depend on `room`: any two rooms have steps of one row.
+
+    Say all kept needs 64 GiB and takes 10 s, and the least is 32 GiB with 14 s. For 43 GiB the first border is 48,
+    where the fastest mixes take 11 s; the next one is 40, where they take 10.9 s: longer microbatches that the schedule
+    overlaps better. Had 40 this step, 48 would be slower than it. So 40 has that of 39.998, or of 39.996, and so on,
+    until one takes 11 s or more. Then 44 is asked, 42, and 43, until both ends of what is left have the same step.
+    """
+    bottom, top = low.memory, high.memory
+    while low != high and top - bottom > FINEST:
+        middle, step = (bottom + top) / 2, high
+        if high.memory > middle:
+            rooms = (middle - share * (middle - bottom) for share in NEAREST)
+            step = next((each for each in map(fastest, rooms) if each >= high), low)
+            if step > low or not bottom < step.memory <= middle * (1 + 1e-9):
+                step = low
+        if room < middle:
+            top, high = middle, step
+        else:
+            bottom, low = middle, step
+    return high if high.memory <= room else low
 
 
 def _text(config: RunConfig, ranks: Sequence[Rank], mixes: Sequence[Mixes]) -> str:
@@ -140,10 +158,3 @@ def _text(config: RunConfig, ranks: Sequence[Rank], mixes: Sequence[Mixes]) -> s
         for layer, way in zip(stage.layers, of_stage, strict=True)
     }
     return keep_text([found[layer] for layer in range(config.model.n_layers)])
-
-
-def _least(plain: StepModel, mixes: Sequence[Mixes]) -> float:
-    """A lower bound of the step's seconds in as much room as the ranks' mixes need, and in less."""
-    ranks = range(plain.layout.pipeline_parallel)
-    fixed = sum(max(map(part, ranks)) for part in (plain.optimizer, plain.moving))
-    return plain.least_span_of([each.least for each in mixes]) + fixed

@@ -4,12 +4,17 @@ Belongs here: the search in a rank, by the seconds of its microbatch. A stage's 
 mixes become a run's is in keep_choice.py.
 
 Layers of a stage are in the order of the ways: what is offloaded first, because it has the longest time to return, then
-what makes most again, where least waits; what keeps all comes last. Of one stage of few layers each mix is looked at.
-Else the fastest is found in two steps: first of those of up to three ways, then of all that could be faster. For that,
-kept and moved bytes have prices, and each way of a layer is by so many seconds above its cheapest one. No mix that fits
-takes less than the cheapest ways of all layers and these seconds. So a mix that beats the first step's has few of them,
-and there are few such mixes. Where room is short a stage may need more of them than others, whatever these do: that is
-looked at first, stage by stage.
+what makes most again, where least waits; what keeps all comes last. The fastest mix is found in two steps: first of
+those of up to three ways, then of all that could be faster. For that, what is held at the moments of a step where the
+first mix needs most has a price, and so have moved bytes. Each way of a layer is by so many seconds above its cheapest
+one. No mix that fits takes less than the cheapest ways of all layers and these seconds. So a mix that beats the first
+step's has few of them, and of its layers from the front on no more seconds than the first step's mix has in all: there
+are few such mixes. Where room is short a stage may need more than others, whatever these do: that is looked at first,
+stage by stage.
+
+Say a rank takes 1.0 s if its layers keep all, the first mix takes 1.2 s, and prices say that none takes less than 1.19.
+Then the layers of a faster mix are together above their cheapest ways by less than 0.01 s: if `full` is by 0.004 s, at
+most two layers have it. And if `mlp` makes the backward longer by 0.06 s, at most three have it.
 """
 
 from __future__ import annotations
@@ -26,13 +31,13 @@ from tpformer.config import PLAIN, LayerKeep, RunConfig
 from .memory import pipeline_buffers
 from .moments import rank_layers
 from .rank_memory import ALONE, cached_occupancies, predicted_memory, predicted_stage, stages_size
-from .stage_mixes import KEPT, MOVED, PLACE, Stage, StageMixes, many, splits, undominated, within
+from .stage_mixes import KEPT, MOVED, PLACE, Stage, StageMixes, splits, undominated, within
 from .states import GRADIENTS
 from .step_time import StepModel
 from .units import with_keep
 
 PRICES = np.array([0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0])  # shares of a bus that bounds weigh
-MOMENTS = 4  # of a rank with several stages, whose bounds are compared
+MOMENTS = 4  # and places, whose bounds are compared
 FIRST = 1e-5  # of the slowest mix: how far above the bound mixes are looked at first
 STEPS = 40  # in which shares of three ways are tried; of as many layers of a stage, or fewer, all are
 PAIRS = 1 << 22  # of the mixes of a rank's stages that are looked at
@@ -40,12 +45,10 @@ PAIRS = 1 << 22  # of the mixes of a rank's stages that are looked at
 
 class _Bound(NamedTuple):
     """seconds: no mix that fits is faster than this and what all its layers are above it: (ways, layers), of the stages
-    one after the other. In one moment layers may keep `left` bytes; kept: (ways, layers), what they keep then."""
+    one after the other."""
 
     seconds: float
     above: np.ndarray
-    kept: np.ndarray
-    left: float
 
 
 def _prices(rates: np.ndarray, shares: np.ndarray, waits: np.ndarray, bus: float) -> np.ndarray:
@@ -116,7 +119,8 @@ class Rank:
         self.flights, waiting = rows[:, : len(self.stages)], rows[:, len(self.stages) : -3]
         columns, at_place, at_forward = rows[:, -3].astype(int), rows[:, -2] > 0, rows[:, -1] > 0
         self.columns = np.where(at_place, columns, -1)  # the stage whose places count, if it is in its backward
-        self.last: tuple[Mixes, float] | None = None  # what was chosen last, and the room
+        self.known: list[tuple[Mixes, float]] = []  # what was proven fastest, and in which room
+        self.fastest = sum(float(stage.cost(np.zeros((1, 5)))[0]) for stage in self.stages) * (1 + 1e-9)  # all kept
         self.slowest = sum(stage.slowest for stage in self.stages) * (1 + 1e-9)
         self.fixed = waiting @ [stage.queued for stage in self.stages] + self.flights @ [s.rest for s in self.stages]
         others = np.array([[s.at_weights, s.at_forward] for s in self.stages])[columns, at_forward.astype(int)]
@@ -128,41 +132,36 @@ class Rank:
         Of equally fast ones the order is that of every room: what is chosen in some bytes is so in all fewer ones that
         it fits into.
         """
-        if self.last is None or not self.last[0].need <= room <= self.last[1]:
-            found = self._choose(room - self.base)
-            if found is None:
-                return None
-            self.last = found, room
-        return self.last[0]
+        for known, most in self.known:
+            if known.need <= room <= most:
+                return known
+        found = self._choose(room - self.base)
+        if found is not None and found.least == found.seconds:
+            self.known.append((found, room))
+        return found
 
     @functools.cached_property
-    def _every(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """(seconds, need, ways) of all mixes of a rank's one stage that need less than all faster ones, in _order's
-        order; None where they are too many to look at each."""
-        if len(self.stages) > 1 or many(len(self.ways), self.stages[0].n):
-            return None
-        stage = self.stages[0]
-        mixes = within(stage, np.zeros_like(stage.kept), 0.0, lambda values: np.ones(len(values), bool))
-        if mixes is None:
-            return None
-        cost, moved, keeps = self._order([mixes.values], [mixes.ways])
-        order, need = np.lexsort((-keeps, moved, cost)), self._needs([mixes.values])
-        order = order[_less_than_before(need[order])]
-        return cost[order], need[order], mixes.ways[order]
+    def _smallest(self) -> list[StageMixes]:
+        """Each stage's mixes than which no other one keeps less and needs less in its worst place."""
+        every = functools.partial(within, gap=np.inf, fits=lambda values: np.ones(len(values), bool), timed=False)
+        found = (every(stage, np.zeros_like(stage.kept)) for stage in self.stages)
+        return [mixes for mixes in found if mixes is not None]
+
+    @functools.cached_property
+    def least(self) -> float:
+        """The least bytes of the rank in which some mix fits."""
+        pairs = np.stack([each.ravel() for each in np.indices([len(mixes.ways) for mixes in self._smallest])])
+        values = [mixes.values[at] for mixes, at in zip(self._smallest, pairs, strict=True)]
+        return (self.base + float(self._needs(values).min())) * (1 + 1e-12)  # more than what sums are rounded by
 
     def _choose(self, room: float) -> Mixes | None:
-        if self._every is not None:
-            cost, need, ways = self._every
-            fits = np.flatnonzero(need <= room)[:1].tolist()
-            chosen = ((ways[at], float(cost[at]), float(need[at])) for at in fits)
-            return next((Mixes([mix], seconds, seconds, self.base + more) for mix, seconds, more in chosen), None)
-        bound, slack = self._bound(room), 1e-9 * self.slowest  # sums of floats differ by their order
-        seconds, mixes = self._stair(room) or self._least(room)
+        seconds, mixes = self._stair(room) or self._together(self._smallest, np.inf, room) or (np.inf, [])
         if not mixes:
             return None
+        bound, slack = self._bound(room, mixes), 1e-9 * self.slowest  # sums of floats differ by their order
         floors = [0.0] * len(self.stages)
         if seconds > bound.seconds + slack:
-            floors = [self._floor(bound, index, seconds - bound.seconds, room) for index in range(len(floors))]
+            floors = [self._floor(bound, index, seconds, room) for index in range(len(floors))]
         least, gap = bound.seconds + sum(floors), FIRST * self.slowest
         while least < seconds - slack:  # what is found early leaves less to look at
             gap = min(gap, seconds - bound.seconds - sum(floors) + slack)
@@ -219,20 +218,42 @@ class Rank:
         moved = np.sum([each[:, MOVED] for each in values], 0)
         return np.round(cost, 12), np.round(moved), np.sum([mix.sum(1) for mix in chosen], 0)
 
-    def _bound(self, room: float) -> _Bound:
-        """The highest bound of the MOMENTS in which most bytes would wait if layers kept all."""
-        waiting = self.flights @ [stage.kept.max(0).sum() for stage in self.stages] + self.fixed
-        found, most = [], np.argsort(-waiting, kind="stable")
-        for at in most[self.flights[most].any(1)][:MOMENTS]:
-            column = self.columns[at]
-            place = self.stages[column].need[:, -1].min() - self.stages[column].before if column >= 0 else 0.0
-            found.append(self._priced(self.flights[at], float(room - self.fixed[at] - place)))
-        return max(found, key=lambda bound: bound.seconds)
+    def _bound(self, room: float, mixes: Sequence[np.ndarray]) -> _Bound:
+        """The highest bound of the MOMENTS and places in which these mixes, one of each stage, need most."""
+        chosen = [mix[None] for mix in mixes]
+        kept = np.array([stage.columns(mix)[0, KEPT] for stage, mix in zip(self.stages, chosen, strict=True)])
+        needs = []
+        for at, (column, need) in enumerate(zip(self.columns.tolist(), self.flights @ kept + self.fixed, strict=True)):
+            if column < 0:
+                needs.append((float(need), at, 0))
+            else:
+                own = self.stages[column].places(chosen[column])[0] - kept[column] - self.stages[column].before
+                needs += [(float(need + more), at, place) for place, more in enumerate(own)]
+        most = sorted(needs, reverse=True)[:MOMENTS]
+        return max(
+            (self._priced(*self._held(at, place, room)) for _, at, place in most), key=lambda bound: bound.seconds
+        )
 
-    def _priced(self, flights: np.ndarray, left: float) -> _Bound:
-        """The bound of a moment with so many microbatches of each stage, whose layers may keep `left` bytes."""
+    def _held(self, at: int, place: int, room: float) -> tuple[np.ndarray, float]:
+        """(what each way of each layer holds in a moment, (ways, layers), and what all layers may), in bytes more than
+        the way that holds least. place: of the stage that is in its backward."""
+        stages, column = self.stages, self.columns[at]
+        held, left = (
+            [s.kept * number for s, number in zip(stages, self.flights[at], strict=True)],
+            room - self.fixed[at],
+        )
+        if column >= 0:  # layers behind the place have freed what this microbatch kept
+            stage, here = stages[column], held[column]
+            here[:, place + 1 :] -= stage.kept[:, place + 1 :]
+            here[:, max(0, place - 1) : place + 1] += stage.moved[:, max(0, place - 1) : place + 1]
+            here[:, place] += stage.need[:, place]
+            left += stage.before
+        kept = np.concatenate(held, 1)
+        return kept - kept.min(0), float(left - kept.min(0).sum())
+
+    def _priced(self, kept: np.ndarray, left: float) -> _Bound:
+        """The bound by what layers hold in a moment, (ways, layers), and what they may hold together."""
         stages, bus = self.stages, self.stages[0].bus
-        kept = np.concatenate([stage.kept * number for stage, number in zip(stages, flights, strict=True)], 1)
         seconds, moved = (np.concatenate(each, 1) for each in zip(*((s.seconds, s.moved) for s in stages), strict=True))
         device = [sum(stage.time.device(kind) for stage in stages) for kind in "FB"]
         host = [sum(stage.time.host[kind] for stage in stages) for kind in "FIW"]
@@ -258,38 +279,29 @@ class Rank:
                 around = (np.clip(at[column] + near * (2 * halves - 1), 0, 1) for column in (4, 5))
                 waits = np.stack([each.ravel() for each in np.meshgrid(*around)], 1)
         priced = parts @ at[:4]
-        return _Bound(best, priced - priced.min(0), kept, left)
-
-    def _least(self, room: float) -> tuple[float, list[np.ndarray]]:
-        """(seconds, each stage's ways) of a mix that fits, of those that keep least; no ways if there is none."""
-        found = []
-        for index, stage in enumerate(self.stages):
-            fits = functools.partial(self._may_fit, index, room=room)
-            mixes = within(stage, np.zeros_like(stage.kept), np.inf, fits, timed=False)
-            if mixes is None or len(mixes.ways) == 0:
-                return np.inf, []
-            found.append(mixes)
-        return self._together(found, np.inf, room) or (np.inf, [])
+        return _Bound(best, priced - priced.min(0))
 
     def _within(
-        self, bound: _Bound, index: int, gap: float, room: float, least: np.ndarray | None = None
+        self, bound: _Bound, index: int, gap: float, most: float, room: float, least: np.ndarray | None = None
     ) -> StageMixes | None:
-        """A stage's mixes whose layers are at most `gap` above the bound, and that may fit; None if too many. least:
-        (stages, 5), columns than which other stages have no less."""
+        """A stage's mixes whose layers are at most `gap` above the bound, and that may fit and take at most `most`
+        seconds; None if too many. least: (stages, 5), columns than which other stages have no less."""
         first = sum(stage.n for stage in self.stages[:index])
         above = bound.above[:, first : first + self.stages[index].n]
-        return within(self.stages[index], above, gap, functools.partial(self._may_fit, index, room=room, least=least))
+        fits = functools.partial(self._may_fit, index, room=room, most=most, least=least)
+        return within(self.stages[index], above, gap, fits)
 
     def _floor(self, bound: _Bound, index: int, most: float, room: float) -> float:
-        """How far above the bound a stage's layers are in all mixes that may fit, at least; of up to `most`."""
+        """How far above the bound a stage's layers are, at least, in all mixes that may fit and take at most `most`
+        seconds."""
         gap, known = FIRST * self.slowest, 0.0
-        while known < most:
-            mixes = self._within(bound, index, gap, room)
+        while known < most - bound.seconds:
+            mixes = self._within(bound, index, gap, most, room)
             if mixes is None:
                 break
             if len(mixes.ways):
                 return float(mixes.above.min())
-            gap, known = min(4 * gap, most), gap
+            gap, known = min(4 * gap, most - bound.seconds), gap
         return known
 
     def _faster(
@@ -300,7 +312,7 @@ class Rank:
         found: dict[int, StageMixes] = {}
         least = self._lowest()
         for index in np.argsort(-np.array(floors), kind="stable").tolist():  # what must spend most has fewest mixes
-            mixes = self._within(bound, index, floors[index] + gap, room, least)
+            mixes = self._within(bound, index, floors[index] + gap, most * (1 + 1e-9), room, least)
             if mixes is None:
                 return None
             if len(mixes.ways) == 0:
@@ -335,11 +347,14 @@ class Rank:
         least[:, KEPT] = least[:, PLACE] = [stage.kept.min(0).sum() for stage in self.stages]
         return least
 
-    def _may_fit(self, index: int, values: np.ndarray, room: float, least: np.ndarray | None = None) -> np.ndarray:
-        """Whether mixes of a stage fit if all other stages have the least columns."""
+    def _may_fit(
+        self, index: int, values: np.ndarray, room: float, most: float, least: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Whether mixes of a stage fit, and take at most `most` seconds, if all other stages have the least columns."""
         every = [np.broadcast_to(other, values.shape) for other in (self._lowest() if least is None else least)]
         every[index] = values
-        return self._needs(every) <= room
+        seconds = np.sum([stage.cost(each) for stage, each in zip(self.stages, every, strict=True)], 0)
+        return (self._needs(every) <= room) & (seconds <= most)
 
     def _better(self, mixes: StageMixes) -> StageMixes:
         """Those mixes of a stage than which no other one is better in all that counts, now that its seconds are

@@ -88,9 +88,15 @@ class Stage:
         """The columns of mixes: (mixes, 5). chosen: the ways of their layers, (mixes, layers)."""
         at = np.arange(self.n)
         kept, moved, seconds = self.kept[chosen, at], self.moved[chosen, at], self.seconds[chosen, at].sum(1)
-        before = np.concatenate([np.zeros((len(chosen), 1)), moved[:, :-1]], 1)
-        places = (np.cumsum(kept, 1) + moved + before + self.need[chosen, at]).max(1)
+        places = self.places(chosen).max(1)
         return np.stack([kept.sum(1), places, seconds[:, 0], seconds[:, 1], moved.sum(1)], 1)
+
+    def places(self, chosen: np.ndarray) -> np.ndarray:
+        """Bytes at the places of a backward, (mixes, layers): what layers up to there keep, and what is needed."""
+        at = np.arange(self.n)
+        kept, moved = self.kept[chosen, at], self.moved[chosen, at]
+        moved[:, 1:] += moved[:, :-1].copy()
+        return np.cumsum(kept, 1) + moved + self.need[chosen, at]
 
 
 def _seconds(plain: StepModel, way: LayerKeep, experts: bool) -> np.ndarray:
@@ -132,13 +138,13 @@ def within(
     kept_on, above_on = _least_on(stage.kept), _least_on(above)
     parts = np.stack([stage.kept, *np.moveaxis(stage.seconds, 2, 0), stage.moved, above])
     sums = np.concatenate([np.zeros((*parts.shape[:2], 1)), parts.cumsum(2)], 2)  # (parts, ways, layers + 1)
-    every, drops = np.arange(stage.n + 1), many(len(above), stage.n)
+    every, drops = np.arange(stage.n + 1), not timed or many(len(above), stage.n)
     ends, values, last, cost = np.zeros((1, 1), np.int16), np.zeros((1, 5)), np.zeros(1), np.zeros(1)
     for way in range(len(above)):
         begin = ends[:, -1]
         costs = (cost - sums[4, way][begin])[:, None] + sums[4, way]
         row, end = np.nonzero((every >= begin[:, None]) & (costs + above_on[way + 1] <= gap))
-        if len(row) > MOST:
+        if timed and len(row) > MOST:
             return None
         begin, added = begin[row], sums[:4, way][:, end] - sums[:4, way][:, begin[row]]
         place = values[row, KEPT] - sums[0, way][begin] + _worst(stage, way, sums[0, way], begin, end, last[row])

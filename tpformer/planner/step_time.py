@@ -84,17 +84,15 @@ class StepModel:
     def least_span(self) -> float:
         """A lower bound of span: no rank begins before its first input is there,
         and below it the gradients of its last microbatch have a way to go, unless weight gradients come last."""
-        ranks = range(self.layout.pipeline_parallel)
-        return self._once("least span", lambda: self.least_span_of([self.busy(rank) for rank in ranks]))
+        return self._once("least span", self._least_span)
 
-    def least_span_of(self, busy: Sequence[float]) -> float:
-        """A lower bound of the span of a run whose stages take at least as long as here, and whose ranks take so many
-        seconds for a microbatch."""
+    def _least_span(self) -> float:
         layout, before = self.layout, [0.0]
         for stage in self.stages:
             drain = 0.0 if layout.schedule.splits_backward else stage.seconds("B")
             before.append(before[-1] + stage.seconds("F") + drain)
-        return max(before[min(layout.stages_of(rank))] + self.m * seconds for rank, seconds in enumerate(busy))
+        ranks = range(layout.pipeline_parallel)
+        return max(before[min(layout.stages_of(rank))] + self.m * self.busy(rank) for rank in ranks)
 
     @property
     def stages(self) -> list[StageTime]:
