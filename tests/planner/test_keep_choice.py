@@ -196,6 +196,15 @@ def test_the_least_budget_of_long_stages_has_the_fastest_mix(schedule, more):
     assert found is not None and found.short == 0, found
 
 
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_what_needs_most_in_a_layers_backward_is_proven_too(zero_stage):
+    """Where what is offloaded takes longest, the last layers but one hold most, while they are in their backward."""
+    config = of_preset("megatron-3.6b", data_parallel_shard=4, zero_stage=zero_stage)
+    low, high = least(config)[0], peak(with_keep(config, "keep"))
+    found = choose(config, H100, low + 0.1 * (high - low))
+    assert found is not None and found.short == 0, found
+
+
 def test_each_pipeline_rank_has_its_own_mix():
     """The last rank has one microbatch in flight, and keeps all."""
     config = configuration(LLAMA, 16, pipeline_parallel=4)

@@ -88,15 +88,18 @@ def choose(
     def fastest(most: float) -> _Step:
         return _step(plain, _text(config, ranks, mixes(most)))
 
-    steps, short = [_step(plain, str(way)) for way in ways] if len(ranks) > 1 else [], 0.0
+    steps, short = [], 0.0
     if len(found := mixes(room)) == len(ranks):
         short = 1 - max(each.least for each in found) / max(each.seconds for each in found)
         if len(ranks) == 1 or all(each.seconds <= rank.fastest for rank, each in zip(ranks, found, strict=True)):
             steps.append(fastest(room))  # no more room has faster ones
         else:
             steps.append(_ordered(fastest, fastest(max(rank.least for rank in ranks)), bare, room))
+    if len(ranks) > 1:
+        steps += sorted(_step(plain, str(way)) for way in ways)
     # what does not depend on layers may need more, as an optimizer's workspace
-    best = min((step for step in steps if step.memory <= room * (1 + 1e-9)), default=None)
+    steps = [step for step in steps if step.memory <= room * (1 + 1e-9)]
+    best = min(steps, key=lambda step: step.seconds, default=None)  # the first of equally fast ones
     return None if best is None else Choice(best.keep, best.memory, best.seconds, max(0.0, short))
 
 
@@ -138,9 +141,13 @@ def _ordered(fastest: Callable[[float], _Step], low: _Step, high: _Step, room: f
     while low != high and top - bottom > FINEST:
         middle, step = (bottom + top) / 2, high
         if high.memory > middle:
-            rooms = (middle - share * (middle - bottom) for share in NEAREST)
-            step = next((each for each in map(fastest, rooms) if each >= high), low)
-            if step > low or not bottom < step.memory <= middle * (1 + 1e-9):
+            most = middle
+            for share in NEAREST:
+                step = fastest(min(most, middle - share * (middle - bottom)))
+                if step.seconds >= high.seconds:
+                    break
+                most = step.memory - 1
+            if not high.seconds <= step.seconds <= low.seconds or not bottom < step.memory <= middle * (1 + 1e-9):
                 step = low
         if room < middle:
             top, high = middle, step
