@@ -139,7 +139,7 @@ def test_the_choice_is_the_best_of_all_mixes_of_a_small_stage():
         best = min(each for each in every if each[1] <= room)
         of_three = min(each for each in every if each[1] <= room and each[2] <= 3)
         beyond += best[0] < of_three[0]
-        with mock.patch.object(stage_mixes, "many", many):
+        with mock.patch.object(stage_mixes, "many", many), mock.patch.object(stage_mixes, "FEW", 0):
             searched = choose(config, H100, room)
         for found in (choose(config, H100, room), searched):
             assert found is not None and found.seconds == pytest.approx(best[0], rel=1e-9) and found.short == 0

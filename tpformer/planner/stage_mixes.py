@@ -23,6 +23,7 @@ from .units import stage_units, with_keep
 
 KEPT, PLACE, FORWARD, BACKWARD, MOVED = range(5)  # columns of mixes: bytes, the worst place, seconds, bytes
 MOST = 1 << 18  # beginnings of a stage's mixes that are looked at at once
+FEW = 1 << 13  # beginnings that are not compared with each other: going on with all of them takes less time
 BLOCK = 256  # of mixes that are compared at once with those that none is better than
 FRONT, PAYS = 256, 0.8  # with how many of these, unless at most this share of the mixes stays
 
@@ -156,7 +157,7 @@ def within(
         may = np.flatnonzero(np.isfinite(at_least[:, KEPT]))
         may = may[fits(at_least[may])]
         ends = np.concatenate([ends[row], end[:, None].astype(np.int16)], 1)
-        if drops:
+        if drops and (not timed or len(may) > FEW):
             counted = values[may] if timed else values[may, : PLACE + 1]
             if timed and stage.adds_up:
                 counted[:, FORWARD] += counted[:, BACKWARD]
