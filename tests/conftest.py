@@ -125,10 +125,12 @@ def pytest_keyboard_interrupt() -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported is never garbage: nothing looks for any while tests are found, nor among that later."""
+    """What is imported is never garbage: nothing looks for any while tests are found, nor among that later. Tests keep
+    little, but for the syntax trees of all files, among which each collection would look: there are few."""
     gc.disable()
     yield
     gc.freeze()
+    gc.set_threshold(50_000)
     gc.enable()
 
 

@@ -38,11 +38,16 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
 def imports(path: Path) -> Iterator[tuple[str, str, str]]:
     """(absolute module, name, name here) of all that a file imports, wherever it does. `import x` has no names."""
     parts = path.relative_to(ROOT).parts[:-1]
     package = ["tpformer", *parts] if parts[:1] == ("kernels",) else list(parts)
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "", "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -107,7 +112,7 @@ def test_no_import_circle():
 def test_sizes():
     for path in PYTHON:
         assert path.read_text().count("\n") < 400, name(path)
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 limit = 150 if node.name.endswith("_kernel") else 60
                 assert node.end_lineno - node.lineno + 1 <= limit, f"{name(path)}:{node.lineno} {node.name}"
@@ -192,7 +197,7 @@ def test_every_operation_has_reference_cost_and_tests():
 
 
 def test_every_config_field_is_read():
-    nodes = [node for path in LIBRARY for node in ast.walk(tree_of(path))]
+    nodes = [node for path in LIBRARY for node in nodes_of(path)]
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     read |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     for section in dataclasses.fields(RunConfig):
