@@ -29,7 +29,11 @@ from tpformer.models import GPT, GPTConfig, KVCache
 from tpformer.ops import Context
 
 OPTIONS = {}, {"recompute": "full", "reduction": "mean"}, {"recompute": "mlp", "label_smoothing": 0.1}
-RUNS = [*product((GPT2, NEWER, MIXTURE), (None, documents()), OPTIONS)]
+RUNS = [  # every pair of a model, documents or none, and options
+    (config, ids, options)
+    for (row, config), (column, options) in product(enumerate((GPT2, NEWER, MIXTURE)), enumerate(OPTIONS))
+    for ids in ((None, documents()) if row == column else (documents(),))
+]
 
 
 @pytest.fixture(scope="module")
