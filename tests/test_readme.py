@@ -19,6 +19,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from commands import python
@@ -214,10 +215,17 @@ def test_each_script_is_short_and_has_a_command():
     assert {path.name for path in SCRIPTS} <= {Path(word).name for command in SCRIPT_COMMANDS for word in command}
 
 
+def shorter(name: str) -> None:
+    """A script, whose samples have 32 tokens if it says how many they have. A proof runs it as it is."""
+    script = import_module(name)
+    with patch.dict(vars(script), {"SEQ": 32} if hasattr(script, "SEQ") else {}):
+        script.main()
+
+
 @pytest.mark.parametrize("name", ["drop_in", "long_context", "own_block"])
 def test_a_script_agrees_with_one_process(ranks, monkeypatch, name):
     monkeypatch.syspath_prepend(SCRIPTS[0].parent)
-    ranks(2).run(import_module(name).main)
+    ranks(2).run(shorter, name)
 
 
 @pytest.mark.parametrize("command", in_turns(each for each in SCRIPT_COMMANDS if each not in ON_A_PAGE), ids=" ".join)

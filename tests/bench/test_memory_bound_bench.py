@@ -170,10 +170,10 @@ def test_every_provider_gives_the_formula_each_time(name, on_cpu, monkeypatch):
         torch.compiler.reset()
         return torch.compile(function, fullgraph=True, dynamic=False, backend="eager")
 
-    for module in (cases, experts):
-        monkeypatch.setattr(module, "compiled", compiled)
     case = replace(TINY[name], nbytes=None)
     benches.check_case(case)
+    for module in (cases, experts):
+        monkeypatch.setattr(module, "compiled", compiled)
     work = case.build("cpu", torch.float64)
     wanted = flat(work.plain(*each(Tensor.clone, work.inputs)))
     calls = benches.calls_of(case, work)
