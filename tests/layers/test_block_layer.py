@@ -230,6 +230,7 @@ def of_seeds(block: nn.Module, dtype: torch.dtype, dim: int | None = None, **opt
     return {name: torch.stack([each[name] for each in found]) for name in found[0]}
 
 
+@cache
 def by_plain(kind: str, dtype: torch.dtype) -> Results:
     block = theirs.Block(HIDDEN, HEADS, **KINDS[kind]).float().to(dtype)
     return of_seeds(block, dtype, masks=[each.to(dtype) for each in masks(P)])
