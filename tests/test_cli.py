@@ -95,7 +95,9 @@ def main_interrupted_behind(owner: str, *arguments: str) -> None:
 
 
 def main_on_a_full_disk(*arguments: str) -> None:
-    """The command, with room for 300 bytes in each file, and a standard output that is no file."""
+    """The command, with room for 300 bytes in each file, and a standard output that is no file. Bytecode would be cut
+    off, too, and be what the next process finds."""
+    sys.dont_write_bytecode = True
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
     main(*arguments)
