@@ -143,7 +143,7 @@ def test_what_is_done_outlives_the_call(number, commands, tmp_path):
     running = commands.call(call_with_toys, str(tmp_path))
     log = tmp_path / "logs" / "endless.txt"
     running.wait_until(lambda: log.exists() and "begun" in log.read_text(), "the second item has begun")
-    assert sleepers(tmp_path)
+    running.wait_until(lambda: bool(sleepers(tmp_path)), "its child, a moment later, has the command's name")
     os.kill(running.pid, number)
     code, out, _ = running.finish(60)
     assert outcomes(tmp_path) == {"first": MEASURED, "endless": STOPPED if number == signal.SIGTERM else UNFINISHED}
