@@ -40,7 +40,8 @@ PRICES = np.array([0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0])  # shares o
 MOMENTS = 4  # and places, whose bounds are compared
 FIRST = 1e-5  # of the slowest mix: how far above the bound mixes are looked at first
 STEPS = 40  # in which shares of three ways are tried; of as many layers of a stage, or fewer, all are
-PAIRS = 1 << 22  # of the mixes of a rank's stages that are looked at
+PAIRS = 1 << 20  # of the mixes of a rank's stages that are looked at at once
+PARTS = 64  # so often, at most
 
 
 class _Bound(NamedTuple):
@@ -323,23 +324,35 @@ class Rank:
 
     def _together(self, found: Sequence[StageMixes], most: float, room: float) -> tuple[float, list[np.ndarray]] | None:
         """_faster's result, of all that combine a mix of each stage."""
-        rows, cost = [np.zeros(1, np.int64)], np.zeros(1)
-        behind = np.cumsum([0.0, *(each.seconds.min() for each in reversed(found))])[-2::-1]
-        for each, least in zip(found, behind, strict=True):
-            if len(cost) * len(each.seconds) > PAIRS:
+        rows = [np.zeros(1, np.int64)]
+        for index in range(len(found)):
+            part = max(1, PAIRS // len(found[index].ways))  # so many rows at a time, for the sake of memory
+            if len(rows[0]) > PARTS * part:
                 return None
-            cost = cost[:, None] + each.seconds
-            row, column = np.nonzero(cost <= most - least)
-            rows = [*(one[row] for one in rows), column]
-            cost = cost[row, column]
-        values = [each.values[row] for each, row in zip(found, rows[1:], strict=True)]
-        fits = np.flatnonzero(self._needs(values) <= room)
-        if len(fits) == 0:
+            starts = range(0, len(rows[0]), part)
+            parts = [self._joined(found, [one[at : at + part] for one in rows], most, room) for at in starts]
+            rows = [np.concatenate(each) for each in zip(*parts, strict=True)] if parts else [rows[0]] * (index + 2)
+        if len(rows[0]) == 0:
             return np.inf, []
-        chosen = [each.ways[row[fits]] for each, row in zip(found, rows[1:], strict=True)]
-        taken, moved, keeps = self._order([v[fits] for v in values], chosen)
+        chosen = [each.ways[row] for each, row in zip(found, rows[1:], strict=True)]
+        taken, moved, keeps = self._order([each.values[row] for each, row in zip(found, rows[1:], strict=True)], chosen)
         first = np.lexsort((-keeps, moved, taken))[0]
         return float(taken[first]), [mix[first] for mix in chosen]
+
+    def _joined(
+        self, found: Sequence[StageMixes], rows: Sequence[np.ndarray], most: float, room: float
+    ) -> list[np.ndarray]:
+        """Rows of stages' mixes, each with every mix of the next stage; without those that do not fit or take too long,
+        whichever mixes the stages that follow have."""
+        known, (each, *behind) = len(rows) - 1, found[len(rows) - 1 :]
+        cost = np.sum([of.seconds[row] for of, row in zip(found, rows[1:], strict=False)], 0) + np.zeros(len(rows[0]))
+        least = sum(of.seconds.min() for of in behind)
+        row, column = np.nonzero(cost[:, None] + each.seconds <= most - least)
+        joined = [*(one[row] for one in rows), column]
+        values = [of.values[at] for of, at in zip(found[: known + 1], joined[1:], strict=True)]
+        values += [np.broadcast_to(of.values.min(0), (len(row), 5)) for of in behind]
+        fits = self._needs(values) <= room
+        return [one[fits] for one in joined]
 
     def _lowest(self) -> np.ndarray:
         """Columns than which no mix of a stage has less, (stages, 5)."""
