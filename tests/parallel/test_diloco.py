@@ -226,7 +226,7 @@ def test_copies_have_equal_bits_whatever_is_sent():
     masters meet."""
     for send, dtype, parallel in (
         ("int8", "float32", {"pipeline_parallel": 2, "pipeline_schedule": "1F1B"}),
-        ("int8", "bfloat16", {"tensor_parallel": 2}),
+        ("bfloat16", "bfloat16", {"tensor_parallel": 2}),
     ):
         model, optimizers = started(f"diloco every=2 send={send}", dtype=dtype, **parallel)
         kinds = {each.start.dtype for each in held_by(model.parts, ())}
