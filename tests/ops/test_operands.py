@@ -245,6 +245,7 @@ def test_columns_that_are_not_this_rank_s_are_refused() -> None:
 
 NONE: dict[str, Any] = {}
 NORM, RMS = ops.Norm("layernorm", floats(K), None, None), ops.Norm("rmsnorm", floats(K), None, None)
+WRITTEN = "normed was made by row_linear of other rows or by another norm, or one of them was written"
 TABLE = rope_table(5, N, 1e4, torch.float32, "cpu")
 
 
@@ -255,6 +256,18 @@ def documents(longest: int, *boundaries: int) -> Row:
 
 def queued(sinks: int) -> dict[str, Any]:
     return {"deferred": ops.Deferred(ops.WeightGradientQueue(), [lambda gradient: None] * sinks)}
+
+
+def of_row(change: Callable[[Tensor, ops.Norm, ops.Normed], tuple[Tensor, ops.Norm, ops.Normed]]) -> Row:
+    """What column_linear gets of row_linear's result, after a change."""
+    x, norm, normed = change(*made_of(1))
+    return (x, floats(3, K)), {"norm": norm, "normed": normed}
+
+
+def made_of(seed: int) -> tuple[Tensor, ops.Norm, ops.Normed]:
+    norm = ops.Norm("layernorm", floats(K).clone(), floats(K), 1e-5)
+    x, normed = ops.row_linear(floats(2, K) + seed, floats(K, K), next_norm=norm)
+    return x, norm, normed
 
 
 REFUSED: list[tuple[Callable, Row, str]] = [
@@ -271,6 +284,11 @@ REFUSED: list[tuple[Callable, Row, str]] = [
         ((floats(2, K), floats(3, K)), {"norm": NORM, "normed": ops.Normed(floats(2, K), None, floats(2, 1))}),
         "normed is not that of layernorm",
     ),
+    (ops.column_linear, of_row(lambda x, norm, normed: (x.add_(1), norm, normed)), WRITTEN),
+    (ops.column_linear, of_row(lambda x, norm, normed: (x + 1, norm, normed)), WRITTEN),
+    (ops.column_linear, of_row(lambda x, norm, normed: (x, norm, made_of(2)[2])), WRITTEN),
+    (ops.column_linear, of_row(lambda x, norm, normed: (x, norm._replace(eps=1.0), normed)), WRITTEN),
+    (ops.column_linear, of_row(lambda x, norm, normed: (x, norm, (norm.weight.mul_(2), normed)[1])), WRITTEN),
     (ops.column_linear, ((floats(2, K), floats(3, K)), queued(2)), "2 sinks for 1 weights"),
     (ops.row_linear, ((floats(2, K), floats(3, K)), queued(0)), "0 sinks for 1 weights"),
     (

@@ -148,8 +148,8 @@ def column_linear(
     At t = 1 every output and gradient is bit-identical to F.linear's.
     Under torch.autocast the norm runs in float32 and its output is saved; gather and GEMMs have autocast's dtype.
     Errors:  TypeError for a transport that is not an opened one; ValueError for a bias sequence of another length than
-             weight's, for `normed` without `norm`, and for operands of other shapes or dtypes, or on another device:
-             nothing is broadcast, and x, weights and biases have one dtype.
+             weight's, for a `normed` without `norm` or not of x and norm as they are now, and for operands of other
+             shapes or dtypes, or on another device: nothing is broadcast; x, weights and biases have one dtype.
     Source:  Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198), sequence parallelism
     """
     several = not isinstance(weight, Tensor)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tpformer.kernels.finish import Norm
 from tpformer.kernels.norm.reference import check_operands
-from tpformer.torch_private import Function
+from tpformer.torch_private import Function, is_fake
 
 from .autocast import autocast_dtype, cast
 from .first_derivative import first_derivative
@@ -15,19 +15,20 @@ from .implementation import implementation
 from .packing import keep, kept
 from .sequence import flat_rows
 from .uncompiled import uncompiled
+from .unsaved import versions
 
 
 class Normed(NamedTuple):
     """norm(x) from the operation that made x: y like x, mean (None for rmsnorm) and rstd (rows, 1).
 
     No gradient flows through it: the linear that takes it makes the norm's gradients from x.
-    of: x and the norm, as row_linear gives them, so that a linear that gets both need not check the rest.
+    of: x (rows, N) and the norm, as row_linear has them, and their versions: a linear takes Normed with these alone.
     """
 
     y: Tensor
     mean: Tensor | None
     rstd: Tensor
-    of: tuple[Tensor, Norm] | None = None
+    of: tuple[Tensor, Norm, list[int]] | None = None
 
 
 def parameters(norm: Norm | None) -> tuple[Tensor | None, Tensor | None]:
@@ -44,14 +45,34 @@ def restored(norm: Norm | None, weight: Tensor | None, bias: Tensor | None) -> N
     return None if norm is None else Norm(norm.kind, weight, bias, norm.eps)
 
 
+def written(x: Tensor, norm: Norm) -> list[int]:
+    """How often x and the norm's parameters have been written in place."""
+    return versions(*[each for each in (x, norm.weight, norm.bias) if each is not None])
+
+
+def _shares_memory(x: Tensor | None, y: Tensor | None) -> bool:
+    """Whether x is y, or another object of the same memory, as a view or what a second to_local() gives.
+
+    Tensors without memory are taken for such.
+    """
+    return x is y or (x is not None and y is not None and (x.is_meta or is_fake(x) or x.is_set_to(y)))
+
+
 def check_normed(rows: Tensor, norm: Norm | None, normed: Normed) -> None:
-    """ValueError unless `normed` can be norm(rows)."""
+    """ValueError unless `normed` is norm(rows), as row_linear made it; of one made by hand, unless it can be."""
     if norm is None:
         raise ValueError("normed without norm: give the norm as well, because its gradients are made here")
     if normed.of is not None:
-        made, by = normed.of
-        if made is rows and by.weight is norm.weight and by.bias is norm.bias and by.kind == norm.kind:
+        made, by, before = normed.of
+        of_these = made is rows and by.weight is norm.weight and by.bias is norm.bias  # a call less for each
+        if not of_these:
+            of_these = all(map(_shares_memory, (made, *by[1:3]), (rows, *norm[1:3])))
+        if of_these and by.kind == norm.kind and by.eps == norm.eps and written(made, by) == before:
             return
+        raise ValueError(
+            "normed was made by row_linear of other rows or by another norm, or one of them was written since: "
+            "give x and the norm as they were, or leave normed out"
+        )
     check_operands(rows, norm, statistics=normed[1:3], y=normed.y)
     if (normed.mean is None) != (norm.kind == "rmsnorm"):
         raise ValueError(f"normed is not that of {norm.kind}: give the norm that made it")

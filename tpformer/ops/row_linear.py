@@ -17,7 +17,7 @@ from .calls import SCATTERED, called
 from .dropout import check_starts, told
 from .first_derivative import first_derivative
 from .implementation import implementation
-from .norm import Norm, Normed, parameters
+from .norm import Norm, Normed, parameters, written
 from .packing import keep, kept, unpacked
 from .recompute import leaves_out_end, made
 from .sequence import flat_rows, with_leading_dims
@@ -199,9 +199,11 @@ def row_linear(
         needing = ((rows, gate), (weight,), SCATTERED) if transport.sequence_parallel else ((), ())
         alike = transport.name, activation, told(dropout), next_norm and next_norm[::3]
         called(transport.untold, "row_linear", (rows.shape[0], weight.shape[0]), rows.dtype, True, *needing, *alike)
-    result = RowLinearFunction.apply(rows, gate, weight, bias, added if autocast is None else None, next_norm, call)
-    y, *of_norm = (result,) if next_norm is None else result
+    outputs = RowLinearFunction.apply(rows, gate, weight, bias, added if autocast is None else None, next_norm, call)
+    y, *of_norm = (outputs,) if next_norm is None else outputs
     if autocast is not None and added is not None:
         y = added + y
-    y = y if x.dim() == 2 else with_leading_dims(y, x)
-    return made(y) if next_norm is None else (y, Normed(*[*of_norm, (y, next_norm)]))
+    result = y if x.dim() == 2 else with_leading_dims(y, x)
+    if next_norm is None:
+        return made(result)
+    return result, Normed(*[*of_norm, (y, next_norm, written(y, next_norm))])
