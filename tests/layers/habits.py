@@ -183,6 +183,25 @@ def from_meta(model: nn.Module) -> nn.Module:
     return model
 
 
+def with_new_data(model: nn.Module) -> nn.Module:
+    for p in model.parameters():
+        p.data = p.data * 0.5
+    return model
+
+
+def sharers(model: nn.Module) -> list[str]:
+    return [name for name, part in model.named_modules() if hasattr(part, "k_proj") or hasattr(part, "gate_proj")]
+
+
+def shared(model: nn.Module, path: str) -> None:
+    """Keys are values, or a gate is what it gates."""
+    part = model.get_submodule(path)
+    if hasattr(part, "k_proj"):
+        part.k_proj = part.v_proj
+    else:
+        part.gate_proj = part.up_proj
+
+
 EDITS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "forward hooks": everywhere(theirs.scaling_hook),
     "forward pre-hooks": everywhere(theirs.ANYWHERE["forward pre-hook"]),
@@ -200,7 +219,13 @@ EDITS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "pickle": pickled,
     "to meta and back": from_meta,
     "frozen parameters": frozen,
+    "parameters with new .data": with_new_data,
+    "one linear in two places": everywhere(shared, sharers),
 }
+
+
+# habits of parts that not every layer has
+PARTS = {habit: linears for habit in EDITS if "LoRA" in habit} | {"one linear in two places": sharers}
 
 
 def norms(model: nn.Module) -> list[str]:

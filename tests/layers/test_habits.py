@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from habits import AUTOCAST, EDITS, HABITS, LAYERS, SHARDINGS, WAYS, fsdp, linears, run, step
+from habits import AUTOCAST, EDITS, HABITS, LAYERS, PARTS, SHARDINGS, WAYS, fsdp, run, step
 from steps import Results
 from testing import assert_identical, assert_kernel_close, assert_same
 from torch import nn
@@ -35,7 +35,7 @@ once.
   autocast within twice torch.nn's own error.
 - `[n]` means that an error refuses the habit; note n below the table says why, or what to do instead.
 - `= [n]` means that it equals torch.nn on one rank and is refused on several tensor-parallel ranks.
-- An empty place means that the layer has no linear to do this to.
+- An empty place means that the layer has no linear to do this to, or no two.
 
 `.venv/bin/python -m pytest tests/layers/test_habits.py` compares it on one process and on two tensor-parallel ranks,
 and with `--proof` parts of a GPT each by itself, too. tests/layers/habits.py has the layers and the habits.
@@ -165,7 +165,7 @@ def page() -> str:
         where = REFUSED.get(habit, ("", {}))[1]
         cells = []
         for name, layer in LAYERS.items():
-            refused, fits = where.get(name, ()), "LoRA" not in habit or linears(layer.pair()[1])
+            refused, fits = where.get(name, ()), habit not in PARTS or PARTS[habit](layer.pair()[1])
             cells.append(" ".join(["="] * (1 not in refused) + [notes.get(habit, "")] * (2 in refused)) if fits else "")
         lines.append(f"| {habit} | " + " | ".join(cells) + " |")
     lines += ["", *(f"{note} {NOTES[habit]}  " for habit, note in notes.items()), ""]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import TYPE_CHECKING, TypeGuard
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from tpformer.torch_private import held_by
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.distributed.tensor import DTensor
 
 
@@ -47,3 +51,28 @@ def check_own_part(name: str, tensor: Tensor) -> None:
             f"{dist.get_rank()}: save tpformer.full_state_dict(model), called on all ranks, or by "
             f"torch.distributed.checkpoint"
         )
+
+
+@cache
+def let_data_be_set() -> None:
+    """From now on `x.data = y` gives a DTensor the values of y. torch's own keeps its values, and says nothing.
+
+    ValueError for a y of another layout or dtype. A subclass has a rule of its own.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def set_data(x: DTensor, y: Tensor) -> None:
+        if type(x) is DTensor:
+            own, given = (
+                isinstance(z, DTensor) and (z.device_mesh, z.placements, z.shape, z.dtype, z.device) for z in (x, y)
+            )
+            if own != given:
+                raise ValueError(
+                    f".data of a DTensor {tuple(x.shape)} {x.dtype}, {x.placements}, takes one that is laid out alike: "
+                    f"give distribute_tensor(whole, x.device_mesh, x.placements), or for another dtype model.to(...)"
+                )
+            with torch.no_grad():
+                held_by(x).data = y.to_local()
+        Tensor.data.__set__(x, y)
+
+    DTensor.data = property(Tensor.data.__get__, set_data)

@@ -169,7 +169,7 @@ class SelfAttention(ParallelModule):
         The second result is None without next_norm, or if it could not be made in the same pass.
         """
         queries, keys = self._features
-        columns = {self.q_proj: queries, self.k_proj: keys, self.v_proj: keys}
+        columns = [(self.q_proj, queries), (self.k_proj, keys), (self.v_proj, keys)]
         (q, k, v), carried = enter(rows, norm, columns, self.tp, carry=residual)
         batch, seq, d = positions.batch, positions.seq_length, self.head_dim
         q, k, v = (positions.to_samples(y).reshape(batch, seq, y.shape[1] // d, d) for y in (q, k, v))

@@ -83,7 +83,7 @@ def fusable_norm(norm: nn.Module) -> bool:
 def enter(
     rows: Tensor,
     norm: nn.Module | None,
-    columns: Mapping[nn.Module, Features],
+    columns: Sequence[tuple[nn.Module, Features]],
     tp: TensorParallel,
     *,
     normed: ops.Normed | None = None,
@@ -94,13 +94,14 @@ def enter(
     If the children are fused, one gather serves all, the norm's output is not kept, and the norm's backward adds the
     residual path's gradient.
     """
-    ours = fusable(ColumnParallelLinear, *columns)
+    children = [child for child, _ in columns]  # of which two may be one module
+    ours = fusable(ColumnParallelLinear, *children)
     if ours and (norm is None or fusable_norm(norm)):
-        return project(rows, list(columns), None if norm is None else norm.prologue(), normed, carry=carry)
+        return project(rows, children, None if norm is None else norm.prologue(), normed, carry=carry)
     x = rows if norm is None else call_rows(norm, rows, tp)
     if ours:
-        return project(x, list(columns), None)[0], rows
-    return [call_column(child, x, tp, features) for child, features in columns.items()], rows
+        return project(x, children, None)[0], rows
+    return [call_column(child, x, tp, features) for child, features in columns], rows
 
 
 def leave(

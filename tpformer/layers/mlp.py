@@ -76,7 +76,7 @@ class MLP(ParallelModule):
 
         normed: norm(rows), if it has been made together with rows.
         """
-        columns = dict.fromkeys([self.gate_proj, self.up_proj] if self.gated else [self.fc1], self._features)
+        columns = [(child, self._features) for child in ([self.gate_proj, self.up_proj] if self.gated else [self.fc1])]
         outputs, carried = enter(rows, norm, columns, self.tp, normed=normed, carry=residual)
         y, _ = leave(
             outputs[-1],

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpformer.distributed.dtensor import check_own_part, is_dtensor
+from tpformer.distributed.dtensor import check_own_part, is_dtensor, let_data_be_set
 from tpformer.kernels.philox.reference import philox_key, random_normal
 from tpformer.torch_private import is_own_parameter, own_part, own_slices, refuse_replicas
 
@@ -102,6 +102,7 @@ class ParallelModule(nn.Module):
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         watch_optimizers()
+        let_data_be_set()
         if shard is not None and shape[shard] <= (self.tp.size - 1) * -(-shape[shard] // self.tp.size):
             raise ValueError(
                 f"{name} has {shape[shard]} rows on its sharded dim, too few for {self.tp.size} tensor-parallel ranks: "
