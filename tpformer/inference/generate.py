@@ -218,7 +218,13 @@ class TextStream:
     def __post_init__(self) -> None:
         if "" in self.stops:
             raise ValueError("a stop string is empty: it would end every text at once")
-        self._ids = list(self.prompt[-CONTEXT:])
+        self._keep(list(self.prompt))
+
+    def _keep(self, ids: list[int]) -> None:
+        """Hold the last CONTEXT ids, all of them given, and up to 3 more if they begin within a character: of a run of
+        bytes with a part of one, tokenizers of SentencePiece's kind decode none."""
+        held = [ids[-n:] for n in range(CONTEXT, CONTEXT + 4)]
+        self._ids = next((some for some in held if not self.tokenizer.decode(some).startswith("\ufffd")), held[0])
         self._given = len(self._ids)
 
     def push(self, token: int, last: bool = False) -> str:
@@ -234,8 +240,7 @@ class TextStream:
         before, text = (self.tokenizer.decode(self._ids[:n]) for n in (self._given, len(self._ids)))
         if last or not text.endswith("\ufffd"):  # the bytes of a character may come in several tokens
             self._held += text[len(before) :]
-            self._ids = self._ids[-CONTEXT:]
-            self._given = len(self._ids)
+            self._keep(self._ids)
         if self.stopped:
             return ""
         found = [position for position in map(self._held.find, self.stops) if position >= 0]
