@@ -71,11 +71,11 @@ LAYOUTS: dict[str, dict] = {
 
 def config_of(layout: str) -> RunConfig:
     parallel = build_config({"parallel": LAYOUTS[layout]}).parallel
-    made = MODEL | ({"n_layers": 4} if parallel.pipeline_parallel > 1 else {})
+    other = {"pp2 dp2 ep2": {"n_layers": 4}, "tp4 ep2": {"n_experts": 6}}  # which 4 ranks could not share without ep
     several = parallel.pipeline_parallel > 1 or parallel.data_parallel_replicate > 1
     size = 1 if several else BATCH // parallel.data_parallel
     options: dict[str, Any] = {"dtype": "float64", "global_batch_size": BATCH, "balance_loss": 0.1}
-    return run_config(LAYOUTS[layout], made, microbatch_size=size, **options)
+    return run_config(LAYOUTS[layout], MODEL | other.get(layout, {}), microbatch_size=size, **options)
 
 
 class Laid(NamedTuple):

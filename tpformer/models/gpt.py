@@ -90,7 +90,7 @@ class GPT(ParallelModule):
         super().__init__(tp, sequence_parallel=True)
         if config.vocab_size is None:
             raise ValueError("GPTConfig.vocab_size is unset: give it, or let a run take it from its data")
-        config.check_ranks(self.tp.size)
+        config.check_ranks(self.tp.size, None if self.tp.experts is None else self.tp.experts.size())
         self.config, self.seed = config, seed
         self.keep = KeepLayers()  # how the layers run: layers.keep sets it
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
