@@ -42,7 +42,7 @@ LAYOUTS = [
     (SHARED, {**REGIONS, **FEW, "recompute_layers": "0:2", "balance_loss": 0.01}),
     ({**SHARED, **FOUR}, {**ZBV, **TP2, **PACKED, "sequence_parallel": False}),
     (GPT, {**TP2, **ZERO1, "data_parallel_replicate": 2, "optimizer": MUON}),
-    (LLAMA, {**CP2, **ZERO3, **FEW, "recompute": "full"}),
+    (LLAMA, {**CP2, **ZERO3, **FEW, "recompute": "full", "tensor_parallel": 4}),  # twice as many as keys' heads
     (SHARED, {**EP2, **ZERO1, **TP2, **FEW, "recompute": "mlp", "balance_loss": 0.01}),
 ]
 # the same parts in other combinations
