@@ -144,7 +144,8 @@ REFUSED = [
     ({"a.jsonl": gzip.compress(b'{"text": "x"}\n', mtime=0)}, "a.jsonl is compressed"),
     ({f"{i}.bin": b"\0" for i in range(3)}, r"0\.bin is binary.* \(2 more files cannot be taken: .*1\.bin, .*2\.bin\)"),
     *(({"a.jsonl": f'{{"text": "x"}}\n\n{bad}\n'.encode(errors="surrogateescape")}, r"a\.jsonl:3 (is not|has)")
-      for bad in ("{", '["text"]', '{"text": 3}', "\udcff", '{"text": "\\ud800"}', '{"text": "x", "text": "y"}')),
+      for bad in ("{", '["text", "text"]', '{"text": 3}', "\udcff", '{"text": "\\ud800"}', '{"text": "x", "text": "y"}',
+                  '{"text": "x", "te\\u0078t": "y"}')),
     ({"a.jsonl": b'{"txt": "x"}'}, "a.jsonl:1 has no 'text'; its keys are txt: give --text-field"),
     ({"a.jsonl": b'{"text": null}'}, "a.jsonl:1 has None under 'text', where a text is expected"),
     ({"a.TSV": b"id\ttext\n"}, "a.TSV is a table"),

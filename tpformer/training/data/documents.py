@@ -290,10 +290,11 @@ def _line_documents(file: Path, fields: Sequence[str]) -> Iterator[Document]:
                 raise ValueError(f"{where} is not valid JSON: {printable(error, 100)}") from None
             texts = []
             for field in fields:
-                if line.count(json.dumps(field).encode()) > 1 and _is_twice(content, field):
-                    raise ValueError(f"{where} has {shown(field)} twice: leave one of them out")
                 if not isinstance(record, dict) or not isinstance(record.get(field), str):
                     raise _no_text(where, record, field, fields)
+                key = json.dumps(field, ensure_ascii=False).encode(errors="replace")
+                if (line.count(key) > 1 or b"\\u" in line) and _is_twice(content, field):  # \u may be in a key
+                    raise ValueError(f"{where} has {shown(field)} twice: leave one of them out")
                 texts.append(_record_text(where, field, record[field]))
             texts[0], marks = texts[0]._replace(marks=texts[0].marks + marks), 0
             yield Document(texts, len(line), where)
