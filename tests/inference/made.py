@@ -1,4 +1,5 @@
-"""What tests of inference share: a tokenizer of bytes and pairs of them, as GPT-2's is, and text without a cache."""
+"""What tests of inference share: a tokenizer of bytes and pairs of them, as GPT-2's is, one as Llama 2's is, and text
+without a cache."""
 
 from pathlib import Path
 
@@ -21,6 +22,20 @@ def byte_level(path: Path, texts: list[str], first: str = "", special: tuple[str
         made.post_processor = begin
     made.save(str(path))
     return made
+
+
+def sentencepiece_like(path: Path) -> None:
+    """Words begin with a mark, the first space of a text is dropped, unknown characters are written as bytes."""
+    tokenizers = pytest.importorskip("tokenizers")
+    merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "d"), ("o", "g"), ("▁d", "og")]
+    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghijklmnopqrstuvwxyz"]
+    vocabulary = {word: index for index, word in enumerate([*words, *("".join(merge) for merge in merges)])}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    made.add_special_tokens(["</s>"])
+    steps = tokenizers.decoders
+    made.decoder = steps.Sequence([steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)])
+    made.save(str(path))
 
 
 @torch.no_grad()

@@ -2,11 +2,12 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from made import byte_level
+from made import byte_level, sentencepiece_like
 from testing import assert_same
 
 from tpformer.config import build_config, to_toml
@@ -113,6 +114,18 @@ def test_targets_stand_for_all_bytes_but_those_of_the_first_token_and_the_rest(t
     assert (len(rest) > 0) == (seq_length > 1)
     left_out = len("x") + len(encoded.decode(rest).encode())
     assert data.target_bytes(encoded) == sum(len(text.encode()) for text in texts) - left_out
+
+
+@pytest.mark.parametrize("make", [sentencepiece_like, partial(byte_level, texts=WORDS)])
+def test_targets_of_a_mask_stand_for_the_bytes_of_completions(tmp_path, make):
+    """A decoder drops the space that a completion begins with, where nothing is before it."""
+    pairs = [("the dog", " and the other"), ("", "the dog"), ("the 世界", " 世 dog")]
+    lines = (json.dumps({"prompt": prompt, "completion": text}) + "\n" for prompt, text in pairs)
+    (tmp_path / "pairs.jsonl").write_text("".join(lines))
+    make(name := tmp_path / "tokenizer.json")
+    build_dataset([tmp_path / "pairs.jsonl"], tmp_path / "data", str(name), fields=["prompt", "completion"], quiet=True)
+    (data,) = open_evaluation_data([str(tmp_path / "data")], str(name), 400, 1, None, masked=True)
+    assert data.target_bytes(load_tokenizer(name)) == sum(len(text.encode()) for _, text in pairs)
 
 
 def test_tokenizers_are_the_same_by_what_they_do(tmp_path):

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made import byte_level
+from made import byte_level, sentencepiece_like
 
 from tpformer.inference.generate import TextStream
 from tpformer.inference.transcript import Transcript
@@ -30,19 +30,6 @@ def test_pieces_are_whole_characters_and_join_to_the_text(text, cut):
     found = pieces(tokenizer, ids)
     assert "".join(found) == tokenizer.decode(ids)
     assert cut or "\ufffd" in text or not any("\ufffd" in piece for piece in found)
-
-
-def sentencepiece_like(path):
-    """Words begin with a mark, the first space of a text is dropped, unknown characters are written as bytes."""
-    tokenizers = pytest.importorskip("tokenizers")
-    merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "d"), ("o", "g"), ("▁d", "og")]
-    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghijklmnopqrstuvwxyz"]
-    vocabulary = {word: index for index, word in enumerate([*words, *("".join(merge) for merge in merges)])}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    steps = tokenizers.decoders
-    made.decoder = steps.Sequence([steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)])
-    made.save(str(path))
 
 
 @pytest.mark.parametrize("make", [sentencepiece_like, partial(byte_level, texts=["the dog and the cat"] * 5)])

@@ -39,28 +39,40 @@ class EvaluationData(NamedTuple):
         """Bytes of UTF-8 text that the targets stand for.
 
         Without a mask they are tokens 1 ... n of the stream. With ByteTokenizer every id below 256 is a byte. With
-        another tokenizer they are cut where documents end, and each piece is decoded without special tokens. A
-        character of which the first or the last piece has only some tokens counts as what the tokenizer decodes them
-        to.
+        another tokenizer the stream is cut where documents end, and each piece is decoded without special tokens; of a
+        mask's targets what they add to the text before them counts. A character of which the first or the last piece
+        has only some tokens counts as what the tokenizer decodes them to.
         """
-        stream = self._target_chunks()
+        stream = self._chunks()
         if isinstance(tokenizer, ByteTokenizer):
-            return sum(int((chunk < 256).sum()) for chunk in stream)
+            return sum(int(((chunk >= 0) & (chunk < 256)).sum()) for chunk in stream)
         total, rest = 0, np.empty(0, np.int64)
         for chunk in stream:
-            ends = np.flatnonzero(chunk == tokenizer.end_of_document) + 1
+            ends = np.flatnonzero(np.where(chunk < 0, ~chunk, chunk) == tokenizer.end_of_document) + 1
             *documents, tail = np.split(chunk, ends)
             for document in documents:
-                total += len(tokenizer.decode(np.append(rest, document)).encode())
+                total += _target_bytes(tokenizer, np.append(rest, document))
                 rest = np.empty(0, np.int64)
             rest = np.append(rest, tail)
-        return total + len(tokenizer.decode(rest).encode())
+        return total + _target_bytes(tokenizer, rest)
 
-    def _target_chunks(self, size: int = 2**20) -> Iterator[np.ndarray]:
+    def _chunks(self, size: int = 2**20) -> Iterator[np.ndarray]:
         end = 1 + self.n_samples * self.samples.seq_length
         for start in range(1, end, size):
-            tokens = self.samples.dataset.tokens(start, min(start + size, end))
-            yield tokens[tokens >= 0]
+            yield self.samples.dataset.tokens(start, min(start + size, end))
+
+
+def _target_bytes(tokenizer: Tokenizer, stream: np.ndarray) -> int:
+    """Bytes that targets add to the text before them, as many tokenizers drop a space at the beginning of a text.
+
+    stream: of one document at most, -1 - id for no targets.
+    """
+    ids, total, last = np.where(stream < 0, ~stream, stream), 0, 0
+    borders = np.flatnonzero(np.diff(stream >= 0, prepend=False, append=False)).tolist()
+    for start, end in zip(borders[::2], borders[1::2], strict=True):
+        before, text = (tokenizer.decode(ids[last:to]) for to in (start, end))
+        total, last = total + len(text.encode()) - len(before.encode()), end
+    return total
 
 
 class Evaluation(NamedTuple):
