@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tpformer.models import GPT, PRESETS, GPTConfig, preset_config
 
 SMALLEST = {
-    "seq_length": -5, "vocab_multiple": 0, "n_kv_heads": -1, "ffn_hidden_size": -3, "head_dim": 0,
+    "seq_length": -5, "n_kv_heads": -1, "ffn_hidden_size": -3, "head_dim": 0,
     "sliding_window": 0, "rope_original_length": 0,
 }  # fmt: skip
 REFUSED = {
@@ -23,6 +23,7 @@ REFUSED = {
     r"dropout=1.0 must be in \[0, 1\)": {"dropout": 1.0},
     r"dropout=-0.1 must be in \[0, 1\)": {"dropout": -0.1},
     r"vocab_size=0 must be in \[1, 2147483648\]": {"vocab_size": 0},
+    r"vocab_multiple=0 must be in \[1, 2147483648\]": {"vocab_multiple": 0},
     r"n_layers=0 must be in \[1, 1e4\]": {"n_layers": 0},
     "rope_scaling_factor=0.5 must be at least 1 and finite": {"rope_scaling_factor": 0.5},
     "rope_scaling_factor=nan must be at least 1": {"rope_scaling_factor": math.nan},
