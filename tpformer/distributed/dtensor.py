@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from functools import cache
 from typing import TYPE_CHECKING, TypeGuard
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor
 from tpformer.torch_private import held_by
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -54,25 +56,30 @@ def check_own_part(name: str, tensor: Tensor) -> None:
 
 
 @cache
-def let_data_be_set() -> None:
-    """From now on `x.data = y` gives a DTensor the values of y. torch's own keeps its values, and says nothing.
+def let_data_be_set() -> WeakSet[DeviceMesh]:
+    """From now on `x.data = y` gives a DTensor the memory of y. torch's own keeps its values, and says nothing.
 
-    ValueError for a y of another layout or dtype. A subclass has a rule of its own.
+    The result: the meshes of DTensors of which it is so. Others may read the memory of another one, as FSDP2 does,
+    and ValueError refuses it, as it does a y of another layout or dtype. A subclass has a rule of its own.
     """
     from torch.distributed.tensor import DTensor
+
+    meshes: WeakSet[DeviceMesh] = WeakSet()
 
     def set_data(x: DTensor, y: Tensor) -> None:
         if type(x) is DTensor:
             own, given = (
                 isinstance(z, DTensor) and (z.device_mesh, z.placements, z.shape, z.dtype, z.device) for z in (x, y)
             )
-            if own != given:
+            if own != given or x.device_mesh not in meshes:
                 raise ValueError(
-                    f".data of a DTensor {tuple(x.shape)} {x.dtype}, {x.placements}, takes one that is laid out alike: "
-                    f"give distribute_tensor(whole, x.device_mesh, x.placements), or for another dtype model.to(...)"
+                    f".data of a DTensor {tuple(x.shape)} {x.dtype}, {x.placements}, takes one that is laid out alike, "
+                    f"as distribute_tensor(whole, x.device_mesh, x.placements) is, and none under FSDP2: write with "
+                    f"x.copy_() in torch.no_grad(), or for another dtype use model.to(...)"
                 )
             with torch.no_grad():
                 held_by(x).data = y.to_local()
         Tensor.data.__set__(x, y)
 
     DTensor.data = property(Tensor.data.__get__, set_data)
+    return meshes

@@ -102,7 +102,7 @@ class ParallelModule(nn.Module):
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         watch_optimizers()
-        let_data_be_set()
+        let_data_be_set().add(self.tp.mesh)
         if shard is not None and shape[shard] <= (self.tp.size - 1) * -(-shape[shard] // self.tp.size):
             raise ValueError(
                 f"{name} has {shape[shard]} rows on its sharded dim, too few for {self.tp.size} tensor-parallel ranks: "
