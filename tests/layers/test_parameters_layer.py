@@ -192,8 +192,9 @@ def test_optimizers_of_single_elements_are_exact_on_shards_and_adafactor_is_refu
 
 @on_every_rank(2)
 def test_data_that_fsdp_reads_elsewhere_is_not_set() -> None:
-    """Fails if a parameter has new values and FSDP2 gathers the old ones."""
+    """Fails if a parameter has values that FSDP2 does not gather, or if such a write, which Accelerate makes, raises."""
     mesh = build_mesh("cpu", tensor_parallel=1, data_parallel_shard=2)
     layer = fully_shard(layers.ColumnParallelLinear(4, 6, tp=mesh["tp"]), mesh=mesh["dp_shard"])
-    with pytest.raises(ValueError, match="takes one that is laid out alike.* none under FSDP2: write with x.copy_"):
-        layer.weight.data = layer.weight.data * 0.5
+    before = layer.weight.to_local().clone()
+    layer.weight.data = layer.weight.data * 0.5
+    assert torch.equal(layer.weight.to_local(), before)

@@ -57,25 +57,24 @@ def check_own_part(name: str, tensor: Tensor) -> None:
 
 @cache
 def let_data_be_set() -> WeakSet[DeviceMesh]:
-    """From now on `x.data = y` gives a DTensor the memory of y. torch's own keeps its values, and says nothing.
+    """From now on `x.data = y` gives a DTensor on one of these meshes the memory of y. torch's keeps its values.
 
-    The result: the meshes of DTensors of which it is so. Others may read the memory of another one, as FSDP2 does,
-    and ValueError refuses it, as it does a y of another layout or dtype. A subclass has a rule of its own.
+    The result: the meshes. On others torch's rule stays, as FSDP2 reads the memory elsewhere; a subclass has a rule of
+    its own. ValueError for a y of another layout or dtype.
     """
     from torch.distributed.tensor import DTensor
 
     meshes: WeakSet[DeviceMesh] = WeakSet()
 
     def set_data(x: DTensor, y: Tensor) -> None:
-        if type(x) is DTensor:
+        if type(x) is DTensor and x.device_mesh in meshes:
             own, given = (
                 isinstance(z, DTensor) and (z.device_mesh, z.placements, z.shape, z.dtype, z.device) for z in (x, y)
             )
-            if own != given or x.device_mesh not in meshes:
+            if own != given:
                 raise ValueError(
-                    f".data of a DTensor {tuple(x.shape)} {x.dtype}, {x.placements}, takes one that is laid out alike, "
-                    f"as distribute_tensor(whole, x.device_mesh, x.placements) is, and none under FSDP2: write with "
-                    f"x.copy_() in torch.no_grad(), or for another dtype use model.to(...)"
+                    f".data of a DTensor {tuple(x.shape)} {x.dtype}, {x.placements}, takes one that is laid out alike: "
+                    f"give distribute_tensor(whole, x.device_mesh, x.placements), or for another dtype model.to(...)"
                 )
             with torch.no_grad():
                 held_by(x).data = y.to_local()
