@@ -192,7 +192,7 @@ def test_optimizers_of_single_elements_are_exact_on_shards_and_adafactor_is_refu
 
 @on_every_rank(2)
 def test_data_that_fsdp_reads_elsewhere_is_not_set() -> None:
-    """Fails if a parameter has values that FSDP2 does not gather, or if such a write, which Accelerate makes, raises."""
+    """Fails if a parameter has values that FSDP2 does not gather, or if such a write, as Accelerate does, raises."""
     mesh = build_mesh("cpu", tensor_parallel=1, data_parallel_shard=2)
     layer = fully_shard(layers.ColumnParallelLinear(4, 6, tp=mesh["tp"]), mesh=mesh["dp_shard"])
     before = layer.weight.to_local().clone()
