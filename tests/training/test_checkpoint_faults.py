@@ -129,12 +129,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(ranks, tmp_pat
     """By one process, and by ranks, which share the reading and agree. R12: what a stranger wrote runs nothing, and
     changes none of DCP's classes."""
     monkeypatch.chdir(tmp_path)
+    whole = tmp_path / "whole"
+    for step in (9, 10):
+        check_files(make_checkpoint(whole, step))
+    assert newest_good(whole, print) == 10
     folders = [tmp_path / str(number) for number in range(len(DAMAGES))]
     for folder, (damage, words) in zip(folders, DAMAGES, strict=True):
-        make_checkpoint(folder, 9)
-        newest = make_checkpoint(folder, 10)
-        check_files(newest)
-        assert newest_good(folder, print) == 10
+        newest = shutil.copytree(whole, folder) / "step-10"
         damage(newest)
         with pytest.raises(CheckpointError) as error:
             check_files(newest)

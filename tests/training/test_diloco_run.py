@@ -65,19 +65,17 @@ def test_a_run_that_was_stopped_goes_on_with_equal_bits(ranks, tiny_values, para
     values = values_with(tiny_values, **sizes, parallel=parallel, checkpoint={"interval": 0})
     n = build_config(values).parallel.world_size
     whole = ranks(n).run(train, values)
-    for stop in stops:
-        again = values_with(values, run={"dir": f"{values['run']['dir']}-{stop}"})
-        ranks(n).run(train, again, stop)
+    again = values_with(values, run={"dir": f"{values['run']['dir']}-again"})
+    for number, stop in enumerate(stops, 1):
+        ranks(n).run(train, again, stop, number > 1)
         folder = Path(again["run"]["dir"]) / "checkpoints"
-        assert steps(folder) == [stop]
+        assert steps(folder) == [*stops[:number]]
         flies = any("flight." in name for name in saved_tensors(step_path(folder, stop), ""))
         assert flies == ("delay=1" in parallel["exchange"] and stop == 4)
-        resumed = ranks(n).run(train, again, 0, True)
-        assert rows(again["run"]["dir"]) == rows(values["run"]["dir"])
-        for (_, found), (_, wanted) in zip(resumed, whole, strict=True):
-            assert found.keys() == wanted.keys()
-            for name, value in wanted.items():
-                assert_identical(found[name], value, name)
+    resumed = ranks(n).run(train, again, 0, True)
+    assert rows(again["run"]["dir"]) == rows(values["run"]["dir"])
+    for (_, found), (_, wanted) in zip(resumed, whole, strict=True):
+        assert_identical(found, wanted)
 
 
 def test_what_a_run_saves_and_when(ranks, tiny_values):
@@ -135,19 +133,24 @@ def test_validation_is_of_what_replicas_have_in_common(ranks, tiny_values):
         assert found == common != own
 
 
-def test_other_numbers_of_replicas_go_on(ranks, tiny_values):
-    """The common model goes on; replica r takes the moments of r modulo the replicas that were, and says so."""
-    values = values_with(tiny_values, parallel=ROUNDS, model=MODEL, train={"steps": 4, "global_batch_size": 8})
+@pytest.fixture(scope="module")
+def of_two(ranks, tiny_values_in, tmp_path_factory):
+    """The values of a run of two replicas that has ended within a round. Tests go on in copies of its directory."""
+    more = {"parallel": ROUNDS, "model": MODEL, "train": {"steps": 4, "global_batch_size": 8}}
+    values = values_with(tiny_values_in(tmp_path_factory.mktemp("two")), **more)
     ranks(2).run(train, values)
-    directory = Path(values["run"]["dir"])
+    return values
+
+
+def test_other_numbers_of_replicas_go_on(ranks, of_two, tmp_path):
+    """The common model goes on; replica r takes the moments of r modulo the replicas that were, and says so."""
     ran = {"changes": ["parallel.exchange", "parallel.data_parallel_replicate"]}
     for name, parallel, n, words in (
         ("four", {**ROUNDS, "data_parallel_replicate": 4}, 4, "replica r of 4 takes that of r modulo 2"),
         ("two", {**ROUNDS, "exchange": "library"}, 2, "all ranks take that of replica 0"),
     ):
-        copied = directory.with_name(name)
-        shutil.copytree(directory, copied)
-        again = values_with(values, parallel=parallel, run={"dir": str(copied), **ran}, train={"steps": 6})
+        copied = shutil.copytree(of_two["run"]["dir"], tmp_path / name)
+        again = values_with(of_two, parallel=parallel, run={"dir": str(copied), **ran}, train={"steps": 6})
         found = ranks(n).run(train, again, 0, True)
         assert any(words in line for line in found[0][0]), found[0][0]
         for _, other in found[1:]:
@@ -156,17 +159,22 @@ def test_other_numbers_of_replicas_go_on(ranks, tiny_values):
                     assert_identical(other[key], value, key)
 
 
-def test_a_replica_goes_on_in_another_layout(ranks, tiny_values):
+def refused(values: dict, words: str) -> None:
+    """Every rank says so itself: ranks that fail end with their whole world, which the next test would start anew."""
+    with pytest.raises(Exception, match=words):
+        train(values, 0, True)
+
+
+def test_a_replica_goes_on_in_another_layout(ranks, of_two, tmp_path):
     """Without run.changes, because losses do not depend on it; nor do they on when replicas agree to stop."""
-    values = values_with(tiny_values, parallel=ROUNDS, model=MODEL, train={"steps": 4, "global_batch_size": 8})
-    ranks(2).run(train, values)
+    directory = shutil.copytree(of_two["run"]["dir"], tmp_path / "run")
     other = {**ROUNDS, "data_parallel_shard": 2, "exchange": "diloco every=3"}
-    again = values_with(values, parallel=other, train={"steps": 6, "microbatch_size": 1})
+    more = {"run": {"dir": str(directory)}, "train": {"steps": 6, "microbatch_size": 1}}
+    again = values_with(of_two, parallel=other, **more)
     ranks(4).run(train, again, 0, True)
-    assert [row["step"] for row in rows(values["run"]["dir"]) if "replicas_loss" in row] == [1, 2, 3, 4, 6]
-    refused = values_with(again, parallel={"data_parallel_replicate": 1, "exchange": "library"})
-    with pytest.raises(Exception, match="parallel.data_parallel_replicate.*run.changes"):
-        ranks(2).run(train, refused, 0, True)
+    assert [row["step"] for row in rows(directory) if "replicas_loss" in row] == [1, 2, 3, 4, 6]
+    alone = values_with(again, parallel={"data_parallel_replicate": 1, "exchange": "library"})
+    ranks(2).run(refused, alone, "parallel.data_parallel_replicate.*run.changes")
 
 
 def test_replicas_begin_from_a_run_without_them(ranks, tiny_values):
@@ -185,8 +193,7 @@ def test_a_fragment_on_its_way_is_not_lost_to_other_rounds(ranks, tiny_values):
     ranks(2).run(train, values, 4)
     other = {**STREAMED, "exchange": "diloco every=4"}
     again = values_with(values, parallel=other, run={"changes": ["parallel.exchange"]})
-    with pytest.raises(Exception, match="on their way between replicas.*go on with the options that saved it"):
-        ranks(2).run(train, again, 0, True)
+    ranks(2).run(refused, again, "on their way between replicas.*go on with the options that saved it")
 
 
 def skipping(values: dict) -> list[str]:

@@ -326,11 +326,11 @@ def test_a_resumed_run_has_the_same_bits(dtype, tmp_path):
         model, optimizers = build(config)
         checkpointer = Checkpointer(tmp_path)
         if resumed:
-            checkpointer.load(2, model.parts, optimizers)
-        for step in range(3 if resumed else 1, 5):
+            checkpointer.load(1, model.parts, optimizers)
+        for step in range(2 if resumed else 1, 3):
             rows = torch.randint(60, (4, 9), generator=torch.Generator().manual_seed(step))
             take_step(model, optimizers, rows, 4 * step)
-            if step == 2:
+            if step == 1:
                 checkpointer.save(step, model.parts, optimizers)
                 checkpointer.wait()
         pairs = list(zip(model.parts, optimizers, strict=True))

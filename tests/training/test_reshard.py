@@ -25,7 +25,7 @@ from tpformer.training.optimizer import build_optimizer
 
 SAVED_AT, STEPS, BATCH = 1, 3, 4
 EXTRA = {"skipped": 2, "scaler": {"scale": 0.2}}
-MODEL = {"vocab_size": 100, "seq_length": 8, "n_layers": 4, "hidden_size": 32, "n_heads": 4, "dropout": 0.1}
+MODEL = {"vocab_size": 100, "seq_length": 8, "hidden_size": 32, "n_heads": 4, "dropout": 0.1}
 EXPERTS = {  # of a run with them: a dense layer first, a shared expert, and a bias that each step moves
     "n_experts": 8, "expert_ffn_size": 12, "shared_expert_size": 16, "first_dense_layers": 1, "router_bias": True,
     "activation": "swiglu", "bias": False, "norm": "rmsnorm", "router_score": "sigmoid",
@@ -33,10 +33,12 @@ EXPERTS = {  # of a run with them: a dense layer first, a shared expert, and a b
 
 
 def config_of(parallel: dict) -> RunConfig:
-    """The run in a layout; with the key "experts" its model has some, with "muon" it trains by that."""
+    """The run in a layout; with the key "experts" its model has some, with "muon" it trains by that, and with "deep" it
+    has a layer for each of four stages, not for each of two."""
     parallel = dict(parallel)
     optimizer = {"name": "muon"} if parallel.pop("muon", False) else {}
-    model = MODEL | (EXPERTS if parallel.pop("experts", False) else {})
+    model = MODEL | {"n_layers": 4 if parallel.pop("deep", False) else 2}
+    model |= EXPERTS if parallel.pop("experts", False) else {}
     return run_config(parallel, model, optimizer, dtype="float64", global_batch_size=BATCH, microbatch_size=1)
 
 
@@ -97,19 +99,32 @@ CONTEXT = {"context_parallel": 2, "tensor_parallel": 2, "zero_stage": 3}
 ALONE: dict = {}
 MOE: dict = {"experts": True}
 MUON: dict = {"muon": True}
+DEEP: dict = {"deep": True}
 MATRIX = [
     ({"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3, **MUON}, {"pipeline_parallel": 2, **MUON}),
     (SMALL, {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 1}), (SMALL, ALONE),
-    ({"context_parallel": 2, **MOE}, {"tensor_parallel": 2, **MOE}),
-    ({"data_parallel_shard": 4, "expert_parallel": 2, **MOE}, {"tensor_parallel": 2, "zero_stage": 0, **MOE}),
+    (
+        {"context_parallel": 2, "data_parallel_shard": 2, "expert_parallel": 2, **MOE},
+        {"tensor_parallel": 2, "zero_stage": 0, **MOE},
+    ),
 ]  # fmt: skip
 PROOFS = [
     (CONTEXT, {"context_parallel": 4}), ({"tensor_parallel": 2, **MOE}, MOE),
+    ({"context_parallel": 2, **MOE}, {"tensor_parallel": 2, **MOE}),
+    ({"data_parallel_shard": 4, "expert_parallel": 2, **MOE}, {"tensor_parallel": 2, "zero_stage": 0, **MOE}),
     ({"tensor_parallel": 2, **MOE}, {"pipeline_parallel": 2, **MOE}),
-    (FULL, {"tensor_parallel": 4, "data_parallel_shard": 2, "zero_stage": 1}), (FULL, {"pipeline_parallel": 4}),
-    (FULL, FULL), (FULL, {"pipeline_parallel": 2, "pipeline_schedule": "DualPipeV"}), (FULL, HYBRID),
-    (HYBRID, {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B", "data_parallel_replicate": 2}),
-    ({"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "tensor_parallel": 2}, FULL), (ALONE, FULL),
+    (FULL, {"tensor_parallel": 4, "data_parallel_shard": 2, "zero_stage": 1}), (FULL, FULL), (FULL, HYBRID),
+    (FULL | DEEP, {"pipeline_parallel": 4, **DEEP}),
+    (FULL | DEEP, {"pipeline_parallel": 2, "pipeline_schedule": "DualPipeV", **DEEP}),
+    (
+        HYBRID | DEEP,
+        {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B", "data_parallel_replicate": 2, **DEEP},
+    ),
+    (
+        {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "tensor_parallel": 2, **DEEP},
+        FULL | DEEP,
+    ),
+    (ALONE, FULL),
     (ALONE, {"context_parallel": 2, "data_parallel_shard": 2}), (HYBRID, CONTEXT),
     ({"context_parallel": 2, "data_parallel_replicate": 2, "zero_stage": 0}, FULL),
     ({"tensor_parallel": 2, **MOE}, {"data_parallel_shard": 2, "zero_stage": 3, **MOE}),
@@ -159,10 +174,10 @@ def test_a_run_goes_on_under_another_layout(ranks, save, before, after):
     results = [in_one_process(directory, after)] if size == 1 else ranks(size).run(load_and_go_on, directory, after)
     assert_identical(merged([loaded for loaded, _ in results]), tensors)
     state = "momentum_buffer" if "muon" in before else "exp_avg"
-    moe = {"layers.3.mlp.gate.bias", f"layers.3.mlp.experts.down_proj {state}", "layers.0.mlp.up_proj.weight"}
-    dense = {"layers.3.mlp.fc2.weight", "embed_tokens.weight exp_avg", "norm.weight step"}
+    moe = {"layers.1.mlp.gate.bias", f"layers.1.mlp.experts.down_proj {state}", "layers.0.mlp.up_proj.weight"}
+    dense = {"layers.1.mlp.fc2.weight", "embed_tokens.weight exp_avg", "norm.weight step"}
     assert (moe if "experts" in before else dense) <= tensors.keys()
-    assert "experts" not in before or tensors["layers.3.mlp.gate.bias"].any()
+    assert "experts" not in before or tensors["layers.1.mlp.gate.bias"].any()
     assert_same([continued for _, continued in results], [losses] * len(results), "losses and gradient norms")
 
 
@@ -178,9 +193,10 @@ def test_every_element_is_written_once_and_every_file_listed(save):
 
 
 def load_other(path, change):
-    """Each pipeline rank's message where the model is not the checkpoint's."""
+    """Each pipeline rank's message where the model is not the checkpoint's; both have all of a model of one layer."""
     model = dataclasses.replace(config_of(ALONE).model.architecture, **change)
-    part = GPT(model, part=split_stages(model.layer_costs("parameters"), 2)[dist.get_rank()], dtype=torch.float64)
+    stages = split_stages(model.layer_costs("parameters"), min(2, model.n_layers))
+    part = GPT(model, part=stages[dist.get_rank() % len(stages)], dtype=torch.float64)
     with pytest.raises(CheckpointError) as error:
         load_checkpoint(path, [part], group=dist.group.WORLD)
     return str(error.value)
@@ -189,8 +205,8 @@ def load_other(path, change):
 def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(ranks, save):
     path = save(named(SMALL))[0] / f"step-{SAVED_AT}"
     for change, words in (
-        ({"n_layers": 5}, ["has no", "model.layers.4.", "more"]),
-        ({"n_layers": 3}, ["nothing here takes its", "layers.3."]), ({"hidden_size": 48}, ["(128, 32)", "(128, 48)"]),
+        ({"n_layers": 3}, ["has no", "model.layers.2.", "more"]),
+        ({"n_layers": 1}, ["nothing here takes its", "layers.1."]), ({"hidden_size": 48}, ["(128, 32)", "(128, 48)"]),
     ):  # fmt: skip
         first, second = ranks(2).run(load_other, path, change)
         assert first == second and all(word in first for word in (str(path), *words))

@@ -35,9 +35,9 @@ LLAMA = {
 }  # fmt: skip
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4}
 MOE = LLAMA | {"model_type": "qwen3_moe", "head_dim": 6, "mlp_only_layers": [0], "num_experts": 8}
-MOE |= {"num_experts_per_tok": 3, "moe_intermediate_size": 20}
+MOE |= {"num_experts_per_tok": 3, "moe_intermediate_size": 20, "num_hidden_layers": 2}
 PRESET = {"preset": "gpt2-124m"}
-TIED = LLAMA | {"model_type": "qwen3", "head_dim": 6, "tie_word_embeddings": True}
+TIED = LLAMA | {"model_type": "qwen3", "head_dim": 6, "num_hidden_layers": 2, "tie_word_embeddings": True}
 
 
 def make(folder, values):

@@ -24,7 +24,7 @@ from tpformer.training.step import LossScaler, batch, evaluate, train_step, why_
 from tpformer.training.trainer import Trainer
 
 MODEL = {"vocab_size": 60, "seq_length": 12, "n_layers": 4, "hidden_size": 32, "n_heads": 2}
-BATCH = 4
+BATCH, GOOD = 4, 6  # steps, after which a loss scale has been doubled twice
 POISON = {2: math.nan, 4: math.inf}  # by step
 TP2_PP2, ZBV, ZERO3 = LAYOUTS["tp2-pp2"], LAYOUTS["v-schedule"], {"data_parallel_shard": 2, "zero_stage": 3}
 INTERLEAVED = {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B", "data_parallel_replicate": 2}
@@ -117,7 +117,7 @@ def plain(dtype: str, steps: int) -> list[float]:
 
 @pytest.fixture(scope="module")
 def oracle(ranks):
-    return torch.tensor(ranks(1).run(train, {}, "float64", 8)[0][0], dtype=torch.float64)
+    return torch.tensor(ranks(1).run(train, {}, "float64", GOOD)[0][0], dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def oracle(ranks):
 )
 def test_low_precision_trains_as_float64_does(ranks, oracle, parallel, dtype):
     scale = 2.0**8 if dtype == "float16" else None
-    baseline = torch.tensor(plain(dtype, 8), dtype=getattr(torch, dtype))
-    found = ranks(world_size(parallel)).run(train, parallel, dtype, 8, scale)
+    baseline = torch.tensor(plain(dtype, GOOD), dtype=getattr(torch, dtype))
+    found = ranks(world_size(parallel)).run(train, parallel, dtype, GOOD, scale)
     for losses, skipped, last_scale, computed, kept in found:
         assert computed == {getattr(torch, dtype)} and kept == {torch.float32}
         assert not any(skipped) and last_scale == (2.0**10 if scale else None), "doubled after 3 and 6 good steps"
