@@ -174,7 +174,11 @@ MLPS = {
     "einsum": Einsum,
     "a list of experts": Chosen,
 }
-KINDS = [*((each, "packed") for each in ATTENTION), *(("shapes", each) for each in MLPS)]
+# a way of attention and one of an MLP in each model, because each is measured by itself; "rotary, packed" is tied
+KINDS = [
+    *zip(ATTENTION, ["a scalar", "packed", *list(MLPS)[2:5]], strict=True),
+    *(("shapes", each) for each in list(MLPS)[5:]),
+]
 
 
 def own(attention: str, mlp: str) -> nn.Module:
