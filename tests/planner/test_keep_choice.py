@@ -94,7 +94,8 @@ def check_budgets(config: RunConfig, number: int) -> None:
         last = found
 
 
-@pytest.mark.parametrize("seed", range(8))
+# two of those that take longest have turns, as presets in every schedule have
+@pytest.mark.parametrize("seed", [*(0, 1, 2, 3, 6, 7), *in_turns([4, 5])])
 def test_a_smaller_budget_takes_no_less_time_and_holds(seed):
     check_budgets(drawn(seed), 4)
 

@@ -22,9 +22,9 @@ LLAMA = {
     "n_kv_heads": 2, "qk_norm": True,
 }  # fmt: skip
 UNEVEN = {**LLAMA, "n_heads": 6, "head_dim": 32, "n_kv_heads": 3}
-MOE = {**LLAMA, "n_experts": 8, "experts_per_token": 2, "expert_ffn_size": 128, "router_bias": True}
+MOE = {**LLAMA, "n_experts": 4, "experts_per_token": 2, "expert_ffn_size": 128, "router_bias": True}
 SHARED = {**MOE, "n_layers": 3, "first_dense_layers": 1, "shared_expert_size": 96, "router_score": "sigmoid"}
-ROUTED = {**SHARED, "n_layers": 2, "hidden_size": 32, "experts_per_token": 8}  # sends many indices
+ROUTED = {**SHARED, "n_layers": 2, "hidden_size": 32, "n_experts": 8, "experts_per_token": 8}  # sends many indices
 FOUR, MUON = {"n_layers": 4}, {"name": "muon"}
 CP2, EP2 = {"context_parallel": 2}, {"expert_parallel": 2}
 PACKED, OFFLOADED = {"pack_activations": True}, {"offload_activations": True}
@@ -33,12 +33,12 @@ FEW = {"microbatches": 2}  # a dry run counts as many; of more, three
 # every part of the sums is in one of these, by itself or beside others
 LAYOUTS = [
     ({**GPT, "n_layers": 3}, {**ZERO3, "cpu_offload": True}),
-    (GPT, {"data_parallel_replicate": 4, "optimizer": {"name": "sgd", "momentum": 0.9}}),
+    (GPT, {"data_parallel_replicate": 4, **FEW, "optimizer": {"name": "sgd", "momentum": 0.9}}),
     ({**UNEVEN, **FOUR, "seq_length": 96}, {**ZB, "tensor_parallel": 3}),
     ({**LLAMA, **FOUR}, {"pipeline_parallel": 4, "pipeline_schedule": "GPipe", "recompute": "mlp"}),
     ({**LLAMA, **FOUR}, {**ILV, **ZERO2}),
-    ({**MOE, "n_layers": 3, "seq_length": 1024}, {"recompute": "mlp", "recompute_layers": "::2", **OFFLOADED}),
-    (ROUTED, TP2),
+    ({**MOE, "n_layers": 3, "seq_length": 1024}, {"recompute": "mlp", "recompute_layers": "::2", **OFFLOADED, **FEW}),
+    (ROUTED, {**TP2, **FEW}),
     (SHARED, {**REGIONS, **FEW, "recompute_layers": "0:2", "balance_loss": 0.01}),
     ({**SHARED, **FOUR}, {**ZBV, **TP2, **PACKED, "sequence_parallel": False}),
     (GPT, {**TP2, **ZERO1, "data_parallel_replicate": 2, "optimizer": MUON}),
