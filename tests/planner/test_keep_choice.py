@@ -121,6 +121,8 @@ def test_steps_are_in_order_where_those_of_the_fastest_mixes_are_not(seed):
     found = [_ordered(fastest, low, high, room) for room in rooms]
     for room, step, other in zip(rooms, found, found[2:] + found[-1:] * 2, strict=True):
         assert step.memory <= room and step.seconds <= other.seconds and step.memory >= other.memory
+    below = [step.memory - 1 for step in stairs[:-1]]
+    assert all(_ordered(fastest, low, high, room).memory <= room for room in below)
     alone = [fastest(room) for room in rooms]
     assert (found == alone) == (faults == 0)
 
