@@ -239,10 +239,8 @@ class Rank:
         """(what each way of each layer holds in a moment, (ways, layers), and what all layers may), in bytes more than
         the way that holds least. place: of the stage that is in its backward."""
         stages, column = self.stages, self.columns[at]
-        held, left = (
-            [s.kept * number for s, number in zip(stages, self.flights[at], strict=True)],
-            room - self.fixed[at],
-        )
+        held = [stage.kept * number for stage, number in zip(stages, self.flights[at], strict=True)]
+        left = room - self.fixed[at]
         if column >= 0:  # layers behind the place have freed what this microbatch kept
             stage, here = stages[column], held[column]
             here[:, place + 1 :] -= stage.kept[:, place + 1 :]
@@ -329,9 +327,9 @@ class Rank:
             part = max(1, PAIRS // len(found[index].ways))  # so many rows at a time, for the sake of memory
             if len(rows[0]) > PARTS * part:
                 return None
-            starts = range(0, len(rows[0]), part)
+            starts = range(0, max(1, len(rows[0])), part)
             parts = [self._joined(found, [one[at : at + part] for one in rows], most, room) for at in starts]
-            rows = [np.concatenate(each) for each in zip(*parts, strict=True)] if parts else [rows[0]] * (index + 2)
+            rows = [np.concatenate(each) for each in zip(*parts, strict=True)]
         if len(rows[0]) == 0:
             return np.inf, []
         chosen = [each.ways[row] for each, row in zip(found, rows[1:], strict=True)]
@@ -344,12 +342,12 @@ class Rank:
     ) -> list[np.ndarray]:
         """Rows of stages' mixes, each with every mix of the next stage; without those that do not fit or take too long,
         whichever mixes the stages that follow have."""
-        known, (each, *behind) = len(rows) - 1, found[len(rows) - 1 :]
-        cost = np.sum([of.seconds[row] for of, row in zip(found, rows[1:], strict=False)], 0) + np.zeros(len(rows[0]))
+        each, *behind = found[len(rows) - 1 :]
+        cost = sum((of.seconds[row] for of, row in zip(found, rows[1:], strict=False)), np.zeros(len(rows[0])))
         least = sum(of.seconds.min() for of in behind)
         row, column = np.nonzero(cost[:, None] + each.seconds <= most - least)
         joined = [*(one[row] for one in rows), column]
-        values = [of.values[at] for of, at in zip(found[: known + 1], joined[1:], strict=True)]
+        values = [of.values[at] for of, at in zip(found, joined[1:], strict=False)]
         values += [np.broadcast_to(of.values.min(0), (len(row), 5)) for of in behind]
         fits = self._needs(values) <= room
         return [one[fits] for one in joined]
