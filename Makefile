@@ -52,7 +52,7 @@ docs: .venv/ready  ## the documentation site in build/site, an error for a link 
 	$(PIP) --editable '.[eval,parquet,wandb]' 'lm_eval[hf]'
 	touch .venv/eval
 
-# The longest proofs take turns by the commit's hash, so that some commits run them all; TURN=all runs every one.
+# Most proofs take turns by the commit's hash, so that some commits run them all; TURN=all runs every one.
 TURNS := 6
 TURN ?= $(shell echo $$((0x$$(git rev-parse --short=7 HEAD) % $(TURNS))))
 PROOF := --proof --turn $(TURN)

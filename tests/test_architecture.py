@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from commands import ROOT
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from turns import of_turn
 
 Function = tuple[str, str]  # file in the repository, qualified name: ("tpformer/cli/run.py", "parse_run")
 Order = dict[tuple[Function | None, Function], int]
@@ -182,6 +183,7 @@ WAYS = {
 }
 
 
+@of_turn(2)
 @pytest.mark.parametrize(("line", "thing"), [(line, thing) for line, things in WAYS.items() for thing in things])
 def test_the_way_of(runs, line, thing):
     check(f"The way of {thing}", runs[line])

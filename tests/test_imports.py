@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from turns import of_turn
 
 EXAMPLE = str(Path(__file__).parents[1] / "examples/gpt_tiny.toml")
 
@@ -95,23 +96,29 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=500)
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory) -> list[tuple[str, str]]:
-    """The exit code and the output of BLOCK, of NO_DRIVER and of LISTED."""
-    folder = tmp_path_factory.mktemp("programs")
-    block = HIDE.format("triton tyro matplotlib tensorboard tokenizers lm_eval wandb") + BLOCK
-    done = python("-c", FORKS, str(folder), block + USE, NO_DRIVER, LISTED)
+def results_of(folder: Path, *programs: str) -> list[tuple[str, str]]:
+    """The exit codes and the outputs of programs."""
+    done = python("-c", FORKS, str(folder), *programs)
     assert done.returncode == 0, done.stderr
     return [(code, (folder / str(number)).read_text()) for number, code in enumerate(done.stdout.split())]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> list[tuple[str, str]]:
+    """Of BLOCK and of LISTED."""
+    block = HIDE.format("triton tyro matplotlib tensorboard tokenizers lm_eval wandb") + BLOCK
+    return results_of(tmp_path_factory.mktemp("programs"), block + USE, LISTED)
 
 
 def test_everything_imports_and_a_layer_works_without_triton_and_all_but_the_command_without_tyro(results):
     assert results[0][0] == "0", results[0][1]
 
 
-def test_importing_and_converting_needs_no_libcuda(results):
+@of_turn(1)
+def test_importing_and_converting_needs_no_libcuda(tmp_path):
     """Item 3 of tests/regressions. Fails if the import of any module opens the driver or initialises CUDA."""
-    assert results[1][0] == "0", results[1][1]
+    ((code, output),) = results_of(tmp_path, NO_DRIVER)
+    assert code == "0", output
 
 
 # packages that `import tpformer.layers` may import; besides torch they take half a second, most of it torch.distributed
@@ -121,7 +128,7 @@ SLOW = {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.dis
 
 
 def test_layers_import_little_beside_torch_and_use_it_before_the_rest(results):
-    code, output = results[2]
+    code, output = results[1]
     assert code == "0", output
     names = set(output.splitlines()[-1].split())
     assert "tpformer.layers.block" in names and not names & SLOW

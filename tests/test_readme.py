@@ -24,7 +24,7 @@ from unittest.mock import patch
 import pytest
 from commands import python
 from test_repo import PROSE, ROOT, name
-from turns import TRAIN, TRAINING_PAGES, in_turns
+from turns import TRAIN, TRAINING_PAGES, in_turns, of_turn
 
 from tpformer.config import build_config, read_toml, to_toml
 from tpformer.training.data import build_dataset
@@ -106,7 +106,11 @@ def run_code(page: str, folder: Path) -> None:
             exec(compile(code, f"<{page}>", "exec"), names)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+CODE = [page for page in PAGES if blocks(page, "python")]
+FEW = ("README.md", "docs/drop_in.md")
+
+
+@pytest.mark.parametrize("page", [*FEW, *in_turns(page for page in CODE if page not in FEW)])
 def test_code_runs_on_two_ranks(page, folder, ranks):
     if page == "README.md":
         assert max(block.count("\n") for block in blocks(page, "python")) <= 12, "a snippet is at most 12 lines"
@@ -150,9 +154,8 @@ def shorten(clone: Path) -> None:
     example.write_text(text)
 
 
-@pytest.mark.proof
+@of_turn(0)
 @pytest.mark.alone
-@pytest.mark.rotates(0)
 @pytest.mark.timeout(2400)
 def test_the_front_doors_commands_in_a_fresh_clone(clone):
     """But that the example trains for a few steps, and is counted as it is: test_make_train_learns has the others."""
@@ -168,9 +171,8 @@ def test_the_front_doors_commands_in_a_fresh_clone(clone):
         assert {"tpformer/py.typed", "tpformer/kernels/protocol.py"} <= set(packed.namelist())
 
 
-@pytest.mark.proof
+@of_turn(TRAIN)
 @pytest.mark.alone
-@pytest.mark.rotates(TRAIN)
 @pytest.mark.timeout(2400)
 def test_make_train_learns(clone):
     """All of its steps, in this environment: the front door's proof makes its own."""
@@ -222,7 +224,7 @@ def shorter(name: str) -> None:
         script.main()
 
 
-@pytest.mark.parametrize("name", ["drop_in", "long_context", "own_block"])
+@pytest.mark.parametrize("name", ["drop_in", "own_block"])
 def test_a_script_agrees_with_one_process(ranks, monkeypatch, name):
     monkeypatch.syspath_prepend(SCRIPTS[0].parent)
     ranks(2).run(shorter, name)
@@ -241,8 +243,7 @@ def test_a_scripts_command_runs(command, tmp_path):
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
-@pytest.mark.proof
-@pytest.mark.rotates(5)
+@of_turn(5)
 def test_the_notebook_runs(tmp_path):
     """Its cells are plain Python, so they run as one script; matplotlib draws without a screen."""
     pytest.importorskip("transformers")

@@ -1,11 +1,11 @@
-"""The longest tests take turns, which the commit's hash chooses: some commits run them all, and `TURN=all` does so.
+"""Proofs take turns, which the commit's hash chooses: some commits run them all, and `TURN=all` does so.
 
-Belongs here: how many turns there are, and whose a case is. They are for proofs and files of `make execute` that take
-minutes: what checks the checks, as mutants do, large matrices, whose most telling cases the suite has, and pages.
-test_turns.py compares the number with the Makefile's.
+Belongs here: how many turns there are, and whose a case is. They are for what takes minutes, as files of `make execute`
+and pages do, for what checks the checks, as mutants do, and for the cases of a matrix that reach no code which those in
+the suite do not. test_turns.py compares the number with the Makefile's.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -33,9 +33,13 @@ def in_parts() -> list[Any]:
     return [pytest.param(n, marks=[pytest.mark.proof, pytest.mark.rotates(turn)]) for n, turn in enumerate(OTHERS)]
 
 
-def needs_extras(test: Any) -> Any:
-    """A decorator: a proof of the turn that has installed the extras, each of which it may take for granted."""
-    return pytest.mark.proof(pytest.mark.rotates(EXTRAS)(test))
+def of_turn(turn: int) -> Callable[[Any], Any]:
+    """A decorator: a proof of one turn, with all of its cases."""
+    return lambda test: pytest.mark.proof(pytest.mark.rotates(turn)(test))
+
+
+# a proof of the turn that has installed the extras, each of which it may take for granted
+needs_extras = of_turn(EXTRAS)
 
 
 def in_turns(cases: Iterable[Any], *, first: int = FIRST, proof: bool = True) -> list[Any]:

@@ -15,6 +15,7 @@ import torch
 from live import Live
 from testing import ROUNDING, build_small_split, on_every_rank
 from torch import Tensor, nn
+from turns import of_turn
 
 from bench import bubbles, in_place, pretrain
 from bench.__main__ import BENCHES
@@ -126,6 +127,7 @@ def test_messages_are_counted_and_a_wrong_formula_is_named(forked, monkeypatch, 
     assert said == ["data_parallel: ring on 4 ranks is not as its formula says"]
 
 
+@of_turn(0)
 @pytest.mark.timeout(300)
 def test_strategies_train_and_send_their_share(forked, monkeypatch):
     for name, value in {"QUICK_STEPS": 4, "DEPTHS": (4,), "build_stdlib": build_small_split}.items():

@@ -14,6 +14,7 @@ import torch
 import triton
 from compile_kernels import NO_BARRIER, case, exchange_kernel, good_cases
 from triton.runtime.jit import JITFunction
+from turns import in_turns
 
 from checks.compile import compiler, ptx, ttgir
 from checks.compile.asked import Asked
@@ -86,7 +87,12 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("breakage, capability, fields, rules, text", MUTATIONS)
+FEW = MUTATIONS[::4]
+
+
+@pytest.mark.parametrize(
+    "breakage, capability, fields, rules, text", [*FEW, *in_turns(each for each in MUTATIONS if each not in FEW)]
+)
 def test_a_mutation_is_caught(breakage: str, capability: int, fields: dict[str, Any], rules: set, text: str) -> None:
     row: dict[str, Any] = {**judge(case(breakage, capability, **fields))}
     assert {violation.partition(":")[0] for violation in row["violations"]} == rules

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 from testing import build_small_split
+from turns import of_turn
 
 from checks import observe as bench
 
 
+@of_turn(1)
 def test_a_row_and_the_memory_of_each_window(forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"HIDDEN": 32, "SEQ": 16, "LAYERS": 1, "QUICK_STEPS": 6, "build_stdlib": build_small_split, "POLL": 0.005}
     for name, value in small.items():

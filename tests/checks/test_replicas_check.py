@@ -1,6 +1,7 @@
 """The bench of replicas sees the mistakes that DiLoCo invites, each planted in the ranks of a small layout."""
 
 from contextlib import ExitStack, nullcontext
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -97,9 +98,10 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "planted"), [*((name, False) for name in MISTAKES), *in_turns((name, True) for name in MISTAKES)]
-)
+OTHERS = [*product(MISTAKES, (True,)), ("rounds", False), ("biased", False)]
+
+
+@pytest.mark.parametrize(("name", "planted"), [("streamed", False), *in_turns(OTHERS)])
 def test_mistakes_are_seen_and_nothing_else(ranks, text, name, planted) -> None:
     one, mistakes = MISTAKES[name]
     (whole,) = ranks(1).run(simulated, one, text)

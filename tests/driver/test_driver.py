@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from commands import Commands, python
-from turns import in_turns
+from turns import in_turns, of_turn
 
 from checks.driver.stub import VARIABLE, build, missing
 
@@ -115,6 +115,7 @@ def test_every_launcher(commands, library, capability) -> None:
     assert missing == e4m3 and bool(e4m3) == (capability < 90)
 
 
+@of_turn(0)
 def test_a_call_that_is_replayed_launches_what_triton_would(driven) -> None:
     """To the bit, tensor maps included: over sizes, alignments, missing members, keys, and tensors given twice."""
     variants = driven["variants"]
@@ -125,6 +126,7 @@ def test_a_call_that_is_replayed_launches_what_triton_would(driven) -> None:
     assert driven["kept"] == {"plans": 4, "channel": 4, "maps": 4, "replayed": 1, "before": 7, "alive": 0}
 
 
+@of_turn(0)
 def test_what_is_wrong_is_refused(driven) -> None:
     """And what is right beside it is accepted: the largest grid, the largest shared memory."""
     tried = driven["trials"]
@@ -167,8 +169,7 @@ def test_every_fault_of_a_launcher_is_named() -> None:
     assert but(grid=[100, 1, 1]) == ["100 blocks of matmul_kernel leave SMs without work"]
 
 
-@pytest.mark.proof
-@pytest.mark.rotates(1)
+@of_turn(1)
 @pytest.mark.skipif(missing() is not None, reason=f"needs {missing()}")
 def test_the_hosts_bench_times_every_call() -> None:
     assert "gather by copies, preparation" in python("-m", "bench", "host", "--quick")

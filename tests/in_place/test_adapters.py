@@ -12,7 +12,7 @@ from tiny import batch, tiny
 from torch import nn
 
 from bench.families.training import in_float64
-from tpformer import parallelize
+from tpformer import auto_plan, parallelize
 
 BATCH = batch(6, 0)
 
@@ -91,11 +91,12 @@ REFUSED = {
 
 @on_every_rank(2)
 def test_others_are_refused_before_they_are_made():
+    plan = auto_plan(tiny("llama"), 2)
     for what, config in REFUSED.items():
-        model = parallelize(tiny("llama"), tp_mesh())
+        model = parallelize(tiny("llama"), tp_mesh(), plan)
         with pytest.raises(ValueError, match=re.escape(f"{what} for a model that is tensor-parallel already")):
             parallelize(get_peft_model(model, config))
-    model = parallelize(tiny("llama"), tp_mesh())
+    model = parallelize(tiny("llama"), tp_mesh(), plan)
     model.model.layers[1].mlp.up_proj = nn.Sequential(model.model.layers[1].mlp.up_proj)
     with pytest.raises(ValueError, match="up_proj is a Sequential, put in the place of a tensor-parallel module"):
         model(**BATCH)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
+from turns import of_turn
 
 from tpformer import parallelize
 from tpformer.distributed.dtensor import full_tensor
@@ -72,6 +73,7 @@ def test_parameters_computed_from_parameters():
 OF_WHOLE = ("Adafactor", "Muon", "LBFGS", "SparseAdam")  # not element by element, or of sparse gradients
 
 
+@of_turn(0)
 @on_every_rank(2)
 def test_every_optimizer_of_torch_that_works_by_element():
     whole, model = Model(), cut()

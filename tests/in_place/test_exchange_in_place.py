@@ -20,7 +20,7 @@ from tiny import batch, tiny
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from turns import FIRST, in_turns
+from turns import FIRST, in_turns, of_turn
 
 from bench.families.training import in_float64
 from tpformer import clip_grad_norm_, full_state_dict, load_sharded, parallelize, parameters_on_meta, verify
@@ -152,21 +152,17 @@ def family_on_rank(family: str) -> None:
     assert_same(*both(family, 1, 2, 8), family)
 
 
+@pytest.mark.parametrize(("family", "t", "ep", "seq"), [
+    ("qwen2moe", 2, 4, 8), *in_turns([("mixtral", 1, 2, 8), ("qwen3moe", 1, 4, 8), ("mixtral", 2, 4, 7)], first=0)
+])  # fmt: skip
 @on_every_rank(4)
-def test_four_ranks_share_the_experts() -> None:
-    """In twos, of which each has copies; all four; beside tensor-parallel ranks, whose sequences fit, and do not."""
-    for family, t, ep, seq in (
-        ("mixtral", 1, 2, 8),
-        ("qwen3moe", 1, 4, 8),
-        ("qwen2moe", 2, 4, 8),
-        ("mixtral", 2, 4, 7),
-    ):
-        with pytest.warns(UserWarning, match="cannot be shared equally") if seq % t else nullcontext():
-            assert_same(*both(family, t, ep, seq), f"{family} {t} {ep}")
+def test_four_ranks_share_the_experts(family: str, t: int, ep: int, seq: int) -> None:
+    """All four beside tensor-parallel ranks, whose sequences fit, and do not; in twos, of which each has copies."""
+    with pytest.warns(UserWarning, match="cannot be shared equally") if seq % t else nullcontext():
+        assert_same(*both(family, t, ep, seq))
 
 
-@pytest.mark.proof
-@pytest.mark.rotates(FIRST)
+@of_turn(FIRST)
 @on_every_rank(4)
 def test_mistakes_are_seen() -> None:
     """Each is made on all ranks."""

@@ -14,6 +14,7 @@ from tiny import built, tiny
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from turns import in_turns
 
 import tpformer
 from bench.families.training import in_float64
@@ -51,7 +52,7 @@ def save_and_load(family: str, data_parallel: int, folder: Path, options: dict):
         return *saved, model(IDS).logits.detach(), full_state(model)
 
 
-@pytest.mark.parametrize(("family", "data_parallel"), [("llama", 2), ("mixtral", 1), ("gpt2", 1)])
+@pytest.mark.parametrize(("family", "data_parallel"), [("mixtral", 1), ("gpt2", 1), *in_turns([("llama", 2)], first=1)])
 def test_files_are_those_of_one_process_out_and_in(ranks, tmp_path, family, data_parallel):
     options = {"tie_word_embeddings": True} if family == "llama" else {}
     model = tiny(family, torch.float64, **options)

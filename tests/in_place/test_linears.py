@@ -71,10 +71,9 @@ def on_rank(t, linear, wide, sequence_parallel):
 @pytest.mark.parametrize(
     ("t", "linear", "wide", "sequence_parallel"),
     [
-        (2, conv, 16, False),
-        *in_turns([(2, nn.Linear, 16, True)], first=4),
-        (4, nn.Linear, 14, False),
+        (2, nn.Linear, 16, True),
         (4, conv, 14, True),
+        *in_turns([(4, nn.Linear, 14, False), (2, conv, 16, False)]),
     ],
 )
 def test_same_as_plain_modules(ranks, t, linear, wide, sequence_parallel):
@@ -187,7 +186,9 @@ def in_every_case(block, compute=None):
     return found, counts
 
 
-@pytest.mark.parametrize("kind", ["called", "copied", "compiled", "recomputed", "recomputed from the first"])
+@pytest.mark.parametrize(
+    "kind", ["called", "recomputed", *in_turns(["recomputed from the first", "copied", "compiled"], first=0)]
+)
 @on_every_rank(2)
 def test_columns_that_get_one_tensor_communicate_once_for_all(kind):
     block, tp = Siblings(), TensorParallel(build_mesh("cpu", tensor_parallel=2)["tp"])

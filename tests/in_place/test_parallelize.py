@@ -1,7 +1,6 @@
 """A model made parallel in place computes what it computes in one process, or is refused with the reason."""
 
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from steps import tp_mesh
 from testing import assert_same, on_every_rank
 from tiny import VOCAB, tiny
 from torch import nn
+from turns import in_turns
 
 from bench.families.training import in_float64
 from tpformer import auto_plan, parallelize
@@ -47,15 +47,16 @@ class Scaled(nn.Module):
         return self.down(self.up(x).tanh() * self.scale)
 
 
+@pytest.mark.parametrize("compiled", [False, *in_turns([True], first=2)])
 @on_every_rank(2)
-def test_plain_modules_compiled_or_not():
+def test_plain_modules_compiled_or_not(compiled):
     for make in (encoder, lambda: Scaled().double()):
         model, x = make(), torch.rand(2, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         expected = run(make(), x)
         parallelize(model, tp_mesh(), example=torch.rand(2, 3, 16, dtype=torch.float64))
         with torch.no_grad():  # the encoder's fast path would read the weights of its linears
             assert_same(model(x), expected[""])
-        assert_same([run(model, x), run(torch.compile(model, backend="aot_eager"), x)], [expected] * 2)
+        assert_same(run(torch.compile(model, backend="aot_eager") if compiled else model, x), expected)
 
 
 REASONS = (
@@ -98,11 +99,16 @@ def test_the_plan_of_another_model_is_measured_again():
     assert_same(found, run(tiny("opt", torch.float64), IDS))
 
 
+FEW_HEADS = {"num_attention_heads": 2, "intermediate_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("options", "shape"), [(FEW_HEADS, (1, 1, 2, 1, 2)), *in_turns([({}, (1, 1, 1, 1, 4))], first=2)]
+)
 @on_every_rank(4)
-def test_from_counts():
-    few_heads = partial(tiny, "llama", torch.float64, num_attention_heads=2, intermediate_size=8)
-    many, few = models = parallelize(tiny("llama"), gpus=4), parallelize(few_heads(), gpus=4)
-    assert [model._tpformer.mesh.shape for model in models] == [(1, 1, 1, 1, 4), (1, 1, 2, 1, 2)]
-    weights = [model.model.layers[0].mlp.up_proj.weight for model in models]
-    assert [w.numel() // local_part(w).numel() for w in weights] == [4, 4]
-    assert_same(run(few, IDS), run(few_heads(), IDS))
+def test_from_counts(options, shape):
+    model = parallelize(tiny("llama", torch.float64, **options), gpus=4)
+    assert model._tpformer.mesh.shape == shape
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert weight.numel() // local_part(weight).numel() == 4
+    assert_same(run(model, IDS), run(tiny("llama", torch.float64, **options), IDS))

@@ -14,6 +14,7 @@ import commands as command_processes
 import pytest
 import torch
 from made import greedy
+from turns import in_turns
 
 from tpformer.cli.models import _print_texts
 from tpformer.config import build_config, to_toml
@@ -207,7 +208,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("case", ENDS)
+@pytest.mark.parametrize("case", ["a closed pipe", "heads", *in_turns(["no question", "quit", "no room", "cold"])])
 def test_the_end_of_input_or_output_or_a_refusal_ends_all_ranks(commands, run, case):
     start, text, options, expected, words = ENDS[case]
     code, out, err = commands.call(start, text, "chat", str(run), *options.split()).finish()

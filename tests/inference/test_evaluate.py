@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from made import byte_level, sentencepiece_like
 from testing import assert_same
+from turns import in_turns
 
 from tpformer.config import build_config, to_toml
 from tpformer.inference.settings import open_evaluation_data
@@ -66,7 +67,7 @@ def asked(commands, trained) -> dict:
     return evaluated(commands, trained / "run", "--tasks", str(path))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["tp 2, pp 2", *in_turns(["tp 1", "ZeRO"], first=0)])
 def test_every_layout_finds_the_trainers_validation_and_the_same_answers(commands, trained, asked, layout):
     """Where neither data nor tasks are given, the run's own validation data are used."""
     options = ("--data", str(trained / "code"), str(trained / "prose"), "--tasks", str(trained / "tasks.jsonl"))

@@ -60,7 +60,7 @@ def grouped(transposed: bool = False, kind: str = "mixed") -> gemms.Gemm:
     return gemms.Gemm(make, launch, reference)
 
 
-@gemms.in_interpreter(1, 2, *in_turns([4], first=0))
+@gemms.in_interpreter(2, *in_turns([4, 1], first=0))
 def test_on_processes() -> None:
     gemms.run_on_processes(grouped())
     gemms.run_on_processes(grouped(transposed=True), sizes=gemms.SHAPES[1:3])

@@ -47,7 +47,7 @@ def derivative(activation: str, gated: bool) -> gemms.Gemm:
     return gemms.Gemm(make, launch, reference, exact=False)
 
 
-@gemms.in_interpreter(1, 2, *in_turns([4], first=3))
+@gemms.in_interpreter(2, *in_turns([4, 1], first=3))
 def test_on_processes() -> None:
     gemms.run_on_processes(linear(3, "gelu"))
     gemms.run_on_processes(linear(2), gemms.TMA_TILE, torch.float16, gemms.SHAPES[1:3])

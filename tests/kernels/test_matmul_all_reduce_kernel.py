@@ -30,7 +30,7 @@ def gemm(inputs: int, finished: bool, one_shot: bool | None, transposed: bool = 
     return gemms.sum_of_products(launch, reference, inputs, parts, transposed, rows_of_all=False, same=frozenset(parts))
 
 
-@gemms.in_interpreter(1, 2, *in_turns([4], first=4))
+@gemms.in_interpreter(2, *in_turns([4, 1], first=4))
 def test_on_processes() -> None:
     for one_shot in (True, False):
         gemms.run_on_processes(gemm(1, True, one_shot), sizes=gemms.SHAPES[:3])

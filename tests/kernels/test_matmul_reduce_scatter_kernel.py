@@ -23,7 +23,7 @@ def gemm(inputs: int, parts=(), transposed=False, partial_dtype=None, loads: int
     return gemms.sum_of_products(launch, matmul_reduce_scatter_reference, inputs, parts, transposed, rows_of_all=True)
 
 
-@gemms.in_interpreter(1, 2, *in_turns([4], first=5))
+@gemms.in_interpreter(2, *in_turns([4, 1], first=5))
 def test_on_processes() -> None:
     gemms.run_on_processes(gemm(1, gemms.FINISH))
     gemms.run_on_processes(gemm(3, transposed=True), sizes=gemms.SHAPES[1:3])

@@ -15,6 +15,7 @@ from steps import Results, draw, each_case, gradients, with_keys_in_one
 from test_habits_of_children import ours
 from testing import assert_identical
 from torch import nn
+from turns import in_turns
 
 from tpformer import ops
 from tpformer.layers import LayerNorm, RMSNorm, TensorParallel
@@ -80,7 +81,7 @@ def assert_no_worse(found: Results, oracle: Results, baseline: Results, what: st
         assert error <= bound, f"{what}: {name} is wrong by {error:.3g}, more than {bound:.3g}"
 
 
-@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize("t", [1, *in_turns([2], first=2)])
 def test_a_model_is_no_worse_than_torch(ranks, t):
     for case, by_rank in each_case(ranks, t, on_rank, CASES):
         llama, half, *_, hooked = case

@@ -17,6 +17,7 @@ import torch
 from steps import Results, assert_ranks_have, draw, each_case, gradients, joined, own, step, with_keys_in_one
 from testing import assert_identical, assert_kernel_close, assert_same
 from torch import Tensor, nn
+from turns import in_turns, of_turn
 
 from tpformer import layers, ops
 from tpformer.config import RECOMPUTE
@@ -151,13 +152,13 @@ SEEN = [
 DROPPED = [Case(each, 1, "causal", *case, 0.5) for each, *case in product(TWO, list(SAMPLES)[:3], RECOMPUTE)]
 SLICES_OF_TOKENS = [Case(TWO[1], 0, samples=samples) for samples in ("whole", "documents")]
 # On two ranks each attention and each kind of samples once, on one with each other. On three heads are shared unevenly.
-CASES = {1: [*EVERY, *SEEN], 2: [*EVERY, *SEEN[::5], *DROPPED, *SLICES_OF_TOKENS], 3: [*EVERY[::2], *DROPPED[::5]]}
+CASES = [(1, [*EVERY, *SEEN]), (2, [*EVERY, *SEEN[::5], *DROPPED[::4], *SLICES_OF_TOKENS])]
 
 
-@pytest.mark.parametrize("t", CASES)
-def test_equals_plain_block(ranks, t):
+@pytest.mark.parametrize("t, cases", [*CASES, *in_turns([(2, DROPPED), (3, [*EVERY[::2], *DROPPED[::5]])], first=5)])
+def test_equals_plain_block(ranks, t, cases):
     nbytes = BATCH * SEQ * HIDDEN * 8
-    for case, by_rank in each_case(ranks, t, on_rank, CASES[t]):
+    for case, by_rank in each_case(ranks, t, on_rank, cases):
         real = torch.tensor(SAMPLES[case.samples]) >= 0
         found = [result for result, *_ in by_rank]
         for each in found if case.dim is None else joined(found, case.dim):
@@ -198,7 +199,10 @@ def foreign(mesh, parallel: bool, recompute: str) -> Results:
 KINDS_ALONE = [("attention",), ("mlp",), ("positions",), ("documents",)]
 
 
-@pytest.mark.parametrize("function, cases", [(alone, KINDS_ALONE), (foreign, [*product((True, False), RECOMPUTE)])])
+@pytest.mark.parametrize("function, cases", [
+    (alone, KINDS_ALONE), (foreign, [(True, "none")]),
+    *in_turns([(foreign, [*product((True, False), RECOMPUTE)])], first=2),
+])  # fmt: skip
 def test_a_layer_alone_and_an_attention_of_other_people_on_shards_equal_the_whole(ranks, function, cases):
     wanted = [expected for _, (expected,) in each_case(ranks, 1, function, cases)]
     for t in (2, 3) if function is alone else (2,):
@@ -241,7 +245,7 @@ def with_dropout(mesh, kind: str, dtype: torch.dtype) -> Results:
     return of_seeds(block, dtype, 1, dropout_key=key(block))
 
 
-@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize("t", [2, *in_turns([1], first=1)])
 def test_gradients_are_the_plain_blocks(ranks, t):
     """Without recomputation; test_bits_do_not_depend_on_the_mode says the same of the other modes."""
     for (kind, dtype), found in each_case(ranks, t, with_dropout, product(DROPOUT_KINDS, DTYPES)):
@@ -257,7 +261,7 @@ def in_mode(mesh, kind: str, dtype: torch.dtype, recompute: str) -> Results:
     return step(block, *rows, positions=Positions(BATCH, SEQ), dropout_key=key(block))
 
 
-@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize("t", [2, *in_turns([1], first=2)])
 def test_bits_do_not_depend_on_the_mode(ranks, t):
     assert RECOMPUTE[0] == "none"
     expected: dict = {}
@@ -371,6 +375,7 @@ def test_subclasses_seeds_and_blocks_of_earlier_versions() -> None:
     assert block.keep == Keep("mlp", True)
 
 
+@of_turn(1)
 def test_a_compiled_block_keeps_what_is_said_later() -> None:
     block, (x, _) = make_block("gelu-layernorm"), inputs()
     run, found = torch.compile(block, backend="eager"), []

@@ -14,6 +14,7 @@ from test_moe_layer import BATCH, EXPERTS, HIDDEN, SEQ, by_loop, inputs, make_mo
 from testing import assert_identical, assert_same, on_every_rank
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from turns import in_turns
 
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.distributed.dtensor import full_tensor, is_dtensor
@@ -58,24 +59,24 @@ def own_results(moe: MoE, x: Tensor, dy: Tensor, positions: Positions) -> dict[s
     return {"y": y.detach(), "dx": x.grad, **found}
 
 
+@pytest.mark.parametrize("hooked", [None, *in_turns(["experts", "gate"], first=0)])
 @on_every_rank(2)
-def test_a_layer_is_that_of_one_process() -> None:
+def test_a_layer_is_that_of_one_process(hooked: str | None) -> None:
     rank, (x, dy) = dist.get_rank(), inputs()
     for tensor_parallel in (1, 2):
         tp = exchanging(tensor_parallel)
         for kind in KINDS:
             whole = by_loop(make_moe(kind), x, dy)
             expected = {name: whole[name] for name, _ in make_moe(kind).named_parameters()}
-            for hooked in (None, "experts", "gate"):
-                moe = make_moe(kind, tp, hooked=hooked)
-                shape = (BATCH * SEQ, HIDDEN)
-                rows = [each.reshape(shape).chunk(2)[rank] for each in (x, dy, whole["y"], whole["dx"])]
-                positions = Positions(BATCH if tensor_parallel == 2 else BATCH // 2, SEQ)
-                found = own_results(moe, *rows[:2], positions)
-                assert_same(found, {"y": rows[2], "dx": rows[3], **expected}, f"{tensor_parallel} {kind} {hooked}")
-                loads = moe.gate.load.clone()
-                dist.all_reduce(loads)
-                assert int(loads.sum()) == BATCH * SEQ * moe.gate.policy.k
+            moe = make_moe(kind, tp, hooked=hooked)
+            shape = (BATCH * SEQ, HIDDEN)
+            rows = [each.reshape(shape).chunk(2)[rank] for each in (x, dy, whole["y"], whole["dx"])]
+            positions = Positions(BATCH if tensor_parallel == 2 else BATCH // 2, SEQ)
+            found = own_results(moe, *rows[:2], positions)
+            assert_same(found, {"y": rows[2], "dx": rows[3], **expected}, f"{tensor_parallel} {kind}")
+            loads = moe.gate.load.clone()
+            dist.all_reduce(loads)
+            assert int(loads.sum()) == BATCH * SEQ * moe.gate.policy.k
 
 
 @on_every_rank(4)

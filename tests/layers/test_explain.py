@@ -16,6 +16,7 @@ from steps import Results, gradients, tp_mesh, with_keys_in_one
 from testing import assert_kernel_close, on_every_rank
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from turns import in_turns
 
 from tpformer import ops
 from tpformer.kernels import cost
@@ -76,7 +77,7 @@ def run_and_explain(name: str, sequence_parallel: bool) -> tuple[Results, str]:
     return found, text
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [True, *in_turns([False])])
 def test_explain_names_what_ran_and_the_results_agree(ranks, interpreted, sequence_parallel):
     models = (GPT(GPTConfig(**CONFIG), seed=3, dtype=dtype) for dtype in (torch.float64, torch.float32))
     oracle, baseline = (with_keys_in_one(step(model)[0]) for model in models)
@@ -101,7 +102,7 @@ def explain_experts(name: str, sequence_parallel: bool) -> list[list[str]]:
     return [re.split(" {2,}", line) for line in model.explain(16).splitlines() if line.startswith("layers.1.mlp.")]
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [True, *in_turns([False])])
 def test_experts_have_a_line_for_each_side_and_one_for_their_router(ranks, interpreted, sequence_parallel):
     operations = ["all_gather_matmul", "matmul_reduce_scatter"]
     if not sequence_parallel:

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 import test_moe_layer as moe_layer
 from steps import Results, each_case, gradients, own
 from testing import assert_kernel_close
+from turns import in_turns
 
 from tpformer import ops
 from tpformer.layers import Positions
@@ -84,7 +85,7 @@ def all_three(mesh, *fields) -> list[tuple[Results, list]]:
     return [results(mesh, *way, Case(*fields)) for way in ways]
 
 
-@pytest.mark.parametrize("t", [2, 3, pytest.param(4, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("t", [2, *in_turns([3, 4], first=1)])
 def test_equals_the_sequential_transport(interpreted, t):
     """Without sequence shards nothing is gathered. A queue's weight gradients are of rows that were gathered again."""
     for case, by_rank in each_case(interpreted, t, all_three, CASES[t]):

@@ -14,6 +14,7 @@ from steps import Results, each_case, gradients, tp_mesh
 from testing import assert_same, on_every_rank
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from turns import in_turns
 
 from tpformer.distributed import build_mesh
 from tpformer.layers import TensorParallel
@@ -75,7 +76,7 @@ def on_rank(mesh, habit: str, reduction: str, sequence_parallel: bool) -> Result
     return run(model, partial=["*.a.weight"], reduction=reduction)
 
 
-@pytest.mark.parametrize("t", CASES)
+@pytest.mark.parametrize("t", [2, *in_turns([1], first=2)])
 def test_habits_equal_torch(ranks, t):
     for (habit, reduction, sequence_parallel), by_rank in each_case(ranks, t, on_rank, CASES[t]):
         logits = torch.cat([each["logits"] for each in by_rank], -1)
@@ -186,7 +187,7 @@ def in_orders(tp: int, chosen: slice) -> list[Results]:
 
 
 @pytest.mark.parametrize("tp, chosen", [
-    (1, slice(None)), (2, slice(2)), pytest.param(2, slice(2, None), marks=pytest.mark.proof)
+    (2, slice(2)), *in_turns([(1, slice(None)), (2, slice(2, None))], first=1)
 ])  # fmt: skip
 def test_fsdp_in_every_order_equals_torch(ranks, tp, chosen):
     """On tensor-parallel ranks the suite has the first order alone."""

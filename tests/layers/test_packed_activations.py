@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
+from turns import in_turns
 
 from tpformer import ops
 from tpformer.kernels.pack import reference
@@ -70,13 +71,19 @@ def new_report():
 
 # (options, the units of a layer that are packed, the models)
 WAYS: list[tuple[dict, Callable[[str], float], tuple[str, ...]]] = [
-    ({}, lambda name: 3 * VALUES[name], ("gpt", "llama", "experts")),
-    ({"pack_layers": "0,-1"}, lambda name: 2 * VALUES[name], ("gpt", "experts")),
-    ({"recompute": "mlp"}, lambda name: {"llama": 19.5}.get(name, 18), ("gpt", "llama")),
-    ({"recompute": "full"}, lambda _: 3, ("gpt",)),
+    ({}, lambda name: 3 * VALUES[name], ("llama", "experts")),
+    ({"recompute": "mlp"}, lambda name: {"llama": 19.5}.get(name, 18), ("gpt",)),
     ({"recompute": "full", "recompute_interval": 2}, lambda _: 2, ("llama",)),
-    ({"recompute": "full", "recompute_layers": "1"}, lambda name: 2 * VALUES[name] + 1, ("experts",)),
-    ({"offload_activations": True}, lambda name: 3 * VALUES[name], ("gpt",)),
+    *in_turns(
+        [
+            ({}, lambda name: 3 * VALUES[name], ("gpt",)),
+            ({"pack_layers": "0,-1"}, lambda name: 2 * VALUES[name], ("gpt", "experts")),
+            ({"recompute": "mlp"}, lambda name: 19.5, ("llama",)),
+            ({"recompute": "full"}, lambda _: 3, ("gpt",)),
+            ({"recompute": "full", "recompute_layers": "1"}, lambda name: 2 * VALUES[name] + 1, ("experts",)),
+            ({"offload_activations": True}, lambda name: 3 * VALUES[name], ("gpt",)),
+        ]
+    ),
 ]
 
 
@@ -160,7 +167,10 @@ def test_a_tensor_that_overflows_stays_as_it_is_or_gradients_are_nan_and_the_rep
         assert report().values == 0
 
 
-@pytest.mark.parametrize("inside, reentrant, thread", [*itertools.product([False, True], repeat=3)])
+WRAPS = [*itertools.product([False, True], repeat=3)]
+
+
+@pytest.mark.parametrize("inside, reentrant, thread", [*WRAPS[::7], *in_turns(WRAPS[1:-1])])
 def test_checkpoints_around_and_inside_a_block(inside, reentrant, thread) -> None:
     """They keep their inputs alone, and pack nothing in either run, whatever is allowed when the second one comes.
     thread: as on a GPU, where the backward's thread has no context variables."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from turns import in_turns
 
 from tpformer import layers
 from tpformer.distributed import build_mesh, record_collectives
@@ -156,7 +157,7 @@ def test_whole_tensors_load_into_shards() -> None:
         model.load_state_dict(state | {"norm.weight": torch.ones(23)})
 
 
-@on_every_rank(2, 4)
+@on_every_rank(2, *in_turns([4], first=1))
 def test_fsdp_is_told_its_own_way() -> None:
     tp = dist.get_world_size() // 2
     mesh, state = build_mesh("cpu", tensor_parallel=tp, data_parallel_shard=2), gpt(1).state_dict()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from small_runs import build, run_config
 from testing import assert_identical, assert_same
+from turns import in_turns, of_turn
 
 from tpformer.config import RunConfig
 from tpformer.distributed import record_collectives
@@ -126,7 +127,7 @@ class SlowWorker(ParameterServer):
         return too_stale or list(arrivals.computing) == [self.rank]
 
 
-@pytest.mark.parametrize(("bound", "its_share"), [(2, 4), (16, 1)])
+@pytest.mark.parametrize(("bound", "its_share"), [(2, 4), *in_turns([(16, 1)], first=0)])
 def test_a_slow_worker_delays_the_others_by_the_bound_alone(ranks, bound, its_share):
     """The others' updates go on while it computes, until one more would be too stale. At once it has a third."""
     config = config_of(f"stale_server staleness={bound}", 3)
@@ -171,7 +172,7 @@ class Spoiled(ParameterServer):
         return found
 
 
-@pytest.mark.parametrize(("arrivals", "optimizer"), [("2,1,2,2,0", "sgd"), ("", "adamw")])
+@pytest.mark.parametrize(("arrivals", "optimizer"), [("", "adamw"), *in_turns([("2,1,2,2,0", "sgd")], first=1)])
 def test_late_it_is_its_simulation_in_which_a_gradient_that_is_not_finite_changes_nothing(ranks, arrivals, optimizer):
     """In the order of arrivals, or in any other; there one gradient is no number, which is told."""
     config = config_of(f"stale_server arrivals={arrivals}", 3, optimizer)
@@ -201,6 +202,7 @@ def train_beside_a_dying_worker(server: str) -> None:
     train(config_of(server, 3), 1, Dying)
 
 
+@of_turn(2)
 def test_a_worker_that_dies_is_named(commands, tmp_path):
     heard = lost_ranks.heard(commands, tmp_path, train_beside_a_dying_worker, 3, ("sync_server", "stale_server"))
     for said in heard.values():

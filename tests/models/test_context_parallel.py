@@ -14,6 +14,7 @@ import torch.distributed as dist
 from context import BATCH, GPT2, HIDDEN, MIXTURE, NEWER, SEQ, context, documents, drawn, gradients, loss_of
 from testing import assert_identical, assert_same, on_every_rank
 from torch import Tensor, nn
+from turns import in_turns, of_turn
 
 from tpformer.distributed import all_reduce, build_mesh
 from tpformer.layers import (
@@ -41,7 +42,7 @@ def of_one_process() -> list:
     return [loss_of(config, None, ids, **options) for config, ids, options in RUNS]
 
 
-@on_every_rank(2, 4)
+@on_every_rank(2, *in_turns([4], first=1))
 def test_a_gpt_is_that_of_one_process(of_one_process: list) -> None:
     tp = context()
     for (config, ids, options), expected in zip(RUNS, of_one_process, strict=True):
@@ -111,7 +112,7 @@ def table(**options) -> nn.Module:
     return PositionEmbedding(SEQ, HIDDEN, **options)
 
 
-@on_every_rank(2, 4)
+@on_every_rank(2, *in_turns([4], first=2))
 def test_a_layer_by_itself_is_that_of_one_process() -> None:
     for make in (attention, block, table):
         for ids in (None, documents()):
@@ -195,6 +196,7 @@ def test_what_context_parallel_layers_refuse() -> None:
         TensorParallel(context=3)  # type: ignore[arg-type]
 
 
+@of_turn(0)
 @on_every_rank(2)
 def test_a_compiled_block_is_the_block() -> None:
     """Attention is called as it is between what is compiled."""

@@ -99,7 +99,7 @@ def on_rank(mesh, sequence_parallel: bool, interval: int) -> tuple[Results, int]
     return run(sequence_parallel=sequence_parallel, **of_regions(interval))
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [True, *in_turns([False], first=0)])
 def test_on_two_ranks_one_reduction_of_a_region_is_left_out(ranks, sequence_parallel):
     cases = [(sequence_parallel, interval) for interval in (0, 1, 2, LAYERS)]
     (plain, calls), *others = (found for _, (found, _) in each_case(ranks, 2, on_rank, cases))
@@ -132,13 +132,15 @@ def sharded(mesh, dtype: torch.dtype, options: dict) -> Results:
     return results
 
 
-def test_sharded_layers_of_a_region_keep_the_bits(ranks):
+@pytest.mark.parametrize(("dtype", "ways"), [
+    (torch.float64, [{}, of_regions(SHARDED)]),
+    *in_turns([(torch.float64, [{}, {"recompute": "mlp"}]), (torch.float32, [*map(of_regions, (0, 1, 2))])], first=1),
+])  # fmt: skip
+def test_sharded_layers_of_a_region_keep_the_bits(ranks, dtype, ways):
     """As do those of layers that are recomputed one by one. A second run draws the same dropout."""
-    modes = {torch.float64: [{}, {"recompute": "mlp"}, of_regions(SHARDED)], torch.float32: map(of_regions, (0, 1, 2))}
-    plain: dict = {}
-    cases = [(dtype, options) for dtype, each in modes.items() for options in each]
-    for (dtype, options), found in each_case(ranks, 2, sharded, cases):
-        assert_identical(found, plain.setdefault(dtype, found), f"{dtype} {options}")
+    (_, plain), *others = each_case(ranks, 2, sharded, [(dtype, options) for options in ways])
+    for case, found in others:
+        assert_identical(found, plain, f"{case}")
 
 
 def test_one_input_is_kept_for_each_region():

@@ -15,6 +15,7 @@ from linears import EPS, Column, Row, columns, rows
 from opened import opened
 from shards import check, leaves, make, mine, on_transport
 from testing import assert_identical, on_every_rank
+from turns import in_turns
 
 from tpformer import ops
 from tpformer.distributed import record_collectives
@@ -23,7 +24,7 @@ from tpformer.kernels.norm.reference import norm_forward
 BOTH = [ops.column_linear, ops.row_linear]
 
 
-@pytest.mark.parametrize("t", [1, 2, 3])
+@pytest.mark.parametrize("t", [1, 3, *in_turns([2], first=0)])
 @pytest.mark.parametrize("linear", [columns, rows])
 def test_equals_plain_torch(ranks, linear, t):
     @settings(max_examples=4)

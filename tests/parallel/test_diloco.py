@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from small_runs import MODEL, build, run_config, take_step
 from testing import assert_identical, assert_same, on_every_rank
+from turns import in_turns
 
 from tpformer.config import build_config
 from tpformer.distributed.collectives import record_collectives
@@ -101,25 +102,24 @@ def test_each_tensor_is_in_one_fragment_and_layers_take_turns():
         assert equal == {(step - 1) % 4} | ({None} if (step - 1) % 4 == 0 else set()), step
 
 
+@pytest.mark.parametrize(("send", "parallel"), [
+    ("int8", {"pipeline_parallel": 2}),
+    *in_turns([("whole", {"data_parallel_shard": 2, "zero_stage": 3}), ("bfloat16", {"tensor_parallel": 2})]),
+])  # fmt: skip
 @on_every_rank(4)
-def test_what_a_round_sends():
+def test_what_a_round_sends(send, parallel):
     """The elements of this rank's shards once in a round, whatever shares them, and 8 bytes for each weight."""
-    for send, parallel in (
-        ("whole", {"data_parallel_shard": 2, "zero_stage": 3}),
-        ("bfloat16", {"tensor_parallel": 2}),
-        ("int8", {"pipeline_parallel": 2}),
-    ):
-        model, _ = started(f"diloco every=3 send={send}", **parallel)
-        (fragment,) = model.exchange._fragments
-        sizes = [sum(each.own.numel() for each in bucket) for bucket in fragment.buckets]
-        assert sum(sizes) == sum(local_part(each).numel() for each in model.parameters())
-        with record_collectives() as found:
-            fragment.send(torch.ones((), dtype=torch.float64))()
-        wanted = [8 * size for size in sizes]  # float64
-        if send != "whole":  # a gather's bytes are those of both replicas
-            block, each = ENCODINGS[send].block, ENCODINGS[send].value_bytes
-            wanted = [2 * round(-(-size // block) * block * each) for size in sizes]
-        assert sum(nbytes for _, nbytes in found) == sum(wanted) + 8, send
+    model, _ = started(f"diloco every=3 send={send}", **parallel)
+    (fragment,) = model.exchange._fragments
+    sizes = [sum(each.own.numel() for each in bucket) for bucket in fragment.buckets]
+    assert sum(sizes) == sum(local_part(each).numel() for each in model.parameters())
+    with record_collectives() as found:
+        fragment.send(torch.ones((), dtype=torch.float64))()
+    wanted = [8 * size for size in sizes]  # float64
+    if send != "whole":  # a gather's bytes are those of both replicas
+        block, each = ENCODINGS[send].block, ENCODINGS[send].value_bytes
+        wanted = [2 * round(-(-size // block) * block * each) for size in sizes]
+    assert sum(nbytes for _, nbytes in found) == sum(wanted) + 8
 
 
 @on_every_rank(2)
@@ -220,24 +220,24 @@ def test_replicas_that_begin_differently_are_told():
         take_step(model, optimizers, rows_of(1))
 
 
+@pytest.mark.parametrize(("send", "dtype", "parallel"), [
+    ("bfloat16", "bfloat16", {"tensor_parallel": 2}),
+    *in_turns([("int8", "float32", {"pipeline_parallel": 2, "pipeline_schedule": "1F1B"})], first=0),
+])  # fmt: skip
 @on_every_rank(4)
-def test_copies_have_equal_bits_whatever_is_sent():
+def test_copies_have_equal_bits_whatever_is_sent(send, dtype, parallel):
     """Replicas, tensor-parallel ranks' copies of norms, and both stages' copies of a tied table. In 16 bits float32
     masters meet."""
-    for send, dtype, parallel in (
-        ("int8", "float32", {"pipeline_parallel": 2, "pipeline_schedule": "1F1B"}),
-        ("bfloat16", "bfloat16", {"tensor_parallel": 2}),
-    ):
-        model, optimizers = started(f"diloco every=2 send={send}", dtype=dtype, **parallel)
-        kinds = {each.start.dtype for each in held_by(model.parts, ())}
-        assert kinds == {torch.float32}
-        for step in range(1, 5):
-            take_step(model, optimizers, rows_of(step), first=step * BATCH)
-        found: dict[str, torch.Tensor] = {}
-        for values in everywhere(values_of(model)):
-            for name, value in values.items():
-                assert_identical(value, found.setdefault(name, value), name)
-        assert model.exchange.apart is False
+    model, optimizers = started(f"diloco every=2 send={send}", dtype=dtype, **parallel)
+    kinds = {each.start.dtype for each in held_by(model.parts, ())}
+    assert kinds == {torch.float32}
+    for step in range(1, 5):
+        take_step(model, optimizers, rows_of(step), first=step * BATCH)
+    found: dict[str, torch.Tensor] = {}
+    for values in everywhere(values_of(model)):
+        for name, value in values.items():
+            assert_identical(value, found.setdefault(name, value), name)
+    assert model.exchange.apart is False
 
 
 @on_every_rank(2)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import ROOT
+from turns import in_turns, of_turn
 
 from tpformer.config import RunConfig, build_config, read_toml, to_toml
 from tpformer.planner.bubbles import schedule_order
@@ -47,6 +48,7 @@ def order_of(config: RunConfig):
     return schedule_order(layout.pipeline_schedule, *size)
 
 
+@of_turn(1)
 def test_a_layout_that_does_not_fit_is_told_what_to_change():
     config = plan_config(configuration({"data_parallel_replicate": 2}, {"device": "cuda", "microbatch_size": 2}))
     count = count_rank(config, 0)
@@ -61,6 +63,7 @@ def test_a_layout_that_does_not_fit_is_told_what_to_change():
     assert not dist.is_initialized()
 
 
+@of_turn(0)
 def test_a_report_of_experts_says_what_the_most_loaded_rank_needs():
     """With 2 of 8 experts a rank may get every token twice, beside its share of 2 x 4 / 8."""
     parallel = {"tensor_parallel": 4, "pipeline_parallel": 2}
@@ -89,6 +92,7 @@ def test_the_command_counts_ranks_of_three_places_in_the_pipeline(commands, tmp_
     ]
 
 
+@of_turn(2)
 def test_a_thousand_billion_parameters_on_3072_ranks():
     config = plan_config(build_config(read_toml(ROOT / "examples/gpt_1t.toml")))
     assert default_ranks(config) == [0, 1536, 3024]
@@ -188,7 +192,9 @@ def test_a_rank_of_a_large_mixture_of_experts_is_counted_by_three_microbatches_o
         assert state.nbytes == found
 
 
-@pytest.mark.parametrize(("device", "dtype"), [("cuda", "bfloat16"), ("cuda", "float32"), ("cpu", "bfloat16")])
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("cuda", "bfloat16"), *in_turns([("cuda", "float32"), ("cpu", "bfloat16")], first=1)]
+)
 def test_only_a_gpu_in_16_bits_needs_no_mask_of_a_window(device, dtype):
     """Counted and by formula."""
     models = ({**LLAMA, "n_layers": 1, "sliding_window": window} for window in (7, None))

@@ -9,6 +9,7 @@ import torch
 from small_runs import build, run_config
 from testing import on_every_rank
 from torch.distributed.tensor import Replicate, Shard
+from turns import in_turns
 
 from checks.budgets import Alive
 from tpformer.config import OptimizerSection, build_config, preset_config
@@ -99,7 +100,7 @@ def test_a_dry_run_says_what_a_rank_sends():
     assert len(lines) == 1 and f" in {found.rounds} rounds; this rank sends " in lines[0]
 
 
-@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize("pipeline", in_turns([1, 2], first=1))
 def test_lists_of_collectives_have_its_all_to_alls(pipeline):
     """Over all axes of a stage: what each rank sends, and in the mean what the placement says of any."""
     layout = {"data_parallel_shard": 2, "data_parallel_replicate": 2, "zero_stage": 2, "pipeline_parallel": pipeline}
@@ -156,7 +157,7 @@ WORKED = {  # six layers: on four ranks nine rounds, of which three in a row are
 }
 
 
-@on_every_rank(1, 2, 4)
+@on_every_rank(1, *in_turns([2, 4], first=0))
 def test_a_real_step_takes_the_bytes_of_the_formula():
     """Each storage that a step makes is counted, but for the 4 bytes of its flag. The least of some steps, as gloo's
     threads may keep a message for a moment longer."""

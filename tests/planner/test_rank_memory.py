@@ -30,23 +30,23 @@ CP2, EP2 = {"context_parallel": 2}, {"expert_parallel": 2}
 PACKED, OFFLOADED = {"pack_activations": True}, {"offload_activations": True}
 REGIONS = {"recompute": "full", "recompute_interval": 2}
 FEW = {"microbatches": 2}  # a dry run counts as many; of more, three
-# every part of the sums is in one of these, by itself or beside others
+# most parts of the sums are in one of these, by itself or beside others
 LAYOUTS = [
+    ({**LLAMA, **FOUR}, {**ILV, **ZERO2}),
+    ({**MOE, "n_layers": 3, "seq_length": 1024}, {"recompute": "mlp", "recompute_layers": "::2", **OFFLOADED, **FEW}),
+    (SHARED, {**REGIONS, **FEW, "recompute_layers": "0:2", "balance_loss": 0.01}),
+    (LLAMA, {**CP2, **ZERO3, **FEW, "recompute": "full", "tensor_parallel": 4}),  # twice as many as keys' heads
+    (SHARED, {**EP2, **ZERO1, **TP2, **FEW, "recompute": "mlp", "balance_loss": 0.01}),
+]
+# the rest, and the same parts in other combinations
+OTHERS = [
     ({**GPT, "n_layers": 3}, {**ZERO3, "cpu_offload": True}),
     (GPT, {"data_parallel_replicate": 4, **FEW, "optimizer": {"name": "sgd", "momentum": 0.9}}),
     ({**UNEVEN, **FOUR, "seq_length": 96}, {**ZB, "tensor_parallel": 3}),
     ({**LLAMA, **FOUR}, {"pipeline_parallel": 4, "pipeline_schedule": "GPipe", "recompute": "mlp"}),
-    ({**LLAMA, **FOUR}, {**ILV, **ZERO2}),
-    ({**MOE, "n_layers": 3, "seq_length": 1024}, {"recompute": "mlp", "recompute_layers": "::2", **OFFLOADED, **FEW}),
     (ROUTED, {**TP2, **FEW}),
-    (SHARED, {**REGIONS, **FEW, "recompute_layers": "0:2", "balance_loss": 0.01}),
     ({**SHARED, **FOUR}, {**ZBV, **TP2, **PACKED, "sequence_parallel": False}),
     (GPT, {**TP2, **ZERO1, "data_parallel_replicate": 2, "optimizer": MUON}),
-    (LLAMA, {**CP2, **ZERO3, **FEW, "recompute": "full", "tensor_parallel": 4}),  # twice as many as keys' heads
-    (SHARED, {**EP2, **ZERO1, **TP2, **FEW, "recompute": "mlp", "balance_loss": 0.01}),
-]
-# the same parts in other combinations
-OTHERS = [
     ({**GPT, "position": "rope"}, {**TP2, **ZERO2, "dtype": "float16"}),
     ({**SHARED, "n_layers": 2}, {**TP2, **FEW, "data_parallel_replicate": 2, "dtype": "float32"}),
     ({**SHARED, "n_layers": 2, "seq_length": 1024}, {**TP2, **PACKED, **OFFLOADED, **FEW, "recompute": "full"}),

@@ -9,6 +9,7 @@ import small_runs
 import torch
 from small_runs import build, built, take_step, taken_gradients
 from testing import assert_kernel_close, assert_same, on_every_rank
+from turns import in_turns
 
 from tpformer.config import RunConfig
 from tpformer.distributed.dtensor import full_tensor
@@ -100,7 +101,10 @@ def alone(ranks) -> dict[tuple, dict]:
     return {case: ranks(1).run(trained, {}, *case)[0] for case in cases}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module",
+    params=["tp2-pp2-recomputed", "pp2-zbv", *in_turns(["tp2-no-sp-recomputed", "tp2-zero3"], first=1)],
+)
 def run(ranks, alone, request) -> tuple[dict[str, Any], list[dict], dict]:
     """A layout, what its ranks find, and what one process finds."""
     parallel, n_layers = LAYOUTS[request.param], 4 if request.param == "pp2-zbv" else 2

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from commands import main
 from tiny_runs import rows, write_run
+from turns import in_turns
 
 from tpformer.processes.launch import STOPPED_EXIT_CODE
 from tpformer.training.checkpoint import steps
@@ -70,7 +71,9 @@ def another_interface() -> str | None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
-@pytest.mark.parametrize(("layout", "number"), [(PIPELINE, signal.SIGTERM), ({}, signal.SIGINT)], ids=["two", "one"])
+@pytest.mark.parametrize(
+    ("layout", "number"), [(PIPELINE, signal.SIGTERM), *in_turns([({}, signal.SIGINT)], first=2)], ids=["two", "one"]
+)
 def test_a_run_has_no_socket_outside_loopback_and_a_stop_is_no_failure(commands, tmp_path, write, layout, number):
     """R13, at any time of a run: it is looked at all the time. R19: a stopped run writes a checkpoint, has an exit code
     of its own, and is not started again."""
@@ -125,7 +128,7 @@ def in_terminal(path: str, *arguments: str) -> None:
     main(*arguments)
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2])
+@pytest.mark.parametrize("n_ranks", [2, *in_turns([1], first=1)])
 def test_a_run_whose_terminal_closes_writes_a_checkpoint(commands, tmp_path, write, n_ranks):
     """R19: the kernel sends SIGHUP, and each line that is printed after that fails."""
     ours, theirs = pty.openpty()
@@ -175,7 +178,7 @@ def printing_to(where: str, *arguments: str) -> None:
     main(*arguments)
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2])
+@pytest.mark.parametrize("n_ranks", [1, *in_turns([2], first=0)])
 def test_what_a_run_prints_is_not_worth_its_steps(commands, tmp_path, write, n_ranks):
     """On a full disk it trains to its end; without a reader it stops, after a checkpoint."""
     toml, run = write(parallel={"tensor_parallel": n_ranks}, train={"steps": 2}, data={"valid": []}), tmp_path / "run"

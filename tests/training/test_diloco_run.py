@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from testing import assert_identical
 from tiny_runs import rows, sigterm_in, values_with
-from turns import in_turns
+from turns import in_turns, of_turn
 
 from tpformer.config import build_config
 from tpformer.distributed.dtensor import full_tensor
@@ -51,8 +51,8 @@ def train(values: dict, stop: int = 0, resume: bool = False) -> tuple[list[str],
 
 @pytest.mark.parametrize(("parallel", "stops"), [
     (ROUNDS, (3, 5)),  # as a round ends, and within one
-    (STREAMED, (3, 4)),  # without a fragment on its way, and with one
     *in_turns([
+        (STREAMED, (3, 4)),  # without a fragment on its way, and with one
         ({**ROUNDS, "data_parallel_shard": 2, "zero_stage": 3}, (4,)),
         ({**STREAMED, "tensor_parallel": 2}, (4,)),
         ({**STREAMED, "pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble"}, (4,)),
@@ -142,21 +142,21 @@ def of_two(ranks, tiny_values_in, tmp_path_factory):
     return values
 
 
-def test_other_numbers_of_replicas_go_on(ranks, of_two, tmp_path):
+@pytest.mark.parametrize(("parallel", "words"), [
+    ({"exchange": "library"}, "all ranks take that of replica 0"),
+    *in_turns([({"data_parallel_replicate": 4}, "replica r of 4 takes that of r modulo 2")], first=0),
+])  # fmt: skip
+def test_other_numbers_of_replicas_go_on(ranks, of_two, tmp_path, parallel, words):
     """The common model goes on; replica r takes the moments of r modulo the replicas that were, and says so."""
     ran = {"changes": ["parallel.exchange", "parallel.data_parallel_replicate"]}
-    for name, parallel, n, words in (
-        ("four", {**ROUNDS, "data_parallel_replicate": 4}, 4, "replica r of 4 takes that of r modulo 2"),
-        ("two", {**ROUNDS, "exchange": "library"}, 2, "all ranks take that of replica 0"),
-    ):
-        copied = shutil.copytree(of_two["run"]["dir"], tmp_path / name)
-        again = values_with(of_two, parallel=parallel, run={"dir": str(copied), **ran}, train={"steps": 6})
-        found = ranks(n).run(train, again, 0, True)
-        assert any(words in line for line in found[0][0]), found[0][0]
-        for _, other in found[1:]:
-            for key, value in found[0][1].items():
-                if " " not in key and not key.startswith("targets"):
-                    assert_identical(other[key], value, key)
+    copied, parallel = shutil.copytree(of_two["run"]["dir"], tmp_path / "run"), ROUNDS | parallel
+    again = values_with(of_two, parallel=parallel, run={"dir": str(copied), **ran}, train={"steps": 6})
+    found = ranks(parallel["data_parallel_replicate"]).run(train, again, 0, True)
+    assert any(words in line for line in found[0][0]), found[0][0]
+    for _, other in found[1:]:
+        for key, value in found[0][1].items():
+            if " " not in key and not key.startswith("targets"):
+                assert_identical(other[key], value, key)
 
 
 def refused(values: dict, words: str) -> None:
@@ -165,6 +165,7 @@ def refused(values: dict, words: str) -> None:
         train(values, 0, True)
 
 
+@of_turn(1)
 def test_a_replica_goes_on_in_another_layout(ranks, of_two, tmp_path):
     """Without run.changes, because losses do not depend on it; nor do they on when replicas agree to stop."""
     directory = shutil.copytree(of_two["run"]["dir"], tmp_path / "run")
@@ -177,6 +178,7 @@ def test_a_replica_goes_on_in_another_layout(ranks, of_two, tmp_path):
     ranks(2).run(refused, alone, "parallel.data_parallel_replicate.*run.changes")
 
 
+@of_turn(2)
 def test_replicas_begin_from_a_run_without_them(ranks, tiny_values):
     """And the moments of that run are each one's own from then on."""
     values = values_with(tiny_values, parallel={"data_parallel_replicate": 2}, model=MODEL, train={"steps": 4})
@@ -188,6 +190,7 @@ def test_replicas_begin_from_a_run_without_them(ranks, tiny_values):
     assert_identical(one["embed_tokens.weight"], other["embed_tokens.weight"])
 
 
+@of_turn(0)
 def test_a_fragment_on_its_way_is_not_lost_to_other_rounds(ranks, tiny_values):
     values = values_with(tiny_values, parallel=STREAMED, model=MODEL, train={"steps": 8}, checkpoint={"interval": 0})
     ranks(2).run(train, values, 4)

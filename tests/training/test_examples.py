@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tiny_runs import losses, write_run
+from turns import of_turn
 
 from tpformer.config import RunConfig, build_config, check_config, read_toml
 from tpformer.training.resolve import with_vocab_size
@@ -120,8 +121,7 @@ def test_the_slurm_script_starts_torchrun(tmp_path):
     assert result.returncode == 2 and "usage: sbatch" in result.stderr
 
 
-@pytest.mark.proof
-@pytest.mark.rotates(1)
+@of_turn(1)
 def test_the_slurm_script_trains_and_continues(tmp_path, tiny_values):
     """SLURM is stubbed and torchrun is not. A node of two ranks is submitted, and once more with more steps."""
     toml = write_run(tmp_path, tiny_values, parallel={"tensor_parallel": 2})

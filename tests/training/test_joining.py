@@ -46,7 +46,6 @@ def join(commands, tmp_path, tiny_values):
 
 @pytest.mark.parametrize(("first", "second", "said"), [
     ([], ["--optimizer.lr", "0.25"], "rank 1 has optimizer.lr = 0.25 where rank 0 has "),
-    ([], ["--log.norm-interval", "1"], "rank 1 has log.norm_interval = 1 where rank 0 has 0"),
     (["--data.tokenizer", "{one}"], ["--data.tokenizer", "{two}"], "rank 1 has data.tokenizer = "),
     ([], ["verify"], "rank 1 has command = 'verify' where rank 0 has 'pretrain'"),
     ([], ["--run.dir", "{other}"], "rank 1 does not see what rank 0 has just written"),

@@ -8,6 +8,7 @@ import torch
 from small_runs import MODEL, build, everything, run_config
 from testing import assert_identical, on_every_rank
 from torch.distributed.fsdp import FSDPModule
+from turns import in_turns
 
 from tpformer.config import RunConfig
 from tpformer.planner.states import GRADIENTS, rank_moments
@@ -36,7 +37,11 @@ RECOMPUTED = {"recompute": "full", "pack_activations": True}
 
 @pytest.mark.parametrize(
     "parallel, dtype, size",
-    [({}, "float16", 2), ({}, "float16", 4), ({"tensor_parallel": 2}, "bfloat16", 2), (RECOMPUTED, "bfloat16", 4)],
+    [
+        ({}, "float16", 2),
+        (RECOMPUTED, "bfloat16", 4),
+        *in_turns([({}, "float16", 4), ({"tensor_parallel": 2}, "bfloat16", 2)], first=1),
+    ],
 )
 def test_steps_are_those_of_fsdp2(ranks, parallel, dtype, size):
     """With two microbatches of 2, whose gradients add up, and with one of 4, whose gradients stay in 16 bits."""

@@ -81,7 +81,7 @@ def run_steps(name: str, packs: bool) -> tuple:
     return numbers, [local_part(p.detach()).clone() for p in parts.parameters()], repeats, loads
 
 
-IN_SUITE = ("zbv", "experts", "experts without a token")
+IN_SUITE = ("experts", "experts without a token")
 
 
 @pytest.mark.parametrize("name", [*IN_SUITE, *in_turns(name for name in LAYOUTS if name not in IN_SUITE)])

@@ -13,6 +13,7 @@ from commands import main
 from testing import on_every_rank
 from tiny_runs import flip, losses, write_run
 from torch.distributed import TCPStore
+from turns import in_turns
 
 from tpformer.config import build_config, read_toml
 from tpformer.processes.watchdog import Watchdog
@@ -72,7 +73,7 @@ def test_what_a_run_says_when_it_is_started_again(done, refused, tmp_path, tiny_
 
 @pytest.mark.parametrize(("own", "shared"), [
     ("RANK LOCAL_RANK", {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}),
-    ("SLURM_PROCID SLURM_LOCALID", {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_STEP_ID": "0"}),
+    *in_turns([("SLURM_PROCID SLURM_LOCALID", {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_STEP_ID": "0"})]),
 ])  # fmt: skip
 def test_ranks_of_another_launcher_join_instead_of_starting_ranks(commands, tmp_path, tiny_values, own, shared):
     """Ranks get torchrun's environment, or srun's; tests/test_readme.py runs torchrun itself."""

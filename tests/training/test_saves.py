@@ -15,6 +15,7 @@ import torch.distributed as dist
 from testing import on_every_rank
 from tiny_runs import rows, sigterm_in, values_with, write_run
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from turns import in_turns, of_turn
 
 from tpformer.config import build_config
 from tpformer.parallel import local_part
@@ -69,17 +70,17 @@ def spoiled(values: dict, at: int, where: str):
         return train(values_with(values, run={"dir": f"{values['run']['dir']}-{where}"}))
 
 
-def test_r1_a_weight_that_is_no_number_is_never_saved_and_prunes_nothing(ranks, tiny_values):
+@pytest.mark.parametrize(("where", "skipped"), [("behind", 2), *in_turns([("before", 3)], first=0)])
+def test_r1_a_weight_that_is_no_number_is_never_saved_and_prunes_nothing(ranks, tiny_values, where, skipped):
     values = values_with(tiny_values, checkpoint={"interval": 1, "keep": 2}, **ON_TWO)
-    for where, skipped in (("before", 3), ("behind", 2)):
-        directory = Path(f"{values['run']['dir']}-{where}")
-        (notices, error), (_, other) = ranks(2).run(spoiled, values, 4, where, timeout=60)
-        assert error == other and error.startswith("FloatingPointError: the run ends at step 6"), (notices, error)
-        assert f" with {skipped} skipped steps in a row" in error and "--run.resume True" in error
-        assert names(directory) == ["step-2", "step-3"]
-        assert sum("the checkpoint waits" in line for line in notices) == 1, notices
-        refused = "checkpoint of step 4 is not saved: embed_tokens.weight is not finite"
-        assert sum(refused in line for line in notices) == (where == "behind"), notices
+    directory = Path(f"{values['run']['dir']}-{where}")
+    (notices, error), (_, other) = ranks(2).run(spoiled, values, 4, where, timeout=60)
+    assert error == other and error.startswith("FloatingPointError: the run ends at step 6"), (notices, error)
+    assert f" with {skipped} skipped steps in a row" in error and "--run.resume True" in error
+    assert names(directory) == ["step-2", "step-3"]
+    assert sum("the checkpoint waits" in line for line in notices) == 1, notices
+    refused = "checkpoint of step 4 is not saved: embed_tokens.weight is not finite"
+    assert sum(refused in line for line in notices) == (where == "behind"), notices
     # the advice holds: the run continues as one that nothing happened to
     again = values_with(values, run={"dir": str(directory)})
     assert [error for _, error in ranks(2).run(train, again, True)] == ["", ""]
@@ -112,7 +113,9 @@ def train_on_a_full_disk(values: dict, failing: list[int]):
 
 
 # after three failures the interval decides; the last one is tried once more
-@pytest.mark.parametrize(("failing", "kept", "planned"), [([1, 3], [8, 12], [8]), ([1, 2, 3], [12], [8, 11, 12])])
+@pytest.mark.parametrize(
+    ("failing", "kept", "planned"), [([1, 3], [8, 12], [8]), *in_turns([([1, 2, 3], [12], [8, 11, 12])], first=1)]
+)
 def test_r2_r10_a_failed_save_is_reported_tried_again_and_leaves_nothing(ranks, tiny_values, failing, kept, planned):
     """Ranks learn of a failure when they read the step after it, that is when one more step is queued."""
     values = values_with(tiny_values, train={"steps": 12}, checkpoint={"interval": 6}, **ON_TWO)
@@ -232,6 +235,7 @@ def test_r8_a_validation_on_the_step_of_a_stop_is_done_when_the_run_resumes(rank
     assert rows(values["run"]["dir"]) == rows(whole["run"]["dir"]), "a finished run validates no second time"
 
 
+@of_turn(2)
 def test_a_stop_while_steps_are_skipped_waits_until_one_is_not_and_too_many_end_the_run(ranks, tiny_values):
     """R1: no checkpoint is written of a streak, and a stop needs one. Rows count the skipped steps."""
     values = values_with(tiny_values, **ON_TWO)

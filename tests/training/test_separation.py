@@ -10,6 +10,7 @@ import torch
 from small_runs import build, run_config, take_step, taken_gradients
 from testing import assert_identical, assert_same, on_every_rank
 from tiny_runs import flip, rows, values_with, write_run
+from turns import of_turn
 
 from tpformer import ops
 from tpformer.config import Layout, RunConfig, build_config, check_config, to_toml
@@ -134,6 +135,7 @@ def values(tiny_values, short) -> dict:
     return values_with(tiny_values, data=data, train=train, model={"dropout": 0.1}, log={"interval": 2})
 
 
+@of_turn(0)
 def test_a_run_logs_the_balance_and_goes_on_with_the_same_bits(done, tmp_path, values):
     """The command: with context parallelism, with replicas, and again from a checkpoint. Validation separates, too."""
     toml, directory = write_run(tmp_path, values, parallel={"context_parallel": 2}), tmp_path / "run"

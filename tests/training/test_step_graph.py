@@ -10,6 +10,7 @@ from graphs import recorded
 from kept import kept
 from tiny_runs import rows, values_with
 from torch import Tensor
+from turns import in_turns, of_turn
 
 from tpformer.config import OptimizerSection, build_config, check_config
 from tpformer.models import GPT, GPTConfig
@@ -72,8 +73,9 @@ def assert_same_run(take, steps=5, **options) -> None:
 
 
 @pytest.mark.parametrize("options", [
-    {"optimizer": "muon", "dtype": torch.bfloat16},
-    {"optimizer": "sgd", "recompute": "mlp"}, {"config": LLAMA, "dtype": torch.bfloat16, "recompute": "full"},
+    {"optimizer": "muon", "dtype": torch.bfloat16}, *in_turns([
+        {"optimizer": "sgd", "recompute": "mlp"}, {"config": LLAMA, "dtype": torch.bfloat16, "recompute": "full"}
+    ], first=1),
 ], ids=["muon", "sgd", "llama"])  # fmt: skip
 def test_a_replayed_step_is_the_step(options):
     """AdamW in float32, and a step of one microbatch, are in the tests below."""
@@ -137,7 +139,7 @@ def test_a_recording_refuses_what_a_capture_refuses(reading):
         run.take(3)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [True, *in_turns([False], first=0)])
 def test_a_capture_that_fails_leaves_the_run_as_it_was(strict):
     plain, run = Run(False), Run(True)
     refusal = RuntimeError("operation not permitted when stream is capturing\nmore")
@@ -173,6 +175,7 @@ def trained(values: dict, captures: bool) -> tuple[list[str], list[Tensor]]:
     ]
 
 
+@of_turn(0)
 def test_a_run_of_graphs_is_the_run(ranks, tiny_values):
     (found, parameters), (plain, expected) = (ranks(1).run(trained, tiny_values, each)[0] for each in (True, False))
     assert found == plain and len(found) >= 9

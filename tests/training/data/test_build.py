@@ -15,7 +15,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from turns import needs_extras
+from turns import needs_extras, of_turn
 
 from tpformer.cli.data import build_data_command
 from tpformer.training.data import IndexedDataset, build, build_dataset, build_split, build_stdlib, corpus, read_sidecar
@@ -109,6 +109,7 @@ def test_what_a_file_holds_decides_and_its_name_only_where_that_is_no_text(tmp_p
         build_dataset([tmp_path / "pipe"], tmp_path / "b", "bytes")
 
 
+@of_turn(2)
 def test_memory_is_less_than_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(range(32, 127)) * (1 << 18))
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "a document of a few words"}\n' * (1 << 14))
