@@ -50,9 +50,9 @@ def train(values: dict, stop: int = 0, resume: bool = False) -> tuple[list[str],
 
 
 @pytest.mark.parametrize(("parallel", "stops"), [
-    (ROUNDS, (3, 5)),  # as a round ends, and within one
+    (STREAMED, (3, 4)),  # without a fragment on its way, and with one
     *in_turns([
-        (STREAMED, (3, 4)),  # without a fragment on its way, and with one
+        (ROUNDS, (3, 5)),  # as a round ends, and within one
         ({**ROUNDS, "data_parallel_shard": 2, "zero_stage": 3}, (4,)),
         ({**STREAMED, "tensor_parallel": 2}, (4,)),
         ({**STREAMED, "pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble"}, (4,)),
