@@ -152,7 +152,7 @@ def test_a_mutation_reaches_callers_and_is_undone() -> None:
     assert protocol.publish.src == source and scatter.cache_key != other
 
 
-@pytest.mark.parametrize("name", [*VARIANTS, f"{SCATTER} float32"])
+@pytest.mark.parametrize("name", in_turns([*VARIANTS, f"{SCATTER} float32"], first=5))
 def test_the_kernels_as_they_are_pass(name: str) -> None:
     """After all mutations."""
     assert broken_rules(name) == set()

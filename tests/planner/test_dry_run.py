@@ -164,7 +164,7 @@ def test_memory_of_a_large_mixture_of_experts_that_exchanges_tokens(layout):
     assert round(memory.peak.saved / 1e9, 2) == saved and (memory.total < 80e9) == fits
 
 
-@pytest.mark.proof
+@of_turn(5)
 def test_a_large_mixture_of_experts_is_counted_as_its_formulas_say():
     """The first stage of a model like DeepSeek-V3 on 1,024 ranks, of which 64 exchange tokens."""
     config = plan_config(build_config(read_toml(ROOT / "examples/deepseek_v3_like.toml")))
@@ -177,7 +177,7 @@ def test_a_large_mixture_of_experts_is_counted_as_its_formulas_say():
     assert {call.axis for call in count.collectives} == {"pp", "dp_shard", "tp", "eshard", "ep"}
 
 
-@pytest.mark.proof
+@of_turn(1)
 def test_a_rank_of_a_large_mixture_of_experts_is_counted_by_three_microbatches_of_its_layers():
     parallel = {"tensor_parallel": 8, "pipeline_parallel": 4, "data_parallel_shard": 4, "recompute": "full"}
     model = {"preset": "qwen3-235b-a22b", "seq_length": 4096}

@@ -179,8 +179,7 @@ def test_stages_of_one_rank_have_mixes_of_their_own(schedule):
     assert differ or schedule != "Interleaved1F1B", "no stage wants another mix than the other one"
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("preset, parallel", LARGE)
+@pytest.mark.parametrize("preset, parallel", in_turns(LARGE, first=5))
 def test_large_models_have_the_fastest_mix(preset, parallel):
     """Of 32 and 80 layers all mixes are too many to look at; that none is faster is proven by prices."""
     config = of_preset(preset, **parallel)

@@ -9,7 +9,7 @@ from functools import partial
 from unittest import mock
 
 import pytest
-from turns import in_turns
+from turns import in_turns, of_turn
 
 from tpformer.cli import plan
 from tpformer.cli.plan import Plan, _question, plan_command, swept
@@ -185,7 +185,7 @@ def test_slower_parts_and_larger_batches_change_the_answer():
         swept(asked, "heads", "1")
 
 
-@pytest.mark.proof
+@of_turn(2)
 def test_published_layouts_are_near_the_best_of_their_time():
     """With full recomputation, no sequence parallelism, ZeRO 0, 1F1B and interleaving, as in 2021.
 

@@ -9,6 +9,7 @@ import pytest
 from commands import python
 from testing import assert_same
 from tiny_runs import losses, write_run
+from turns import in_turns, of_turn
 
 from harness.nodes import Node, obstacle, start_ranks, two_nodes
 
@@ -35,8 +36,7 @@ def train(nodes: list[Node], run: str, ranks: int) -> None:
         assert process.returncode == 0, output
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=["cp", "cp and tp"])
+@pytest.mark.parametrize("parallel", in_turns(LAYOUTS, first=5), ids=["cp", "cp and tp"])
 def test_ranks_of_two_nodes_share_samples(commands, nodes, tmp_path, tiny_values, parallel) -> None:
     """With tensor parallelism each node has the two ranks of a group, which share memory; keys cross the network."""
     data = {"data": {"train": tiny_values["data"]["train"]}}
@@ -55,7 +55,7 @@ def test_ranks_of_two_nodes_share_samples(commands, nodes, tmp_path, tiny_values
     assert_same(two, one)
 
 
-@pytest.mark.proof
+@of_turn(2)
 def test_replicas_on_two_sites_send_what_the_formula_says(tmp_path) -> None:
     """Bytes by the kernel's count: those of a round's parameters, and of headers and notes what every step sends."""
     if reason := obstacle("any"):

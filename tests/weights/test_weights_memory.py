@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from commands import Commands
 from growth import growth
+from turns import of_turn
 
 from tpformer.models import GPT
 from tpformer.training.export import export
@@ -34,7 +34,7 @@ def measure(folder: str) -> None:
     print(json.dumps(grown))
 
 
-@pytest.mark.proof
+@of_turn(5)
 def test_one_tensor_at_a_time(commands: Commands, tmp_path):
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "config.json").write_text(json.dumps(VALUES))
