@@ -32,6 +32,7 @@ REGIONS = {"recompute": "full", "recompute_interval": 2}
 FEW = {"microbatches": 2}  # a dry run counts as many; of more, three
 # most parts of the sums are in one of these, by itself or beside others
 LAYOUTS = [
+    ({**UNEVEN, **FOUR, "seq_length": 96}, {**ZB, "tensor_parallel": 3}),
     ({**LLAMA, **FOUR}, {**ILV, **ZERO2}),
     ({**MOE, "n_layers": 3, "seq_length": 1024}, {"recompute": "mlp", "recompute_layers": "::2", **OFFLOADED, **FEW}),
     (SHARED, {**REGIONS, **FEW, "recompute_layers": "0:2", "balance_loss": 0.01}),
@@ -42,7 +43,6 @@ LAYOUTS = [
 OTHERS = [
     ({**GPT, "n_layers": 3}, {**ZERO3, "cpu_offload": True}),
     (GPT, {"data_parallel_replicate": 4, **FEW, "optimizer": {"name": "sgd", "momentum": 0.9}}),
-    ({**UNEVEN, **FOUR, "seq_length": 96}, {**ZB, "tensor_parallel": 3}),
     ({**LLAMA, **FOUR}, {"pipeline_parallel": 4, "pipeline_schedule": "GPipe", "recompute": "mlp"}),
     (ROUTED, {**TP2, **FEW}),
     ({**SHARED, **FOUR}, {**ZBV, **TP2, **PACKED, "sequence_parallel": False}),
