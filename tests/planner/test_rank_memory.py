@@ -36,6 +36,7 @@ LAYOUTS = [
     ({**LLAMA, **FOUR}, {**ILV, **ZERO2}),
     ({**MOE, "n_layers": 3, "seq_length": 1024}, {"recompute": "mlp", "recompute_layers": "::2", **OFFLOADED, **FEW}),
     (SHARED, {**REGIONS, **FEW, "recompute_layers": "0:2", "balance_loss": 0.01}),
+    (GPT, {**TP2, **ZERO1, "data_parallel_replicate": 2, "optimizer": MUON}),
     (LLAMA, {**CP2, **ZERO3, **FEW, "recompute": "full", "tensor_parallel": 4}),  # twice as many as keys' heads
     (SHARED, {**EP2, **ZERO1, **TP2, **FEW, "recompute": "mlp", "balance_loss": 0.01}),
 ]
@@ -46,7 +47,6 @@ OTHERS = [
     ({**LLAMA, **FOUR}, {"pipeline_parallel": 4, "pipeline_schedule": "GPipe", "recompute": "mlp"}),
     (ROUTED, {**TP2, **FEW}),
     ({**SHARED, **FOUR}, {**ZBV, **TP2, **PACKED, "sequence_parallel": False}),
-    (GPT, {**TP2, **ZERO1, "data_parallel_replicate": 2, "optimizer": MUON}),
     ({**GPT, "position": "rope"}, {**TP2, **ZERO2, "dtype": "float16"}),
     ({**SHARED, "n_layers": 2}, {**TP2, **FEW, "data_parallel_replicate": 2, "dtype": "float32"}),
     ({**SHARED, "n_layers": 2, "seq_length": 1024}, {**TP2, **PACKED, **OFFLOADED, **FEW, "recompute": "full"}),
