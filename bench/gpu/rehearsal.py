@@ -10,11 +10,8 @@ Belongs here: which sizes shrink, and which questions are not asked.
 
 import dataclasses
 import sys
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
-
-from torch import nn
 
 from harness import accuracy, timing
 from tpformer import config
@@ -24,8 +21,7 @@ from tpformer.models import GPTConfig
 SHARE = 8  # by which models are narrower
 NARROWED = ("hidden_size", "head_dim", "ffn_hidden_size", "vocab_size", "expert_ffn_size", "shared_expert_size")
 ONCE = timing.Effort(1, 1)
-# what is timed beside our kernels, and compiles none of them
-RIVALS = ("copy", "grouped_mm", "loop", "torch", "PyTorch")
+COMPILED = "torch.compile"  # which compiles for minutes, and none of our kernels
 
 
 def narrow(name: str, **overrides: Any) -> GPTConfig:
@@ -40,31 +36,13 @@ def nothing(*arguments: object, **options: object) -> None:
 
 
 def called(calls: Mapping[str, timing.Call], effort: timing.Effort) -> timing.Seconds:
-    """A stand-in for measure: it calls what is ours, and says that everything takes a millisecond."""
+    """A stand-in for measure: it calls each once, and says that everything takes a millisecond."""
     for name, call in calls.items():
-        if not name.startswith(RIVALS):
+        if not name.startswith(COMPILED):
             if call.prepare is not None:
                 call.prepare()
             call.run()
     return {name: [1e-3] * effort.rounds for name in calls}
-
-
-def ours_alone() -> None:
-    """Layers have no random weights, and none of plain PyTorch is made or called: in float64 it takes more memory than
-    a machine like this has."""
-    from tpformer.layers import module
-
-    from .. import layer
-
-    module._fill_rows = nothing  # type: ignore[assignment]
-
-    step = layer.step
-
-    def of_ours(block: nn.Module | None, *others: Any) -> Mapping[str, Any]:
-        return step(block, *others) if block is not None else defaultdict(nothing)
-
-    layer.plain_block = nothing  # type: ignore[assignment]
-    layer.step = of_ours  # type: ignore[assignment]
 
 
 def shrink() -> None:
@@ -93,15 +71,11 @@ def main(arguments: list[str]) -> int:
     benches.require_right = benches.require_same = nothing
     from harness.runner import main as bench
 
-    from ..__main__ import BENCHES, KERNELS
-    from ..gates import gates
+    from ..__main__ import BENCHES
 
-    if not wide:
-        return bench(arguments, BENCHES)
-    ours_alone()
-    # gates of memory-bound kernels make the calls of their benches, and take long here
-    listed = [gates([each for each in KERNELS if each not in benches.BENCHES]), *BENCHES]
-    return bench(arguments[1:], [dataclasses.replace(each, check=None) for each in listed])
+    if wide:
+        return bench(arguments[1:], [dataclasses.replace(each, check=None) for each in BENCHES])
+    return bench(arguments, BENCHES)
 
 
 if __name__ == "__main__":

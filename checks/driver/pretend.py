@@ -2,14 +2,14 @@
 
     python -m checks.driver.pretend -m bench norm --quick
 
-What tensors hold then means nothing, nor do times. Random numbers, large tensors that are filled, products of matrices
-without gradients, and attention are memory that nobody touches, so that sizes of a GPU cost little here. This is for
-rehearsals of what needs a GPU, and to fill Triton's cache.
+What tensors hold then means nothing, nor do times. Large tensors are memory that nobody touches, so that sizes of a GPU
+cost little here. This is for rehearsals of what needs a GPU, and to fill Triton's cache.
 
 Belongs here: what of torch.cuda and of tensors has to seem otherwise, besides what Stub changes.
 """
 
 import contextlib
+import math
 import os
 import runpy
 import sys
@@ -22,18 +22,18 @@ from typing import Any
 
 import torch
 import torch._dynamo  # noqa: F401 - it lists what torch.cuda has, each function once, before this file replaces some
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from .stub import GPUS, VARIABLE, Stub, build, memory, missing
 
 CAPABILITY = 90
 NAME = "H100 of a rehearsal"  # with a name by which kernels/cost.py knows the machine
-RANDOM = (torch.randn, torch.rand)
-LARGE = 1 << 20  # elements that it takes long to fill
-PRODUCTS = (torch.matmul, torch.mm, torch.addmm, F.linear, Tensor.matmul, Tensor.__matmul__, Tensor.mm)
-IN_PLACE = (Tensor.normal_, Tensor.uniform_, Tensor.random_, Tensor.addmm_)
+LARGE = 1 << 18  # elements of a tensor that nothing is computed of, as it would take long
+WITH_SIZES = ("randn", "rand", "full", "zeros", "ones")  # what makes a tensor of its first argument's sizes
+WITHOUT = {"device": "meta", "generator": None}  # in place of these options: what gives sizes and no values
 
 
 def placed(value: Any) -> Any:
@@ -45,17 +45,41 @@ def placed(value: Any) -> Any:
 BLOCKS = "_scaled_mm_v2"  # what torch.nn.functional.scaled_mm calls, and a CPU has for no blocks
 
 
-class Attention(torch.autograd.Function):
-    """A stand-in for attention, which would take most of the time of a layer here."""
+def large(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.numel() > LARGE
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.like = q.shape, k.shape, v.shape
-        return memory(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return tuple(memory(*shape, dtype=gradients[0].dtype) for shape in ctx.like)
+def untouched(like: Any) -> Any:
+    """For a tensor without values, memory of its sizes and strides that takes no room until it is written."""
+    if not isinstance(like, Tensor):
+        return like
+    if not like.numel():
+        return torch.empty_like(like, device="cpu")
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+    return memory(extent, dtype=like.dtype).as_strided(like.shape, like.stride())
+
+
+class Untouched(TorchDispatchMode):
+    """Within, nothing is computed of large tensors, neither in a backward: results have their sizes, and no values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        given = kwargs or {}
+        makes_large = func.overloadpacket.__name__ in WITH_SIZES and math.prod(args[0]) > LARGE
+        if func.is_view or not (makes_large or any(map(large, tree_leaves((args, given))))):
+            return func(*args, **given)
+        if func._schema.is_mutable:
+            return given.get("out", args[0]) if func._schema.returns else None
+        of_sizes = {name: WITHOUT.get(name, value) for name, value in given.items()}
+        try:
+            return tree_map(
+                untouched, func(*tree_map_only(Tensor, on_meta, args), **tree_map_only(Tensor, on_meta, of_sizes))
+            )
+        except RuntimeError:  # sizes of the result depend on values
+            return func(*args, **given)
+
+
+def on_meta(x: Tensor) -> Tensor:
+    return x.to("meta")
 
 
 class Pretence(TorchFunctionMode):
@@ -66,35 +90,13 @@ class Pretence(TorchFunctionMode):
     ) -> Any:
         if getattr(func, "__self__", None) is Tensor.is_cuda and func.__name__ == "__get__":
             return True
-        if func in IN_PLACE or func in (Tensor.cuda, Tensor.pin_memory):
+        if func in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
         given = {name: placed(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
         args = tuple(map(placed, args))
-        if func in RANDOM and "generator" not in given:
-            return as_good_as_random(args, given)
-        if func is torch.full and "dtype" in given and torch.Size(args[0]).numel() > LARGE:
-            return memory(*args[0], dtype=given["dtype"])
-        if func is F.scaled_dot_product_attention:
-            return Attention.apply(*args[:3])
-        if func in PRODUCTS and "out" in given:
-            return given["out"]
         if getattr(func, "__name__", "") == BLOCKS:
             return memory(args[0].shape[0], args[1].shape[1], dtype=torch.bfloat16)
-        tensors = [each for each in (*args, *given.values()) if isinstance(each, Tensor)]
-        if func in PRODUCTS and not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors)):
-            like = func(*(each.to("meta") if isinstance(each, Tensor) else each for each in args), **given)
-            return memory(*like.shape, dtype=like.dtype) if like.numel() else torch.empty_like(like, device="cpu")
         return func(*args, **given)
-
-
-def as_good_as_random(args: tuple, given: dict[str, Any]) -> Tensor:
-    """Zeros in memory that takes no room until it is written."""
-    size = args or given.pop("size")
-    shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
-    dtype = given.pop("dtype", None) or torch.get_default_dtype()
-    wants = given.pop("requires_grad", False)
-    made = memory(*shape, dtype=dtype) if shape.numel() else torch.empty(shape, dtype=dtype)
-    return made.requires_grad_(wants)
 
 
 class Event:
@@ -152,8 +154,10 @@ def begin(folder: Path) -> Stub:
     cuda.current_stream = cuda.default_stream = lambda device=None: Stream()
     cuda.stream = cuda.device = lambda which: contextlib.nullcontext()
     cuda.max_memory_allocated = cuda.memory_allocated = cuda.max_memory_reserved = lambda device=None: 0
+    cuda.mem_get_info = lambda device=None: (properties.total_memory, properties.total_memory)
     for name in ("synchronize", "empty_cache", "_sleep", "reset_peak_memory_stats", "set_device", "manual_seed_all"):
         setattr(cuda, name, nothing)
+    cuda.set_sync_debug_mode = nothing
     cuda.is_current_stream_capturing = lambda: False
     autograd: Any = torch.autograd
     autograd._engine_run_backward = partial(within, autograd._engine_run_backward)
@@ -166,7 +170,7 @@ def main(arguments: list[str]) -> None:
         begin(Path(folder))
         module = arguments[0] == "-m"
         sys.argv = arguments[module:]
-        with Pretence():
+        with Pretence(), Untouched():
             if module:
                 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
             else:

@@ -1,0 +1,27 @@
+"""What pretends that there is a GPU: nothing is computed of large tensors, and no test is judged."""
+
+import torch
+from pretending import Unjudging
+
+from checks.driver.pretend import Untouched
+
+
+def test_nothing_is_computed_of_large_tensors() -> None:
+    """Neither forward nor backward, which would take hours; results have sizes and strides, and small ones values."""
+    with Untouched():
+        x = torch.randn(1 << 16, 1 << 14, dtype=torch.bfloat16, generator=torch.Generator())
+        w = torch.ones(1 << 14, 1 << 14, dtype=torch.bfloat16, requires_grad=True)
+        y = (x @ w.t()).relu_().mul(3)
+        torch.nn.functional.scaled_dot_product_attention(*3 * [y.view(1, 128, 512, 1 << 14)]).sum().backward()
+        assert y.shape == x.shape and w.grad is not None and w.grad.shape == w.shape
+        assert (x.t() + 1).stride() == (1, 1 << 14) and x.topk(2).values.shape == (1 << 16, 2)
+        assert torch.zeros(1 << 14, 1 << 16, dtype=torch.bfloat16).addmm_(w, x.t()).is_contiguous()
+        assert torch.arange(3.0).square().sum() == 5
+
+
+def test_a_test_is_not_judged(tmp_path) -> None:
+    """The calls of a condition are made, and so is what follows; no bytecode is left to a run that judges."""
+    (tmp_path / "asking.py").write_text("made = []\nassert made.append(1), 'judged'\nmade.append(2)\n")
+    names: dict = {}
+    exec(Unjudging("asking", str(tmp_path / "asking.py")).get_code("asking"), names)
+    assert names["made"] == [1, 2] and [each.name for each in tmp_path.iterdir()] == ["asking.py"]
