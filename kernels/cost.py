@@ -7,6 +7,8 @@ B bytes/s of its links.
 
 from typing import NamedTuple
 
+from .quantize.format import BLOCK, NUMBER_BYTES
+
 
 class Cost(NamedTuple):
     """Work of one call."""
@@ -45,6 +47,14 @@ class Machine(NamedTuple):
     on B300 (335 and 560 GB/s), it gives 672 GB/s at 64 MB, where they measured 695."""
     reduces_in_switch: bool = True
     """Whether NCCL's all-reduces let the switch add, as it can from H100 on."""
+    fp8_flops: float | None = None
+    """FLOP/s that a good GEMM of blocks of e4m3 sustains, of rows by 1 x 128 and a weight by 128 x 128. None: there is
+    no such GEMM, or nobody has published its rate."""
+
+    @property
+    def of_blocks(self) -> "Machine | None":
+        """The same GPU where its GEMMs multiply blocks of e4m3; None where their rate is not known."""
+        return None if self.fp8_flops is None else self._replace(flops=self.fp8_flops)
 
 
 # Seconds of one acquire of a flag in the GPU's own memory when nobody is late: measured on an H200
@@ -57,10 +67,12 @@ POLL_SECONDS = 0.21e-6
 RELEASE_SECONDS = 2e-6
 
 # H200 and H100 have published figures of large GEMMs and copies, which runs on an H100 confirmed
-# (docs/log/2026-11-22.md). Their links are not measured. A100 and B200 are scaled by their data sheets.
+# (docs/log/2026-11-22.md). Their links are not measured. A100 and B200 are scaled by their data sheets. Blocks of e4m3:
+# others measured 1009 and 1002 TFLOP/s of cuBLASLt on an H100, for 16640 x 5120 x 8192 and 16640 x 8192 x 5120
+# (pytorch/ao#2784). On a B200 a Triton kernel multiplies them, which nobody has measured.
 MACHINES = (
-    Machine("H200", 989e12, 700e12, 380e9, 4.3e12),
-    Machine("H100", 989e12, 700e12, 380e9, 3.0e12),
+    Machine("H200", 989e12, 700e12, 380e9, 4.3e12, fp8_flops=1000e12),
+    Machine("H100", 989e12, 700e12, 380e9, 3.0e12, fp8_flops=1000e12),
     Machine("A100", 312e12, 250e12, 250e9, 1.7e12, reduces_in_switch=False),
     Machine("B200", 2250e12, 1600e12, 760e9, 7.0e12),
 )
@@ -112,6 +124,16 @@ def machine_for(device_name: str) -> Machine | None:
     return next((machine for machine in MACHINES if machine.name in device_name), None)
 
 
+def as_sent(op: str, sizes: tuple[int, int, int], itemsize: int, blocks: bool) -> tuple[tuple[int, int, int], int]:
+    """(sizes, itemsize) of what an operation's collective sends. sizes: M of all ranks, N and K of this rank's GEMM.
+
+    blocks: whether the GEMM multiplies blocks of e4m3. Then a gather sends a byte for each number and one for the
+    exponent of each 128, so rows are as long as so many bytes. Reductions send sums.
+    """
+    m, n, k = sizes
+    return ((m, n, k + k // BLOCK), 1) if blocks and op == "all_gather_matmul" else (sizes, itemsize)
+
+
 def communication_bytes(op: str, m: int, n: int, k: int, ranks: int, itemsize: int) -> int:
     """Bytes that one rank receives.
 
@@ -121,9 +143,13 @@ def communication_bytes(op: str, m: int, n: int, k: int, ranks: int, itemsize: i
     return (ranks - 1) * m * width * itemsize // ranks
 
 
-def gemm_seconds(m: int, n: int, k: int, itemsize: int, machine: Machine) -> float:
-    """Seconds of a GEMM on one GPU: max(2 M N K / F, s (M K + K N + M N) / memory bandwidth)."""
-    return max(2 * m * n * k / machine.flops, itemsize * (m * k + k * n + m * n) / machine.memory)
+def gemm_seconds(m: int, n: int, k: int, itemsize: int, machine: Machine, operand: float | None = None) -> float:
+    """Seconds of a GEMM on one GPU: max(2 M N K / F, s (M K + K N + M N) / memory bandwidth).
+
+    operand: bytes of a number of its operands, if they are not s.
+    """
+    read = itemsize if operand is None else operand
+    return max(2 * m * n * k / machine.flops, (read * (m * k + k * n) + itemsize * m * n) / machine.memory)
 
 
 def tile_seconds(tile: tuple[int, int], k: int, programs: int, machine: Machine, processors: int) -> float:
@@ -143,13 +169,22 @@ def collective_seconds(op: str, m: int, n: int, k: int, ranks: int, itemsize: in
     return min(latency + moved / (share * machine.link) for latency, share in protocols)
 
 
-def break_even_width(ranks: int, machine: Machine, itemsize: int, moves: int = 1) -> float:
+def break_even_width(ranks: int, machine: Machine, itemsize: float, moves: int = 1) -> float:
     """The width per rank from which on the GEMM takes as long as its communication: moves (t - 1) / t s F / (2 B).
 
     The width is N for a gather and K for a reduction. It does not depend on M, as both times are proportional to M.
     moves: 2 for an all-reduce, which scatters and gathers, else 1.
     """
     return moves * (ranks - 1) / ranks * itemsize * machine.flops / (2 * machine.link)
+
+
+def break_evens_in_blocks(ranks: int, machine: Machine, itemsize: int) -> tuple[float, float] | None:
+    """break_even_width of GEMMs that multiply blocks of e4m3: beside a gather, which sends blocks, and beside a
+    reduce-scatter of sums of itemsize bytes, each of which takes a faster GEMM to hide. None without a rate."""
+    if (of_blocks := machine.of_blocks) is None:
+        return None
+    gather, scatter = (break_even_width(ranks, of_blocks, size) for size in (NUMBER_BYTES, itemsize))
+    return gather, scatter
 
 
 def overlapped_seconds(compute: float, communication: float, chunks: int) -> float:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
+NUMBER_BYTES = 1 + 1 / BLOCK  # of a number of rows in blocks, with its part of the exponent
 LARGEST = 448.0  # of e4m3: 1.75 * 2**8
 LOWEST, HIGHEST = -120, 120
 NOT_A_NUMBER = 127  # the exponent of a block that holds a NaN or an infinity

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from tpformer.cli.plan import plan_command
 from tpformer.config import build_config, check_config, preset_config
 from tpformer.config.fp8 import BLOCK, check_fp8_run, check_precision
 from tpformer.config.layout import Layout
@@ -92,10 +91,3 @@ def most(name: str) -> int | None:
 def test_blocks_are_those_of_the_format() -> None:
     """The configuration imports no torch, so it has the number a second time."""
     assert BLOCK == format.BLOCK
-
-
-def test_a_plan_knows_no_times_of_fp8(tmp_path: Any) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text('[model]\npreset = "llama3-8b"\n[train]\nprecision = "fp8"\n')
-    with pytest.raises(ValueError, match="know 16 bits and more; leave it out"):
-        plan_command([str(file)])

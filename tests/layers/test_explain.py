@@ -212,6 +212,27 @@ def test_predictions_are_those_of_the_cost_model() -> None:
 
 
 @on_every_rank(2)
+def test_linears_of_blocks_have_their_own_rates_bytes_and_both_break_evens() -> None:
+    """The same MLP in FP8, on an H100 and on a GPU whose rate of blocks is not known."""
+    h100 = cost.Machine("cpu", 989e12, 700e12, 380e9, 3e12, fp8_flops=1000e12)
+    options = {"tp": TensorParallel(tp_mesh(), True, precision="fp8"), "device": "meta", "dtype": torch.bfloat16}
+    with mock.patch.object(cost, "MACHINES", (h100,)):
+        model = nn.ModuleList([MLP(8192, ffn_hidden_size=28672, activation="swiglu", bias=False, **options)])
+        _, gate, down, note = explain(model, 8192).splitlines()
+    # by hand: FLOPs / 1000e12; 8192 * (8192 + 64) / 2 / 380e9, and the reduction as in 16 bits
+    assert gate.split("quantized")[1].split()[:5] == ["3848", "89", "3848", "663", "28672"]
+    assert down.split("quantized")[1].split()[:5] == ["1924", "177", "1924", "1316", "14336"]
+    for line in (gate, down):
+        assert (
+            "the GEMM multiplies blocks of 128; break-even of its gather 663, of its reduction in bfloat16 1316" in line
+        )
+    assert "for cpu (700 TFLOP/s, of blocks 1000, 380 GB/s), not measurements" in note
+    with mock.patch.object(cost, "MACHINES", (h100._replace(fp8_flops=None),)):
+        _, gate, _, note = explain(model, 8192).splitlines()
+    assert gate.split("quantized")[1].split()[:4] == ["-"] * 4 and "of blocks unknown" in note
+
+
+@on_every_rank(2)
 def test_attention_on_context_parallel_ranks_says_what_it_gathers() -> None:
     """By hand, of Llama-3 8B: 2 * 8192 * 8 * 128 * 2 bytes, half of which are another rank's."""
     with mock.patch.object(cost, "MACHINES", (cost.Machine("cpu", 989e12, 700e12, 380e9, 3e12),)):

@@ -25,6 +25,7 @@ UNEVEN = {**LLAMA, "n_heads": 6, "head_dim": 32, "n_kv_heads": 3}
 MOE = {**LLAMA, "n_experts": 4, "experts_per_token": 2, "expert_ffn_size": 128, "router_bias": True}
 SHARED = {**MOE, "n_layers": 3, "first_dense_layers": 1, "shared_expert_size": 96, "router_score": "sigmoid"}
 ROUTED = {**SHARED, "n_layers": 2, "hidden_size": 32, "n_experts": 8, "experts_per_token": 8}  # sends many indices
+WIDE = {**LLAMA, "hidden_size": 256, "n_heads": 4, "head_dim": 128, "ffn_hidden_size": 768}  # for FP8 on two ranks
 FOUR, MUON = {"n_layers": 4}, {"name": "muon"}
 CP2, EP2 = {"context_parallel": 2}, {"expert_parallel": 2}
 PACKED, OFFLOADED = {"pack_activations": True}, {"offload_activations": True}
@@ -39,6 +40,7 @@ LAYOUTS = [
     (GPT, {**TP2, **ZERO1, "data_parallel_replicate": 2, "optimizer": MUON}),
     (LLAMA, {**CP2, **ZERO3, **FEW, "recompute": "full", "tensor_parallel": 4}),  # twice as many as keys' heads
     (SHARED, {**EP2, **ZERO1, **TP2, **FEW, "recompute": "mlp", "balance_loss": 0.01}),
+    ({**WIDE, **FOUR}, {**TP2, **ZB, "precision": "fp8"}),
 ]
 # the rest, and the same parts in other combinations
 OTHERS = [
@@ -80,6 +82,9 @@ OTHERS = [
     (MOE, {"expert_parallel": 2, **TP2, "data_parallel_shard": 4, "cpu_offload": True}),
     (SHARED, {**EP2, **ZERO3, **TP2, **FEW, "recompute": "full", "optimizer": MUON}),
     ({**GPT, **FOUR}, {**ZBV, "data_parallel_replicate": 2, "optimizer": MUON}),
+    (WIDE, {**TP2, **FEW, "precision": "fp8", "recompute": "full"}),
+    ({**WIDE, "n_layers": 3}, {**TP2, **ZERO3, "precision": "fp8", "recompute": "mlp", "recompute_layers": "::2"}),
+    (WIDE, {**TP2, **FEW, "precision": "fp8", "sequence_parallel": False}),
 ]
 
 
@@ -87,12 +92,12 @@ OTHERS = [
     "model, given", [*LAYOUTS, *in_turns(OTHERS)], ids=lambda value: ", ".join(map(str, value.values()))
 )
 def test_predicted_bytes_are_those_that_a_dry_run_counts(model, given):
-    others = ("dtype", "balance_loss", "optimizer", "microbatches")
+    others = ("dtype", "precision", "balance_loss", "optimizer", "microbatches")
     parallel = {key: value for key, value in given.items() if key not in others}
     ranks = parallel.get("data_parallel_shard", 1) * parallel.get("data_parallel_replicate", 1)
     batch = 64 if "pipeline_parallel" in parallel else 2 * given.get("microbatches", 16) * ranks
     train = {"global_batch_size": batch, "microbatch_size": 2, "device": "cuda", "dtype": "bfloat16"}
-    train |= {key: given[key] for key in ("dtype", "balance_loss") if key in given}
+    train |= {key: given[key] for key in ("dtype", "precision", "balance_loss") if key in given}
     config = plan_config(configuration(parallel, train, model, optimizer=given.get("optimizer", {})))
     layout = config.parallel
     last = layout.pipeline_parallel - 1

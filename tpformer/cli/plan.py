@@ -4,7 +4,6 @@ import csv
 import dataclasses
 import io
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,24 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from tpformer.config import PRESETS, RunConfig, build_config, check_choice, preset_config, read_toml, to_toml
-from tpformer.config.fp8 import check_planned
+from tpformer.config import FP8, RunConfig, check_choice, read_toml, to_toml
 from tpformer.processes.files import replace_file
 
 from .options import new_file, number, parsed
 from .plan_budgets import budgets
+from .plan_config import planned_config
 from .plan_sites import check_sites, sites
 
 if TYPE_CHECKING:
     from tpformer.planner.candidates import Question
-    from tpformer.planner.devices import Device
     from tpformer.planner.search import Choice
 
 FILES = ("out", "json", "csv", "html")
 SAME = ("gpus", "link_gb_s", "network_gb_s", "memory_gb")  # what a sweep of these leaves to be said once
 SWEPT = ("preset", "gpus", "batch", "link_gb_s", "network_gb_s", "gemm_tflops", "memory_gb")
-SAMPLE_TOKENS = 4096  # of a sample, where no length is given
-BATCH_TOKENS = 4 << 20  # of a step, where no batch is given; GPT-3's order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +49,8 @@ class Plan:
     """Samples of a step. Unset: the file's, or about 4M tokens."""
     seq_length: int | None = None
     """Tokens of a sample. Unset: the file's; with a preset or a size 4,096, or less where the model takes less."""
+    precision: str | None = None
+    """16 or fp8: of the layers' linears. Unset: the file's, or 16."""
     tokens: str = "auto"
     """Tokens of the training, such as 300B, for days and price. auto: 20 for each parameter."""
     price: float | None = None
@@ -148,60 +146,9 @@ def _question(options: Plan) -> "Question":
     if options.calibrate:
         device = calibrated(device, Path(options.calibrate))
     device = device.scaled(device.factor)
-    config = _config(options, device)
+    config = planned_config(options, device)
     question = Question(config, options.gpus, device, ours(config.parallel, device), exchange=exchange)
     return within(question, options.kinds[0]) if len(options.kinds) == 1 else question
-
-
-def _config(options: Plan, device: "Device") -> RunConfig:
-    """The run that is laid out on this device; its vocabulary and dtype are set, because the models need them."""
-    from tpformer.planner.devices import DTYPES
-    from tpformer.training.resolve import with_vocab_size
-
-    given = [name for name in ("file", "preset", "parameters") if getattr(options, name)]
-    if len(given) != 1:
-        raise ValueError("give one of FILE.toml, --preset NAME and --parameters SIZE")
-    values: dict[str, dict[str, Any]] = {"model": {"preset": options.preset}}
-    if options.file:
-        values = read_toml(options.file)
-    elif options.parameters:
-        values["model"]["preset"] = _nearest_preset(number("--parameters", options.parameters))
-    values = _with_length(options, values)
-    config = build_config(values)
-    check_planned(config.train.precision)
-    if config.model.vocab_size is None:
-        if config.model.known_vocab_size is None:
-            raise ValueError("model.vocab_size is unset: set it in the file, or name a preset")
-        config = with_vocab_size(config, config.model.known_vocab_size)
-    dtype = config.train.dtype or ("bfloat16" if device.itemsize == 2 else "float32")
-    if DTYPES[dtype] != device.itemsize:
-        raise ValueError(
-            f"train.dtype = {dtype}, and the rates of {device.name} are those of {8 * device.itemsize} bits: unset it, "
-            f"or give a device's file with the rates and the dtype"
-        )
-    train: dict[str, Any] = {"device": "cuda" if device.capability else "cpu", "dtype": dtype}
-    batch = options.batch
-    if batch is None and "global_batch_size" not in values.get("train", {}):
-        batch = max(options.gpus, 2 ** round(math.log2(max(1, BATCH_TOKENS / config.model.seq_length))))
-    train |= {"global_batch_size": batch} if batch is not None else {}
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, **train))
-
-
-def _with_length(options: Plan, values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The values with the length of a sample: presets have the longest context of a model, which few train with."""
-    length = options.seq_length
-    if length is None and not options.file:
-        longest = build_config(values).model.seq_length
-        length = min(SAMPLE_TOKENS, longest)
-        if length < longest:
-            print(f"samples of {length:,} tokens; the model takes {longest:,} (--seq-length)")
-    return values if length is None else {**values, "model": {**values.get("model", {}), "seq_length": length}}
-
-
-def _nearest_preset(parameters: float) -> str:
-    name = min(PRESETS, key=lambda name: abs(math.log(preset_config(name).n_parameters / parameters)))
-    print(f"the preset nearest to {parameters:.3g} parameters: {name}, {preset_config(name).n_parameters:.3g}")
-    return name
 
 
 def _tokens(options: Plan, config: RunConfig) -> float:
@@ -242,6 +189,7 @@ def _search(options: Plan, question: "Question") -> None:
         _print("no layout works; what was dropped:", *plan_report.dropped_lines(found))
         remedy = "take more GPUs, or larger ones" if found.dropped["does not fit"] else "change --gpus or --batch"
         remedy += ", or leave out --within" if options.kinds else ""
+        remedy += ", or plan with --precision 16" if question.config.train.precision == FP8 else ""
         raise ValueError(f"no layout works on {question.gpus} x {question.device.name}: {remedy}")
     tokens = _tokens(options, question.config)
     written = _write(options, question, found.choices, tokens)

@@ -67,15 +67,6 @@ def check_no_fp8_experts(precision: str) -> None:
         )
 
 
-def check_planned(precision: str) -> None:
-    """ValueError for a run in FP8, of which the planner knows no times."""
-    if precision != "16":
-        raise ValueError(
-            f"train.precision = {precision!r}: the models of time and memory know 16 bits and more; leave it out of "
-            f"the file to plan the run without FP8"
-        )
-
-
 def check_precision(model: GPTConfig, layout: Layout, device: str | None, dtype: str | None) -> None:
     """ValueError for a run in FP8 that cannot be. device, dtype: None where the configuration names none yet."""
     check_fp8_run(device or "cpu", dtype or ("bfloat16" if device == "cuda" else "float32"), layout.transport)

@@ -8,14 +8,17 @@ import torch
 from torch import nn
 
 from tpformer import ops
-from tpformer.kernels.cost import Machine, communication_bytes, gemm_seconds, machine_for
+from tpformer.config import FP8
+from tpformer.kernels.cost import Machine, as_sent, communication_bytes, gemm_seconds, machine_for
 from tpformer.kernels.pack.format import GROUP, RECORD
+from tpformer.kernels.quantize.format import NUMBER_BYTES
 from tpformer.ops.choice import (
     FEWER_CTAS,
     Request,
     break_even,
     column_request,
     device_name,
+    machine_of_request,
     predicted_times,
     row_request,
     spare_processors,
@@ -253,12 +256,13 @@ def _cells(plan: LinearPlan) -> tuple[str, ...]:
     if operation == "matmul" and request.ranks > 1:
         operation = f"matmul, backward {request.op}"
     numbers = ["-"] * 4
-    machine = machine_for(device_name(request.device))
+    machine = machine_of_request(request)
     is_loss = operation.endswith("cross_entropy")
     if machine is not None and not is_loss:
-        sizes = (request.m, request.n, request.k)
-        compute = gemm_seconds(*sizes, request.dtype.itemsize, machine)
-        moved = communication_bytes(request.op, *sizes, request.ranks, request.dtype.itemsize)
+        sizes, blocks = (request.m, request.n, request.k), request.precision == FP8
+        compute = gemm_seconds(*sizes, request.dtype.itemsize, machine, NUMBER_BYTES if blocks else None)
+        sent, itemsize = as_sent(request.op, sizes, request.dtype.itemsize, blocks)
+        moved = communication_bytes(request.op, *sent, request.ranks, itemsize)
         communication = moved / machine.link
         numbers[:3] = [f"{1e6 * seconds:.0f}" for seconds in (compute, communication, max(compute, communication))]
         if request.ranks > 1:
@@ -275,8 +279,12 @@ def _footnote(plans: list[LinearPlan]) -> list[str]:
     machine = machine_for(name)
     if machine is None:
         return [f"times and break-even: no performance model of {name}"]
+    rate = f"{machine.flops / 1e12:.0f} TFLOP/s"
+    if any(plan.request.precision == FP8 for plan in plans):
+        blocks = machine.fp8_flops
+        rate += ", of blocks " + ("unknown" if blocks is None else f"{blocks / 1e12:.0f}")
     return [
-        f"times and break-even are predictions for {name} ({machine.flops / 1e12:.0f} TFLOP/s, "
+        f"times and break-even are predictions for {name} ({rate}, "
         f"{machine.link / 1e9:.0f} GB/s), not measurements; max: GEMM and communication ideally overlapped",
         *_spare_note([plan.request for plan in plans if not plan.operation.endswith("cross_entropy")], machine),
     ]

@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tpformer.config import SCHEDULES, RunConfig, check_config
+from tpformer.config import FP8, SCHEDULES, Layout, RunConfig, check_config
+from tpformer.config.fp8 import check_precision
 from tpformer.parallel import Exchange, exchange_of
 
 from .devices import Device
@@ -85,6 +86,9 @@ def shapes(question: Question, dropped: Counter[str]) -> Iterator[dict[str, Any]
         if model.n_heads % t:
             dropped["tp does not divide the heads"] += 1
             continue
+        if (why := _why_not_in_blocks(question.config, t)) is not None:
+            dropped[why] += 1
+            continue
         gathers = (model.n_experts or 0) % t == 0
         if not gathers:
             dropped[_no_gathers(question, t)] += 1
@@ -107,6 +111,19 @@ def shapes(question: Question, dropped: Counter[str]) -> Iterator[dict[str, Any]
                 for ep, recompute, pack in itertools.product(every_ep, space.recompute, packs):
                     sizes = {"tp": t, "cp": cp, "pp": p, "dp": dp, "ep": ep}
                     yield {**sizes, "microbatch": b, "recompute": recompute, "pack": pack}
+
+
+def _why_not_in_blocks(config: RunConfig, tp: int) -> str | None:
+    """Why so many tensor-parallel ranks cannot train in FP8, with the numbers; None if they can, and in 16 bits."""
+    train, parallel = config.train, config.parallel
+    if train.precision != FP8:
+        return None
+    try:
+        layout = Layout(tensor_parallel=tp, transport=parallel.transport)
+        check_precision(config.model, layout, train.device, train.dtype)
+    except ValueError as error:
+        return str(error).partition(";")[0]
+    return None
 
 
 def _no_gathers(question: Question, tp: int) -> str:

@@ -80,7 +80,10 @@ class Device:
         """The same device with `rate` times its FLOP/s of GEMMs and attention, the one constant that is fitted."""
         return dataclasses.replace(
             self,
-            machine=self.machine._replace(flops=rate * self.machine.flops),
+            machine=self.machine._replace(
+                flops=rate * self.machine.flops,
+                fp8_flops=self.machine.fp8_flops and rate * self.machine.fp8_flops,
+            ),
             attention_forward=rate * self.attention_forward,
             attention_backward=rate * self.attention_backward,
         )
@@ -100,6 +103,7 @@ NUMBERS = {
     "memory_tb_s": (1e3, False),
     "peak_tflops": (1e6, False),
     "gemm_tflops": (1e6, False),
+    "fp8_tflops": (1e6, False),
     "link_gb_s": (1e5, False),
     "processors": (1e4, True),
     "shared_memory_kib": (1e5, True),
@@ -115,7 +119,7 @@ NUMBERS = {
     "node_latency_us": (1e6, False),
 }
 RATES = {"peak_tflops": ("peak_flops", 1e12), "gemm_tflops": ("flops", 1e12), "link_gb_s": ("link", 1e9),
-         "memory_tb_s": ("memory", 1e12)}  # fmt: skip
+         "memory_tb_s": ("memory", 1e12), "fp8_tflops": ("fp8_flops", 1e12)}  # fmt: skip
 NODE = ("node_latency_us", "node_gb_s")  # both, or neither
 CLUSTER = ("gpus_per_node", "host_gb_s", "network_gb_s", "network_latency_us", *NODE)
 GPU = tuple(key for key in NUMBERS if key not in CLUSTER)
@@ -224,6 +228,12 @@ def check_rates(device: Device, where: str) -> None:
                 f"{where}: {key} = {rate / 1e12:g} is above the {peak / 1e12:g} TFLOP/s of its peak: give what kernels "
                 f"sustain"
             )
+    blocks = device.machine.fp8_flops
+    if blocks is not None and blocks > 2 * peak:
+        raise ValueError(
+            f"{where}: fp8_tflops = {blocks / 1e12:g} is above the {2 * peak / 1e12:g} TFLOP/s of a peak that is twice "
+            f"16 bits': give what GEMMs of blocks sustain"
+        )
     if device.host > device.machine.memory:
         raise ValueError(
             f"{where}: host_gb_s = {device.host / 1e9:g} exceeds the {device.machine.memory / 1e9:g} GB/s of memory: "
@@ -239,7 +249,7 @@ def _machine(where: str, name: str, gpu: Mapping[str, Any]) -> Machine:
         if gpu["machine"] not in [*known]:  # any type, so no look-up by its hash
             raise ValueError(f"{where}: machine = {shown(gpu['machine'])} must be one of {', '.join(known)}")
         return known[gpu["machine"]]._replace(**rates)
-    missing = [key for key in RATES if key not in gpu]
+    missing = [key for key, (field, _) in RATES.items() if key not in gpu and field not in Machine._field_defaults]
     if missing:
         raise ValueError(f"{where} names no machine of kernels/cost.py and lacks {', '.join(missing)}: give either")
     return Machine(name=name, **rates)

@@ -3,22 +3,22 @@
 Belongs here: which kernels and collectives a layer runs, on a configuration alone. Single kernels are in roofline.py,
 tensor-parallel communication by transport in ops/choice/prediction.py, stages and steps in step_time.py.
 
-All is a prediction. Terms: gemm, attention, scores (their traffic), elementwise, cast, tp (exposed), cp and ep (all of
-it is exposed: attention waits for the keys and values, experts for their tokens), recompute, logits, packing, launch
-(on a CPU), wait (for the host).
+All is a prediction. Terms: gemm, attention, scores (their traffic), elementwise, cast (of operands; in FP8 what
+quantises them), tp (exposed), cp and ep (all of it is exposed: attention waits for the keys and values, experts for
+their tokens), recompute, logits, packing, launch (on a CPU), wait (for the host).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 
-from tpformer.config import RunConfig
+from tpformer.config import FP8, RunConfig
 from tpformer.distributed.links import Link, all_reduce_seconds, all_to_all_seconds
-from tpformer.kernels.cost import overlapped_seconds
+from tpformer.kernels.cost import as_sent, overlapped_seconds
+from tpformer.kernels.quantize.format import NUMBER_BYTES
 from tpformer.layers.embedding import padded_vocab
 from tpformer.ops.choice import Grouped
 from tpformer.ops.choice.prediction import fused_times, grouped_seconds, sequential_times
@@ -27,61 +27,11 @@ from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 from .devices import Device, as_if_on
 from .kept import kept_by_kind
 from .memory import context_bytes, exchanged_rows, kv_heads, microbatch_tokens
+from .quantising import launches, quantising_bytes, rate_of_blocks
 from .roofline import GAP, activation_seconds, attention_seconds, gemm_seconds, stream_seconds
 from .software import Software
 from .states import Precision, exchanging_ranks
-
-
-class Terms(dict[str, float]):
-    """Seconds by kind of work; 0 for kinds that are not there."""
-
-    def __missing__(self, name: str) -> float:
-        return 0.0
-
-    def __add__(self, other: Mapping[str, float]) -> Terms:
-        return Terms({name: self[name] + other.get(name, 0.0) for name in {**self, **other}})
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of all kinds together."""
-        return sum(self.values())
-
-
-class PassSeconds(NamedTuple):
-    """Seconds of one microbatch in a layer or a stage: the forward, the input gradients and the weight gradients."""
-
-    forward: Terms
-    inputs: Terms
-    weights: Terms
-
-    def __add__(self, other: PassSeconds) -> PassSeconds:  # type: ignore[override]
-        return PassSeconds(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
-
-    def times(self, n: float) -> PassSeconds:
-        """n times this."""
-        return PassSeconds(*(Terms({name: n * seconds for name, seconds in terms.items()}) for terms in self))
-
-    def without(self, names: frozenset[str]) -> PassSeconds:
-        """All but the terms of these names."""
-        if not names:
-            return self
-        return PassSeconds(*(Terms({n: s for n, s in terms.items() if n not in names}) for terms in self))
-
-
-class Linear(NamedTuple):
-    """A linear on one rank: n output and k input features; column-parallel, or else row-parallel.
-
-    experts: so many linears with rows of their own, a rank's experts; `rows` of each. None: it is one of no experts.
-    silent: it has no tensor-parallel collectives. They are another linear's, or its rows come by an exchange.
-    """
-
-    name: str
-    n: int
-    k: int
-    column: bool
-    rows: int
-    experts: int | None = None
-    silent: bool = False
+from .terms import Linear, PassSeconds, Terms
 
 
 @functools.lru_cache(maxsize=65536)
@@ -130,16 +80,19 @@ class LayerModel:
         self.tokens = microbatch_tokens(config)
         self.rows = self.tokens / self.t if layout.sequence_parallel else self.tokens
         self.ep = exchanging_ranks(layout)
+        self.fp8 = config.train.precision == FP8
+        self.speed = rate_of_blocks(config, device) / device.machine.flops if self.fp8 else software.speed
         q, kv = model.query_size // self.t, kv_heads(model, self.t)[0] * model.head_size
         self.q, self.kv = q, kv
-        attention = (Linear("qkv", q + 2 * kv, self.h, True, self.tokens), Linear("o", self.h, q, False, self.tokens))
+        qkv = Linear("qkv", q + 2 * kv, self.h, True, self.tokens, weights=3)
+        attention = qkv, Linear("o", self.h, q, False, self.tokens)
         mlp = self._mlp(model.hidden_features, model.ffn_size)
         self.linears = {False: attention + mlp, True: attention + self._experts()}
 
     def _mlp(self, hidden: int, ffn: int, silent: bool = False) -> tuple[Linear, Linear]:
         n, k = -(-hidden // self.t), -(-ffn // self.t)
         return (
-            Linear("fc1", n, self.h, True, self.tokens, silent=silent),
+            Linear("fc1", n, self.h, True, self.tokens, weights=hidden // ffn, silent=silent),
             Linear("fc2", self.h, k, False, self.tokens, silent=silent),
         )
 
@@ -154,12 +107,31 @@ class LayerModel:
             return ()
         exchanges, f, shared = self.ep is not None, model.expert_size, model.shared_expert_size
         tokens = self.tokens if self.ep is None else round(self.rows) * self.ep
-        of_each = -(-tokens * model.experts_per_token // n_experts), n_experts // (self.ep or self.t), exchanges
+        of_each = -(-tokens * model.experts_per_token // n_experts), 1, n_experts // (self.ep or self.t), exchanges
         grouped = Linear("fc1", 2 * f, self.h, True, *of_each), Linear("fc2", self.h, f, False, *of_each)
         return grouped if shared == 0 else grouped + self._mlp(2 * shared, shared, silent=not exchanges)
 
-    def _gemm(self, m: int, n: int, k: int, experts: int | None, added: float = 0.0) -> float:
-        return gemm_seconds(m, n, k, self.device, batch=experts or 1, added=added, speed=self.software.speed)
+    def _gemm(self, m: int, n: int, k: int, experts: int | None) -> float:
+        """Seconds of a linear's GEMM in the forward, or of its input gradients: in FP8 those that multiply blocks."""
+        operand = NUMBER_BYTES if self.fp8 else None
+        return gemm_seconds(m, n, k, self.device, batch=experts or 1, speed=self.speed, operand=operand)
+
+    def _quantising(self, linear: Linear) -> tuple[float, float, float]:
+        """Seconds of FP8's passes in the forward, for the gradients of the input and for those of the weights."""
+        if not self.fp8:
+            return 0.0, 0.0, 0.0
+        gathered = self.t > 1 and self.layout.sequence_parallel
+        forward, inputs, weights = quantising_bytes(linear, self.rows, gathered)
+        return (
+            stream_seconds(forward, self.device),
+            stream_seconds(inputs, self.device),
+            stream_seconds(weights, self.device),
+        )
+
+    @property
+    def launches(self) -> tuple[int, int]:
+        """Kernels that FP8 adds to the forward and to the backward of a layer."""
+        return launches(self.linears[False]) if self.fp8 else (0, 0)
 
     def _cast(self, linear: Linear, operands: int) -> float:
         """Seconds to cast the operands of a linear's GEMM: its weight, and features of all rows."""
@@ -179,22 +151,24 @@ class LayerModel:
             grouped = Grouped(self.model.experts_per_token, linear.experts, n)
             n = grouped.width(self.t)
         transport = self.software.backward_transport if backward else self.software.forward_transport
-        if linear.experts is not None and op != GATHER and transport in ("auto", "fused"):
+        collective = self.fp8 or (linear.experts is not None and op != GATHER)
+        if collective and transport in ("auto", "fused"):
             transport = "sequential"
         itemsize = self.device.itemsize
         if op == GATHER and not backward and self.software.gathered_bytes:
             itemsize = self.software.gathered_bytes
-        return exposed_seconds(op, (self.tokens, n, k), self.t, transport, self.device, gemm, itemsize, grouped)
+        sizes, itemsize = as_sent(op, (self.tokens, n, k), itemsize, self.fp8)
+        return exposed_seconds(op, sizes, self.t, transport, self.device, gemm, itemsize, grouped)
 
-    def _links(self, op: str) -> float:
-        """Seconds of a collective of rows as wide as the residual stream, if nothing hides it."""
-        sizes = (self.tokens, self.h, self.h)
-        return exposed_seconds(op, sizes, self.t, "sequential", self.device, 1.0, self.device.itemsize)
+    def _links(self, op: str, blocks: bool = False) -> float:
+        """Seconds of a collective of rows as wide as the residual stream, hidden by nothing. blocks: as in as_sent."""
+        sizes, itemsize = as_sent(op, (self.tokens, self.h, self.h), self.device.itemsize, blocks)
+        return exposed_seconds(op, sizes, self.t, "sequential", self.device, 1.0, itemsize)
 
     def linear_forward(self, linear: Linear) -> Terms:
         """The forward of one linear."""
         gemm = self._gemm(linear.rows, linear.n, linear.k, linear.experts)
-        found = Terms(gemm=gemm, cast=self._cast(linear, 1))
+        found = Terms(gemm=gemm, cast=self._cast(linear, 1) + self._quantising(linear)[0])
         if self.layout.sequence_parallel:
             found["tp"] = self._exposed(GATHER if linear.column else SCATTER, linear, gemm, False)
         elif not linear.column:
@@ -204,20 +178,23 @@ class LayerModel:
     def linear_backward(self, linear: Linear) -> tuple[Terms, Terms]:
         """(input gradients, weight gradients) of one linear."""
         dgrad = self._gemm(linear.rows, linear.k, linear.n, linear.experts)
-        wgrad = self._gemm(linear.n, linear.k, linear.rows, linear.experts, self.software.accumulation)
-        inputs = Terms(gemm=dgrad, cast=self._cast(linear, 2))
-        weights = Terms(gemm=wgrad)
+        software, shape = self.software, (linear.n, linear.k, linear.rows)
+        speed = 1.0 if self.fp8 else software.speed
+        wgrad = gemm_seconds(*shape, self.device, batch=linear.experts or 1, added=software.accumulation, speed=speed)
+        _, of_inputs, of_weights = self._quantising(linear)
+        inputs = Terms(gemm=dgrad, cast=self._cast(linear, 2) + of_inputs)
+        weights = Terms(gemm=wgrad, cast=of_weights)
         if linear.silent:
             return inputs, weights
-        sequence, beside = self.layout.sequence_parallel, self.software.backward_transport == "beside"
+        sequence, beside = self.layout.sequence_parallel, software.backward_transport == "beside"
         if linear.column:
             op = SCATTER if sequence else ALL_REDUCE
             if beside:
                 inputs["tp"] = max(0.0, self._links(op) - wgrad)
             else:
                 inputs["tp"] = self._exposed(op, linear, dgrad, True)
-            if sequence and self.software.regathers:
-                inputs["tp"] += max(0.0, self._links(GATHER) - dgrad)
+            if sequence and software.regathers:  # blocks are gathered when they are waited for, behind the GEMM
+                inputs["tp"] += max(0.0, self._links(GATHER, self.fp8) - dgrad * (not self.fp8))
         elif sequence:
             inputs["tp"] = self._links(GATHER) if beside else self._exposed(GATHER, linear, dgrad, True)
         return inputs, weights

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tpformer.config import RunConfig
+from tpformer.config import FP8, RunConfig
 from tpformer.distributed.kernel_workspace import FLAG_BYTES, WRITER_FLAGS_MINIMUM
 from tpformer.distributed.sizes import slot_bytes
+from tpformer.kernels.quantize.format import NUMBER_BYTES
 from tpformer.models import GPTConfig
 from tpformer.ops.context import parts
 from tpformer.ops.row_exchange import share_of_rank
@@ -196,6 +197,7 @@ def layer_workspace(config: RunConfig, *, experts: bool = False, worst: bool = F
     """
     model, layout, h, t = config.model, config.parallel, config.model.hidden_size, config.parallel.tensor_parallel
     item, tokens = Precision.of(config).compute.itemsize, microbatch_tokens(config)
+    quantised = quantised_workspace(config, backward=True)
     read, made = tokens * model.hidden_features / t, tokens * model.ffn_size / t
     if experts:
         rows, shared = expert_rows(config, worst=worst), tokens * model.shared_expert_size / t
@@ -211,7 +213,7 @@ def layer_workspace(config: RunConfig, *, experts: bool = False, worst: bool = F
         if item < 4:  # and computes it from copies in float32: of what is read, and of the result's gradient
             inside = made + 4 / item * (read + 4 * made)
         need = max(need, item * (tokens * h + inside))
-    return need
+    return need + quantised
 
 
 def forward_workspace(config: RunConfig, *, experts: bool = False) -> float:
@@ -223,7 +225,24 @@ def forward_workspace(config: RunConfig, *, experts: bool = False) -> float:
     model, made = config.model, config.model.ffn_size / config.parallel.tensor_parallel
     on_cpu = config.train.device == "cpu"
     features = 2 * model.hidden_size + made * (1 + on_cpu)
-    return Precision.of(config).compute.itemsize * microbatch_tokens(config) * features
+    need = Precision.of(config).compute.itemsize * microbatch_tokens(config) * features
+    return need + quantised_workspace(config, backward=False)
+
+
+def quantised_workspace(config: RunConfig, *, backward: bool) -> float:
+    """The most bytes that FP8 needs for one linear of an MLP besides, while its forward or its backward runs; else 0.
+
+    They are the blocks of its input and of a weight. In a backward also those of the output gradients and of the
+    weight's transposed copy, and what is dequantised for a weight gradient: the input and one weight's gradients.
+    """
+    if config.train.precision != FP8:
+        return 0.0
+    model, t, tokens = config.model, config.parallel.tensor_parallel, microbatch_tokens(config)
+    h, f, item = model.hidden_size, model.ffn_size / t, Precision.of(config).compute.itemsize
+    if not backward:
+        return NUMBER_BYTES * tokens * max(h, f) + h * f
+    blocks = NUMBER_BYTES * tokens * (h + model.hidden_features / t) + 2 * h * f
+    return blocks + item * tokens * (h + f)
 
 
 def reduction_workspace(

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from tpformer.config import PLAIN, Layout, RunConfig, budget_bytes, build_config, keep_text, read_toml
+from tpformer.config import FP8, PLAIN, Layout, RunConfig, budget_bytes, build_config, keep_text, read_toml
 from tpformer.parallel import exchange_named
 
 from .candidates import MARGIN, check
@@ -60,7 +60,7 @@ def with_budget(config: RunConfig) -> tuple[RunConfig, list[str]]:
     A run that is resumed under the budget it began with keeps what it kept, unless that no longer fits. A `keep` that
     is given with a budget is only compared with it. Errors: ValueError for a budget that is too small, with the least
     that works and what would lower it; for a share of a device that is not there; and for a run whose memory has no
-    formula (FP8, some exchanges).
+    formula (FP8 on a CPU, some exchanges).
     """
     text = config.parallel.memory_budget
     if not text:
@@ -106,12 +106,13 @@ def with_budget(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 def _check_modelled(config: RunConfig) -> None:
     """ValueError for a run whose time or memory has no model."""
-    layout, exchange = config.parallel, exchange_named(config.parallel.exchange)
-    what = f"train.precision={config.train.precision!r} has no model of time and memory"
-    if config.train.precision == "16":
-        if not (exchange.changes_losses or exchange.takes_steps):
-            return
+    layout, exchange, fp8 = config.parallel, exchange_named(config.parallel.exchange), config.train.precision == FP8
+    if fp8 and device_here(config)[0].machine.fp8_flops is None:
+        what = f"train.precision={FP8!r} has no model of its time on this device"
+    elif exchange.changes_losses or exchange.takes_steps:
         what = f"parallel.exchange={layout.exchange!r} has no model of its time"
+    else:
+        return
     raise ValueError(
         f"parallel.memory_budget={layout.memory_budget!r} is met by predictions, and {what}: leave the budget out, and "
         f"say by parallel.keep what layers keep"

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpformer.config import RunConfig
+from tpformer.config import FP8, RunConfig
 from tpformer.distributed.mesh import AXES
+from tpformer.kernels.quantize.format import NUMBER_BYTES
 from tpformer.layers.embedding import padded_vocab
 from tpformer.parallel import Layout
 from tpformer.parallel.zero import uses_fsdp
@@ -30,7 +31,10 @@ TRANSFERS = {
     True: {"none": 10, "mlp": 11, "full": 13},
     False: {"none": 8, "mlp": 8, "full": 10},
 }
-# of these the MLP's, which experts have only if they are on the tensor-parallel ranks, or one is shared by all tokens
+# of these so many are gathers with sequence parallelism, which in FP8 send blocks
+GATHERS = {"none": 6, "mlp": 7, "full": 8}
+# of the transfers the MLP's, which experts have only if they are on the tensor-parallel ranks, or one is shared by all
+# tokens
 OF_MLP = {"none": 5, "mlp": 6, "full": 6}
 # exchanges of rows for one layer, if ranks exchange tokens: out and back; gradients out and back, and tokens out again
 # for the weights. A region sends them out once more, but nothing back
@@ -120,6 +124,8 @@ def axis_bytes(config: RunConfig, pipeline_rank: int = 0) -> dict[str, float]:
     keys = sum(KEYS_AND_VALUES[each] for each in again) * context_bytes(config)
     sent["cp"] += m * sent_bytes("all_gather", keys, layout.context_parallel)
     transfers = sum(TRANSFERS[layout.sequence_parallel][each] for each in again) + ends * OF_END
+    if config.train.precision == FP8 and layout.sequence_parallel:
+        transfers -= sum(GATHERS[each] for each in again) * (1 - NUMBER_BYTES / Precision.of(config).compute.itemsize)
     routed = sum(of_stages) * ROUTED[layout.sequence_parallel] * model.experts_per_token * tokens
     precision = Precision.of(config)
     if (ep := exchanging_ranks(layout)) is not None:

@@ -6,12 +6,15 @@ predictions, and the advice is none.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from tpformer.config import FP8
+from tpformer.kernels.cost import break_even_width, break_evens_in_blocks
 from tpformer.models import GPTConfig
 from tpformer.ops.row_exchange import share_of_rank
 
@@ -21,6 +24,7 @@ from .costs import Cost, cost_lines
 from .layouts import layout_text
 from .placement import EXCHANGED, placement
 from .published import Outcome, strong_scaling
+from .quantising import check_fp8_device
 from .report import size
 from .search import Choice, Found, model_of, range_of
 from .stage_time import StepTime
@@ -61,6 +65,7 @@ def assumed(question: Question) -> str:
         rates = "rates as they are in the device's file"
     else:
         rates = f"FLOP/s x {device.factor:.2f} (fitted on published runs: {between(*device.fitted, '.2f')})"
+    rates = f"FP8, {rates}" if train.precision == FP8 else rates
     return f"steps of {train.global_batch_size:,} samples of {question.config.model.seq_length:,} tokens, {rates}"
 
 
@@ -78,6 +83,8 @@ def plain_values(choice: Choice, question: Question, tokens: float, price: float
     found |= {"days_least": ends[0].days, "days_most": ends[1].days, "rate_factor": question.device.factor}
     found |= {"seq_length": question.config.model.seq_length, "samples": question.config.train.global_batch_size}
     found |= {f"{name.strip(' *')} bytes": nbytes for name, nbytes in choice.memory.parts}
+    if question.config.train.precision == FP8:
+        found |= {"precision": FP8, "mfu_of_flops": question.device.machine.peak_flops}
     if price is not None:
         found |= {"price": cost.price, "price_least": ends[0].price, "price_most": ends[1].price}
     return found
@@ -96,7 +103,8 @@ def table(
     of_training = [] if tokens is None else ["days"] if price is None else ["days", "price"]
     hidden = {item for item in ("cp", "ep") if not any(getattr(choice.step, item) for choice in choices)}
     items = {item: name for item, name in ITEMS.items() if item not in hidden}
-    for name in ("tokens/s", "MFU", "step", *items.values(), "memory", *of_training):
+    share = "MFU of 16 bits" if question.config.train.precision == FP8 else "MFU"
+    for name in ("tokens/s", share, "step", *items.values(), "memory", *of_training):
         found.add_column(name, justify="right")
     for choice in choices:
         cells = [f"{choice.tokens:,.0f}", f"{choice.mfu:.1%}", f"{choice.step.seconds:.2f} s"]
@@ -164,6 +172,30 @@ def exchange_part(choice: Choice, question: Question) -> dict[str, list[str]]:
     return {"Exchange of tokens for experts, predicted": lines}
 
 
+def blocks_part(choice: Choice, question: Question) -> dict[str, list[str]]:
+    """{heading: lines} of what FP8 is predicted to gain over 16 bits in the same layout. Empty without FP8."""
+    config, machine = choice.config, question.device.machine
+    if config.train.precision != FP8:
+        return {}
+    train = dataclasses.replace(config.train, precision="16")
+    without = model_of(question, dataclasses.replace(config, train=train)).step()
+    rate, gain = check_fp8_device(question.device), without.seconds / choice.step.seconds
+    lines = [
+        f"GEMMs of blocks at {rate / 1e12:.0f} TFLOP/s, those of weight gradients, in 16 bits, at "
+        f"{machine.flops / 1e12:.0f}; MFU is of the dense peak of 16 bits, {machine.peak_flops / 1e12:.0f}",
+        f"in 16 bits this layout takes {without.seconds:.3g} s for a step: FP8 is {gain:.2f} times as fast",
+    ]
+    t = config.parallel.tensor_parallel
+    evens = break_evens_in_blocks(t, machine, question.device.itemsize)
+    if t > 1 and evens is not None:
+        of_16_bits = break_even_width(t, machine, question.device.itemsize)
+        lines.append(
+            f"a GEMM takes longer than its collective from {of_16_bits:.0f} features of a rank on; one of blocks takes "
+            f"longer than their gather from {evens[0]:.0f} on, and than a reduction in 16 bits from {evens[1]:.0f}"
+        )
+    return {"FP8, predicted": lines}
+
+
 def sent_once(model: GPTConfig, places: int) -> float:
     """Rows of a token that leave if each rank or node that has experts of it gets one, all equally often chosen."""
     return places * share_of_rank(model.experts_per_token, model.n_experts or 0, places)
@@ -176,6 +208,7 @@ def parts(choice: Choice, question: Question, tokens: float, price: float | None
     sender = "a rank in the middle of the pipeline" if layout.pipeline_parallel > 1 else "a rank"
     return {
         f"Placement on nodes of {of_node}, and what {sender} sends in a step": [*map(str, axes)] or ["nothing"],
+        **blocks_part(choice, question),
         **exchange_part(choice, question),
         **cost_part(choice, question, tokens, price),
         "Advice: published rules, no predictions": [*map(str, advice(question.config.model, tokens))],

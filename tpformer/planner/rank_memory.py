@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tpformer.config import SCHEDULES, RunConfig
+from tpformer.config import FP8, SCHEDULES, RunConfig
+from tpformer.kernels.quantize.format import NUMBER_BYTES
 from tpformer.models import GPTConfig
 from tpformer.parallel import Layout, exchange_named
 
@@ -130,8 +131,10 @@ def predicted_stage(config: RunConfig, stage: int, kept: Mapping[bool, Kept] | N
     queued = 0.0
     if layout.pipeline_parallel > 1 and layout.schedule.splits_backward:
         q, kv = model.query_size / t, kv_heads(model, t)[0] * model.head_size
-        rows = len(layers) * (tokens * 2 * (model.hidden_size + q + kv) * item + 2 * stream)
-        queued = rows + sum(each.waiting for each in of_layer.values()) + (2 * stream if stage else 0)
+        kept_size = NUMBER_BYTES if config.train.precision == FP8 else item  # of what GEMMs of weight gradients read
+        rows = len(layers) * (tokens * 2 * (model.hidden_size + q + kv) * kept_size + 2 * stream)
+        waiting = sum(each.waiting for each in of_layer.values()) * kept_size / item
+        queued = rows + waiting + (2 * stream if stage else 0)
         if shares and (model.position == "rope" or model.qk_norm):  # the other half of a storage of keys and values
             queued += len(layers) * tokens * kv * item
         if model.position == "rope":  # positions, and their cosines and sines in float32
@@ -243,6 +246,7 @@ def rank_memory(
 def _workspaces(config: RunConfig) -> int:
     layout, item = config.parallel, Precision.of(config).compute.itemsize
     fused = layout.transport in ("auto", "fused") and config.train.device == "cuda" and item == 2
+    fused = fused and config.train.precision != FP8
     if not fused or layout.tensor_parallel == 1:
         return 0
     return fused_workspaces(

@@ -28,7 +28,15 @@ GAP = 1.5e-6  # seconds between two kernels of a stream: 1 to 2 us, as profilers
 
 @functools.lru_cache(maxsize=65536)
 def gemm_seconds(
-    m: int, n: int, k: int, device: Device, *, batch: int = 1, added: float = 0.0, speed: float = 1.0
+    m: int,
+    n: int,
+    k: int,
+    device: Device,
+    *,
+    batch: int = 1,
+    added: float = 0.0,
+    speed: float = 1.0,
+    operand: float | None = None,
 ) -> float:
     """Seconds of `batch` products (m, k) x (k, n) by a library, in the tile that is best.
 
@@ -36,7 +44,8 @@ def gemm_seconds(
     operands and stores its result. A processor without CUDA has no tiles: FLOPs over their rate. The operands take at
     least their bytes / memory bandwidth.
     added: bytes of an element of the result beside its own, such as those of a float32 sum that it is added to.
-    speed: FLOP/s over those of the device's dtype.
+    speed: FLOP/s over those of the device's dtype. operand: bytes of a number of its operands, if they are not those of
+    this dtype.
     """
     machine, processors, size = device.machine, device.processors, device.itemsize
     best = float("inf")
@@ -48,7 +57,8 @@ def gemm_seconds(
         compute = 2 * tile.rows * tile.columns * k * processors / (machine.flops * speed * tile.share)
         stores = tile.rows * tile.columns * (size + added) * processors / machine.memory
         best = min(best, waves * (BEGIN + compute + stores))
-    moved = batch * (size * (m * k + k * n) + (size + added) * m * n)
+    read = size if operand is None else operand
+    moved = batch * (read * (m * k + k * n) + (size + added) * m * n)
     return max(best, moved / machine.memory) + GAP
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from .layer_time import PassSeconds
+from .terms import PassSeconds
 
 
 class StepTime(NamedTuple):

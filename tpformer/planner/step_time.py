@@ -18,7 +18,7 @@ from tpformer.parallel import Action, Exchange, exchange_named
 from .bubbles import simulate
 from .costs import model_flops_utilization
 from .devices import Device
-from .layer_time import LayerModel, PassSeconds, Terms
+from .layer_time import LayerModel
 from .memory import microbatch_rows
 from .muon import STEP_BYTES, muon_seconds
 from .rank_memory import cached_order, different_ranks, few_microbatches, predicted_stage
@@ -26,6 +26,7 @@ from .roofline import activation_seconds, stream_seconds
 from .software import OURS, Software
 from .stage_time import StageTime, StepTime
 from .states import Elements, elements, exchanging_ranks
+from .terms import PassSeconds, Terms
 from .units import stage_ranges
 
 NOTHING: frozenset[str] = frozenset()
@@ -124,8 +125,8 @@ class StepModel:
         if any(way.offload for way, _ in kinds):
             moved = predicted_stage(self.config, index).offloaded / self.device.host
         forward, backward = (
-            software.host_kernel * (n_layers * each + routed * more)
-            for each, more in zip(software.kernels, software.expert_kernels, strict=True)
+            software.host_kernel * (n_layers * (each + blocks) + routed * more)
+            for each, more, blocks in zip(software.kernels, software.expert_kernels, self.layer.launches, strict=True)
         )
         host = {"F": max(forward, moved), "I": max(backward * 2 / 3, moved), "W": backward / 3}
         return StageTime(work.without(self.without), host, self._sends(index))

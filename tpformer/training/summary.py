@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from tpformer.config import Layout, RunConfig
+from tpformer.config import FP8, Layout, RunConfig
 from tpformer.kernels.cost import machine_for
 
 from .experts import router_notice
@@ -69,6 +69,8 @@ def notices(config: RunConfig) -> list[str]:
     ]
     if device_type(config) == "cuda":
         found.insert(0, in_words(config, "cuda"))
+        if config.train.precision == FP8:
+            found.insert(1, "MFU is a share of the device's dense peak of bfloat16, which GEMMs in FP8 can exceed")
     return [sentence for sentence in found if sentence is not None]
 
 

@@ -15,11 +15,12 @@ from tpformer.config import FP8, TRANSPORTS, check_choice, check_fp8_run
 from tpformer.config.transport_table import read_transport_table
 from tpformer.distributed.groups import why_copied_flags, why_no_kernels
 from tpformer.distributed.shared_memory import torch_backend
-from tpformer.kernels.cost import Machine, break_even_width, machine_for
+from tpformer.kernels.cost import Machine, break_even_width, break_evens_in_blocks, machine_for
+from tpformer.kernels.quantize.format import NUMBER_BYTES
 from tpformer.words import dtype_name
 
 from ..implementation import KERNEL_DTYPES
-from ..transports.interface import ALL_REDUCE, REGISTRY, Transport
+from ..transports.interface import ALL_REDUCE, GATHER, REGISTRY, Transport
 from ..transports.pipelined import Pipelined
 from ..transports.quantized import Quantized
 from ..transports.sequential import LOCAL, Sequential
@@ -93,7 +94,16 @@ def _quantized(request: Request) -> Decision:
     capability = torch.cuda.get_device_capability(request.device) if request.device.type == "cuda" else None
     check_fp8_run(request.device.type, dtype_name(request.dtype), request.transport, capability)
     gathers = "blocks are gathered, and " * (request.ranks > 1 and request.sequence_parallel)
-    return Decision("quantized", f"FP8: {gathers}the GEMM multiplies what blocks stand for")
+    return Decision("quantized", f"FP8: {gathers}the GEMM multiplies blocks of 128{_break_evens(request)}")
+
+
+def _break_evens(request: Request) -> str:
+    """The widths from which a GEMM of blocks would hide each of a linear's two collectives; "" where none is known."""
+    machine = machine_for(device_name(request.device))
+    found = None if machine is None else break_evens_in_blocks(request.ranks, machine, request.dtype.itemsize)
+    if found is None or request.ranks == 1 or not request.sequence_parallel:
+        return ""
+    return f"; break-even of its gather {found[0]:.0f}, of its reduction in {dtype_name(request.dtype)} {found[1]:.0f}"
 
 
 def _with_flags(decision: Decision, request: Request) -> Decision:
@@ -151,12 +161,20 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+def machine_of_request(request: Request) -> Machine | None:
+    """The performance model of a request's device, at the rate of its precision; None if either is not known."""
+    machine = machine_for(device_name(request.device))
+    return machine if machine is None or request.precision != FP8 else machine.of_blocks
+
+
 def break_even(request: Request) -> float | None:
     """The Request.width from which the GEMM takes longer than the communication; None on an unknown device."""
-    machine = machine_for(device_name(request.device))
+    machine = machine_of_request(request)
     if machine is None:
         return None
-    return break_even_width(request.ranks, machine, request.dtype.itemsize, 2 if request.op == ALL_REDUCE else 1)
+    blocks = request.precision == FP8 and request.op == GATHER
+    itemsize = NUMBER_BYTES if blocks else request.dtype.itemsize
+    return break_even_width(request.ranks, machine, itemsize, 2 if request.op == ALL_REDUCE else 1)
 
 
 def _automatic(request: Request) -> Decision:

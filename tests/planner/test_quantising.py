@@ -1,0 +1,208 @@
+"""FP8 in the models of time and memory: its rates, its passes as the linears make them, and what is refused."""
+
+import dataclasses
+import re
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tpformer.cli.plan import plan_command
+from tpformer.config import RunConfig, build_config
+from tpformer.kernels import cost
+from tpformer.kernels.quantize import reference
+from tpformer.kernels.quantize.format import NUMBER_BYTES
+from tpformer.layers import TensorParallel
+from tpformer.models import GPT
+from tpformer.ops.choice import Request, break_even, choose_transport
+from tpformer.ops.quantized_product import quantized_product
+from tpformer.ops.transports import quantized
+from tpformer.planner.devices import load_device
+from tpformer.planner.layer_time import LayerModel
+from tpformer.planner.memory_budget import with_budget
+from tpformer.planner.quantising import PASS, SCALES, launches, quantising_bytes
+from tpformer.planner.software import ours
+
+H100 = load_device("h100")
+MACHINE = H100.machine
+GATHER, SCATTER, ALL_REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+OLD = {"vocab_size": 256, "seq_length": 64, "n_layers": 1, "hidden_size": 256, "n_heads": 2, "ffn_hidden_size": 640}
+NEW = {
+    **OLD, "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "n_kv_heads": 1,
+    "head_dim": 128, "tie_embeddings": False,
+}  # fmt: skip
+LLAMA = {**NEW, "vocab_size": 32000, "seq_length": 4096, "n_layers": 2, "hidden_size": 4096, "n_heads": 32,
+         "n_kv_heads": 8, "ffn_hidden_size": 14336}  # fmt: skip
+
+
+def run(model: dict, precision: str = "fp8", parallel: dict | None = None, **train: Any) -> RunConfig:
+    train = {"global_batch_size": 8, "dtype": "bfloat16", "device": "cuda", "precision": precision, **train}
+    return build_config({"model": model, "parallel": parallel or {}, "train": train})
+
+
+def layer(*arguments: Any, device: Any = H100, **options: Any) -> LayerModel:
+    config = run(*arguments, **options)
+    return LayerModel(config, device, ours(config.parallel, device))
+
+
+def test_break_even_widths_are_those_of_the_research() -> None:
+    """By hand: 7 / 8 * bytes * FLOP/s / (2 * 380 GB/s) on 8 H100, of 2 and 129 / 128 bytes at 700 and 1000 TFLOP/s."""
+    assert round(cost.break_even_width(8, MACHINE, 2)) == 1612
+    found = cost.break_evens_in_blocks(8, MACHINE, 2)
+    assert found is not None and [*map(round, found)] == [1160, 2303]
+    assert [machine.name for machine in cost.MACHINES if machine.of_blocks] == ["H200", "H100"]
+
+
+def test_what_is_said_of_a_linear_is_at_the_rate_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A linear in FP8 is not compared with 16 bits' rates, nor one in 16 bits with FP8's."""
+    monkeypatch.setattr(cost, "MACHINES", (MACHINE._replace(name="cpu"),))
+    group: Any = mock.Mock(size=lambda: 8)
+    for op, of_blocks, of_16_bits in ((GATHER, 1160, 1612), (SCATTER, 2303, 1612), (ALL_REDUCE, 4605, 3224)):
+        request = Request(op, 8192, 4096, 4096, torch.bfloat16, torch.device("cpu"), group, precision="fp8")
+        assert [round(break_even(each) or 0) for each in (request, request._replace(precision="16"))] == [
+            of_blocks,
+            of_16_bits,
+        ]
+        reason, both = (
+            choose_transport(request).reason,
+            "break-even of its gather 1160, of its reduction in bfloat16 2303",
+        )
+        assert "the GEMM multiplies blocks of 128" in reason and (both in reason) == (op != ALL_REDUCE)
+    monkeypatch.setattr(cost, "MACHINES", (MACHINE._replace(name="cpu", fp8_flops=None),))
+    assert break_even(request) is None and "break-even" not in choose_transport(request).reason
+
+
+def test_forward_and_input_gradients_run_at_the_rate_of_blocks_and_weight_gradients_do_not() -> None:
+    """8192 x 4096 x 14336 fills the GPU, so its time is FLOPs over the rate. Collectives have bytes of blocks."""
+    fp8, plain = (layer(LLAMA, precision, microbatch_size=2) for precision in ("fp8", "16"))
+    for linear in fp8.linears[False]:
+        blocks, bits = ([each.linear_forward(linear), *each.linear_backward(linear)] for each in (fp8, plain))
+        assert blocks[2]["gemm"] == bits[2]["gemm"] and bits[0]["cast"] == bits[1]["cast"] == bits[2]["cast"] == 0
+        for forward_or_inputs in (0, 1):
+            ratio = bits[forward_or_inputs]["gemm"] / blocks[forward_or_inputs]["gemm"]
+            assert 1.25 < ratio < 1000 / 700, "a tile's begin and stores take as long"
+    shared = {"tensor_parallel": 8, "transport": "sequential"}
+    fp8, plain = (layer(LLAMA, precision, shared, microbatch_size=8) for precision in ("fp8", "16"))
+    for linear in fp8.linears[False]:
+        blocks, bits = (each.linear_forward(linear)["tp"] for each in (fp8, plain))
+        sizes = linear.rows, linear.n, linear.k
+        if linear.column:  # a byte a number, and one for each 128
+            assert blocks == cost.collective_seconds(GATHER, *sizes[:2], 4096 + 32, 8, 1, MACHINE) < 0.6 * bits
+        else:
+            assert blocks == bits == cost.collective_seconds(SCATTER, *sizes, 8, 2, MACHINE)
+
+
+@pytest.mark.parametrize("sizes", [OLD, NEW], ids=["gpt2", "newer"])
+def test_passes_are_those_that_the_linears_make(sizes: dict) -> None:
+    """Bytes and launches of a layer on one rank, counted where the linears quantise, multiply and dequantise."""
+    config = run(sizes, microbatch_size=2, device="cpu")
+    model = GPT(config.model, tp=TensorParallel(precision="fp8"), dtype=torch.bfloat16)
+    per_number = {"quantize_rows": PASS, "quantize_weight": 3, "quantize_weight_twice": 4, "dequantize": PASS}
+    moved, calls = [0.0], [0]
+
+    def counted(op: str, like: torch.Tensor) -> Any:
+        def counting(name: str) -> Any:
+            def count(x: Any, *rest: Any) -> Any:
+                moved[-1] += per_number[name] * (x if isinstance(x, torch.Tensor) else x.values).numel()
+                calls[-1] += 1
+                return getattr(reference, name)(x, *rest)
+
+            return count
+
+        assert op == "quantize"
+        return SimpleNamespace(**{name: counting(name) for name in per_number})
+
+    def multiplied(*operands: Any) -> torch.Tensor:
+        calls[-1] += SCALES
+        return quantized_product(*operands)
+
+    ids = torch.arange(2 * 64).view(2, 64)
+    with mock.patch.multiple(quantized, implementation=counted, quantized_product=multiplied):
+        loss = model(ids, targets=ids)
+        moved.append(0.0)
+        calls.append(0)
+        loss.backward()
+    found = layer(sizes, microbatch_size=2)
+    linears, tokens = found.linears[False], 2 * 64
+    forward, inputs, weights = map(sum, zip(*(quantising_bytes(each, tokens, False) for each in linears), strict=True))
+    sums = sum((each.weights - 1) * tokens * each.k for each in linears)
+    assert [forward, inputs + weights - 6 * sums] == pytest.approx(moved, rel=1e-12)
+    added = sum(each.weights - 1 for each in linears)
+    assert launches(linears) == (calls[0], calls[1] + added)
+
+
+def test_a_gather_joins_and_parts_blocks() -> None:
+    """Of 4 ranks each joins a quarter of the rows and parts all of them: 2 * 129 / 128 bytes a number each."""
+    column, row = layer(NEW, microbatch_size=2).linears[False][2:]
+    own = column.rows / 4
+    for linear, places, features in ((column, (0, 2), column.k), (row, (1,), row.n)):
+        alone, gathered = (quantising_bytes(linear, own, each) for each in (False, True))
+        for place in range(3):
+            more = gathered[place] - alone[place]
+            assert more == pytest.approx((place in places) * 2 * NUMBER_BYTES * 1.25 * linear.rows * features)
+
+
+REFUSED = [
+    (["--preset", "llama3-8b", "--device", "a100-80"], r"FP8 on a GPU of sm_80: .* H100 and B200"),
+    (
+        ["--preset", "llama3-8b", "--device", "b200"],
+        "FP8 on b200: the rate .* only that of H200, H100; give a device's",
+    ),
+    (["--preset", "llama3-8b", "--device", "cpu"], "FP8 on cpu: the rate of its GEMMs of blocks is not known"),
+    (["--preset", "gpt2-1.5b"], "no layout works on 8 x h100: .* or plan with --precision 16"),
+    (
+        ["--preset", "gpt2-124m", "--within", "tp=1", "--precision", "fp4"],
+        "train.precision='fp4': choose one of 16, fp8",
+    ),
+]
+
+
+@pytest.mark.parametrize("options, message", REFUSED)
+def test_what_cannot_be_planned_is_refused_in_one_sentence(options: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_command(["--precision", "fp8", *options])
+    with pytest.raises(ValueError, match="FP8 with model.n_experts=4 has no model of its time"):
+        layer({**NEW, "n_experts": 4, "expert_ffn_size": 128})
+
+
+def test_a_devices_file_may_have_the_rate_of_blocks(tmp_path: Any, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "mine.toml"
+    text = (load_device.__globals__["DIRECTORY"] / "b200.toml").read_text()
+    file.write_text(text.replace("[gpu]", "[gpu]\nfp8_tflops = 2000.0"))
+    device = load_device(str(file))
+    assert device.machine.fp8_flops == 2000e12 and device.scaled(0.5).machine.fp8_flops == 1000e12
+    assert layer(LLAMA, device=device, microbatch_size=2).speed == 2000e12 / device.machine.flops
+    file.write_text(text.replace("[gpu]", "[gpu]\nfp8_tflops = 5000.0"))
+    with pytest.raises(ValueError, match="fp8_tflops = 5000 is above the 4500 TFLOP/s of a peak that is twice"):
+        load_device(str(file))
+
+
+def test_a_plan_in_fp8_says_what_it_gains_and_skips_layouts_that_cut_blocks(capsys: pytest.CaptureFixture) -> None:
+    """A file's precision is planned for, too. Everything that is printed is predicted, and MFU has its denominator."""
+    options = ["--preset", "llama2-7b", "--gpus", "4", "--batch", "64", "--within", "pp=1,microbatch=1"]
+    plan_command([*options, "--precision", "fp8", "--top", "2"])
+    out = capsys.readouterr().out
+    assert "predicted, 4 x h100: steps of 64 samples of 4,096 tokens, FP8, FLOP/s x" in out and "MFU of 16 bits" in out
+    assert "1  FP8 with model.ffn_hidden_size=11008 / 4 tensor-parallel ranks = 2752: 128 features share a scale" in out
+    (line,) = [line for line in out.splitlines() if "in 16 bits this layout takes" in line]
+    found = re.search(r"takes ([\d.]+) s for a step: FP8 is ([\d.]+) times as fast", line)
+    assert found is not None and "FP8, predicted:" in out and "MFU is of the dense peak of 16 bits, 989" in out
+    explained = [*options[:6], "--explain", "tp=2,dp=2,zero=1"]
+    plan_command([*explained, "--precision", "fp8"])
+    # at 0.79 of 380 GB/s links' FLOP/s; test_break_even_widths has those of an H100 as it is
+    assert re.search(
+        r"than their gather from \d+ on, and than a reduction in 16 bits from \d+", capsys.readouterr().out
+    )
+    plan_command(explained)
+    assert "FP8" not in capsys.readouterr().out
+
+
+def test_a_budget_is_met_in_fp8_on_a_gpu_alone() -> None:
+    model = {**NEW, "n_layers": 4}
+    found, _ = with_budget(run(model, parallel={"memory_budget": "40GiB"}))
+    assert found.parallel.keep
+    on_cpu = run(model, parallel={"memory_budget": "40GiB"}, device="cpu")
+    with pytest.raises(ValueError, match="train.precision='fp8' has no model of its time on this device"):
+        with_budget(dataclasses.replace(on_cpu, train=dataclasses.replace(on_cpu.train, dtype="float32")))
