@@ -7,6 +7,7 @@ import codecs
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,11 +263,13 @@ def _no_text(where: str, record: Any, field: str, fields: Sequence[str]) -> Valu
     return ValueError(f"{where} has no {shown(field)}; its keys are {listed(record)}: give {_options(fields)}")
 
 
-def _is_twice(line: bytes, field: str) -> bool:
-    """Whether a JSON object has a key twice, of which json takes the last one."""
-    objects: list[list[tuple[str, Any]]] = []
-    json.loads(line, object_pairs_hook=objects.append)
-    return [key for key, _ in objects[-1]].count(field) > 1
+class _Object(dict):
+    """A JSON object. twice: the keys that it has more than once, of which a dict keeps the last one."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        number = {} if len(pairs) == len(self) else Counter(key for key, _ in pairs)
+        self.twice = {key for key in number if number[key] > 1}
 
 
 def _line_documents(file: Path, fields: Sequence[str]) -> Iterator[Document]:
@@ -285,15 +288,14 @@ def _line_documents(file: Path, fields: Sequence[str]) -> Iterator[Document]:
             if not content.strip():
                 continue
             try:
-                record = json.loads(content)
+                record = json.loads(content, object_pairs_hook=_Object)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where} is not valid JSON: {printable(error, 100)}") from None
             texts = []
             for field in fields:
-                if not isinstance(record, dict) or not isinstance(record.get(field), str):
+                if not isinstance(record, _Object) or not isinstance(record.get(field), str):
                     raise _no_text(where, record, field, fields)
-                key = json.dumps(field, ensure_ascii=False).encode(errors="replace")
-                if (line.count(key) > 1 or b"\\u" in line) and _is_twice(content, field):  # \u may be in a key
+                if field in record.twice:
                     raise ValueError(f"{where} has {shown(field)} twice: leave one of them out")
                 texts.append(_record_text(where, field, record[field]))
             texts[0], marks = texts[0]._replace(marks=texts[0].marks + marks), 0
