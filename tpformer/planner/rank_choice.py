@@ -322,35 +322,44 @@ class Rank:
 
     def _together(self, found: Sequence[StageMixes], most: float, room: float) -> tuple[float, list[np.ndarray]] | None:
         """_faster's result, of all that combine a mix of each stage."""
-        rows = [np.zeros(1, np.int64)]
-        for index in range(len(found)):
-            part = max(1, PAIRS // len(found[index].ways))  # so many rows at a time, for the sake of memory
-            if len(rows[0]) > PARTS * part:
+        found = [StageMixes(*(part[each.seconds.argsort(kind="stable")] for part in each)) for each in found]
+        held = [self._holds(index, each.values) for index, each in enumerate(found)]
+        first = np.argsort(-self.fixed - sum(each.max(0) for each in held))  # the moments that leave fewest
+        held = [each[:, first] for each in (held[0] + self.fixed, *held[1:])]
+        rows = np.zeros((1, 0), np.int64)
+        for each in found:
+            part = max(1, PAIRS // len(each.ways))  # so many rows at a time, for the sake of memory
+            if len(rows) > PARTS * part:
                 return None
-            starts = range(0, max(1, len(rows[0])), part)
-            parts = [self._joined(found, [one[at : at + part] for one in rows], most, room) for at in starts]
-            rows = [np.concatenate(each) for each in zip(*parts, strict=True)]
-        if len(rows[0]) == 0:
+            starts = range(0, max(1, len(rows)), part)
+            rows = np.concatenate([self._joined(found, held, rows[at : at + part], most, room) for at in starts])
+        if len(rows) == 0:
             return np.inf, []
-        chosen = [each.ways[row] for each, row in zip(found, rows[1:], strict=True)]
-        taken, moved, keeps = self._order([each.values[row] for each, row in zip(found, rows[1:], strict=True)], chosen)
+        chosen = [each.ways[row] for each, row in zip(found, rows.T, strict=True)]
+        taken, moved, keeps = self._order([each.values[row] for each, row in zip(found, rows.T, strict=True)], chosen)
         first = np.lexsort((-keeps, moved, taken))[0]
         return float(taken[first]), [mix[first] for mix in chosen]
 
     def _joined(
-        self, found: Sequence[StageMixes], rows: Sequence[np.ndarray], most: float, room: float
-    ) -> list[np.ndarray]:
-        """Rows of stages' mixes, each with every mix of the next stage; without those that do not fit or take too long,
-        whichever mixes the stages that follow have."""
-        each, *behind = found[len(rows) - 1 :]
-        cost = sum((of.seconds[row] for of, row in zip(found, rows[1:], strict=False)), np.zeros(len(rows[0])))
-        least = sum(of.seconds.min() for of in behind)
-        row, column = np.nonzero(cost[:, None] + each.seconds <= most - least)
-        joined = [*(one[row] for one in rows), column]
-        values = [of.values[at] for of, at in zip(found, joined[1:], strict=False)]
-        values += [np.broadcast_to(of.values.min(0), (len(row), 5)) for of in behind]
-        fits = self._needs(values) <= room
-        return [one[fits] for one in joined]
+        self, found: Sequence[StageMixes], held: Sequence[np.ndarray], rows: np.ndarray, most: float, room: float
+    ) -> np.ndarray:
+        """Rows of stages' mixes, (rows, stages), each with every mix of the next stage; without those that do not fit
+        or take too long, whichever mixes the stages that follow have. held: what the mixes of each stage hold."""
+        index, other, cost = rows.shape[1], np.zeros((len(rows), len(self.fixed))), np.zeros(len(rows))
+        for stage, (each, of) in enumerate(zip(held, found, strict=True)):
+            if stage != index:
+                other += each[rows[:, stage]] if stage < index else each.min(0)
+                cost += of.seconds[rows[:, stage]] if stage < index else of.seconds[0]
+        own, seconds = held[index], found[index].seconds
+        # in order of seconds: from the first that may fit in the first moment to the last that takes no longer
+        start = np.searchsorted(-np.minimum.accumulate(own[:, 0]), other[:, 0] - room)
+        number = np.maximum(np.searchsorted(seconds, most - cost, "right") - start, 0)
+        row = np.repeat(np.arange(len(rows)), number)
+        column = np.arange(len(row)) - np.repeat(np.cumsum(number) - number - start, number)
+        for before, here in zip(other.T, own.T, strict=True):  # moment by moment
+            fits = before[row] + here[column] <= room
+            row, column = row[fits], column[fits]
+        return np.concatenate([rows[row], column[:, None]], 1)
 
     def _lowest(self) -> np.ndarray:
         """Columns than which no mix of a stage has less, (stages, 5)."""
@@ -377,12 +386,9 @@ class Rank:
 
     def _needs(self, values: Sequence[np.ndarray]) -> np.ndarray:
         """The bytes beside `base` that mixes need: values has each stage's columns, all with as many rows."""
-        kept = np.stack([each[:, KEPT] for each in values], 1)
-        waiting = kept @ self.flights.T + self.fixed  # (mixes, moments)
-        found = waiting[:, self.columns < 0].max(1)
-        for column, (stage, each) in enumerate(zip(self.stages, values, strict=True)):
-            here = self.columns == column
-            if here.any():
-                place = each[:, PLACE] - each[:, KEPT] - stage.before
-                found = np.maximum(found, waiting[:, here].max(1) + place)
-        return found
+        return (sum(self._holds(index, each) for index, each in enumerate(values)) + self.fixed).max(1)
+
+    def _holds(self, index: int, values: np.ndarray) -> np.ndarray:
+        """What mixes of a stage hold in each moment, (mixes, moments), by their columns."""
+        place = values[:, PLACE] - values[:, KEPT] - self.stages[index].before
+        return np.outer(values[:, KEPT], self.flights[:, index]) + np.outer(place, self.columns == index)
