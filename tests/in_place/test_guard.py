@@ -70,7 +70,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["torch", *in_turns(["blocks.0.own", "numpy"], first=1)])
+@pytest.mark.parametrize("kind", ["blocks.0.own", *in_turns(["torch", "numpy"], first=1)])
 @on_every_rank(2)
 def test_random_numbers_for_a_part_of_the_features_are_refused(kind):
     for training in (True, False):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from testing import on_every_rank
 from tiny_runs import values_with
-from turns import in_turns
 from waits import CPU_READS, counted_waits
 
 from tpformer.config import build_config
@@ -29,9 +28,7 @@ FREE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("parallel", "dtype"), [(PP2, "float32"), (ZERO3, "float16"), *in_turns([(TP2, "float32")], first=2)], ids=str
-)
+@pytest.mark.parametrize(("parallel", "dtype"), [(TP2, "float32"), (PP2, "float32"), (ZERO3, "float16")], ids=str)
 @on_every_rank(2)
 def test_steps_read_their_numbers_and_nothing_else(tiny_values, parallel, dtype):
     sections = {"parallel": parallel, "model": {"dropout": 0.1}, "data": {"valid": []}}
