@@ -99,12 +99,9 @@ def test_the_plan_of_another_model_is_measured_again():
     assert_same(found, run(tiny("opt", torch.float64), IDS))
 
 
-FEW_HEADS = {"num_attention_heads": 2, "intermediate_size": 8}
-
-
-@pytest.mark.parametrize(
-    ("options", "shape"), [(FEW_HEADS, (1, 1, 2, 1, 2)), *in_turns([({}, (1, 1, 1, 1, 4))], first=2)]
-)
+@pytest.mark.parametrize(("options", "shape"), [
+    ({"num_attention_heads": 2, "intermediate_size": 8}, (1, 1, 2, 1, 2)), *in_turns([({}, (1, 1, 1, 1, 4))], first=2)
+])  # fmt: skip
 @on_every_rank(4)
 def test_from_counts(options, shape):
     model = parallelize(tiny("llama", torch.float64, **options), gpus=4)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable
-from importlib import import_module
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,14 +39,13 @@ from tpformer.models import GPT
 from tpformer.parallel import gradients, reduce_partial_gradients, zero
 from tpformer.planner import counting
 from tpformer.planner.counting import CollectiveCounter
-from tpformer.training import experts, setup
+from tpformer.training import setup
 from tpformer.training import step as training_step
 from tpformer.training.model import ModelParts
 from tpformer.training.optimizer import build_optimizers
 from tpformer.training.setup import build_model, run_mesh
 from tpformer.training.step import evaluate
 
-route = import_module("tpformer.ops.route")  # the package has the function
 Patch = pytest.MonkeyPatch
 Mistake = Callable[[Patch], None]
 BATCH, SEQ, STEPS = 4, 8, 2
@@ -274,24 +272,7 @@ def copies_of_experts_without_data_parallelism(patch: Patch) -> None:
     patch.setattr(setup, "uses_fsdp", lambda layout, dtype: layout.copies > 1)
 
 
-def loads_of_own_tokens(patch: Patch) -> None:
-    before = experts.all_reduce
-    patch.setattr(experts, "all_reduce", lambda x, group: before(x, None if group and group.size() == 2 else group))
-
-
-def loads_of_tensor_parallel_ranks_twice(patch: Patch) -> None:
-    before = experts.all_reduce
-    patch.setattr(experts, "all_reduce", lambda x, group: before(x, group) * (1 if group is None else 2))
-
-
-def balance_of_own_tokens(patch: Patch) -> None:
-    patch.setattr(route, "all_reduce", lambda x, group: x)
-
-
 TRAPS: dict[Mistake, tuple[int, str]] = {
-    balance_of_own_tokens: (17, "training tp2 dp2 ep4"),
-    loads_of_own_tokens: (18, "training cp2 tp2 ep2"),
-    loads_of_tensor_parallel_ranks_twice: (19, "training cp2 tp2 ep2"),
     norm_counts_copies_of_experts: (20, "training dp4 ep2"),
     gradients_of_experts_are_averages: (21, "training tp4 ep2"),
     experts_drawn_by_local_index: (25, "training dp4 ep2"),

@@ -92,56 +92,28 @@ def in_one_process(directory, parallel):
     return loaded, train(model, optimizers, SAVED_AT + 1, STEPS)
 
 
-FULL = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3}
-SMALL = {"pipeline_parallel": 2, "data_parallel_replicate": 2}
-HYBRID = {"data_parallel_replicate": 2, "data_parallel_shard": 2, "zero_stage": 2, "cpu_offload": True}
-CONTEXT = {"context_parallel": 2, "tensor_parallel": 2, "zero_stage": 3}
+TP2, PP2, CP2, EP2 = ({f"{axis}_parallel": 2} for axis in ("tensor", "pipeline", "context", "expert"))
+TP4, PP4, CP4 = ({f"{axis}_parallel": 4} for axis in ("tensor", "pipeline", "context"))
+DP2, DP4, ZERO3, COPIES = {"data_parallel_shard": 2}, {"data_parallel_shard": 4}, {"zero_stage": 3}, {"zero_stage": 0}
+REPLICAS = {"data_parallel_replicate": 2}
+SMALL, FULL, CONTEXT = {**PP2, **REPLICAS}, {**TP2, **PP2, **DP2, **ZERO3}, {**CP2, **TP2, **ZERO3}
+HYBRID = {**REPLICAS, **DP2, "zero_stage": 2, "cpu_offload": True}
 ALONE: dict = {}
-MOE: dict = {"experts": True}
-MUON: dict = {"muon": True}
-DEEP: dict = {"deep": True}
-MATRIX = [
-    (SMALL, ALONE),
-    (
-        {"context_parallel": 2, "data_parallel_shard": 2, "expert_parallel": 2, **MOE},
-        {"tensor_parallel": 2, "zero_stage": 0, **MOE},
-    ),
-]  # fmt: skip
+MOE, MUON, DEEP = ({name: True} for name in ("experts", "muon", "deep"))
+MATRIX = [(SMALL, ALONE), ({**CP2, **DP2, **EP2, **MOE}, {**TP2, **COPIES, **MOE})]
 PROOFS = [
-    (SMALL, {"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 1}),
-    ({"tensor_parallel": 2, "data_parallel_shard": 2, "zero_stage": 3, **MUON}, {"pipeline_parallel": 2, **MUON}),
-    (CONTEXT, {"context_parallel": 4}), ({"tensor_parallel": 2, **MOE}, MOE),
-    ({"context_parallel": 2, **MOE}, {"tensor_parallel": 2, **MOE}),
-    ({"data_parallel_shard": 4, "expert_parallel": 2, **MOE}, {"tensor_parallel": 2, "zero_stage": 0, **MOE}),
-    ({"tensor_parallel": 2, **MOE}, {"pipeline_parallel": 2, **MOE}),
-    (FULL, {"tensor_parallel": 4, "data_parallel_shard": 2, "zero_stage": 1}), (FULL, FULL), (FULL, HYBRID),
-    (FULL | DEEP, {"pipeline_parallel": 4, **DEEP}),
-    (FULL | DEEP, {"pipeline_parallel": 2, "pipeline_schedule": "DualPipeV", **DEEP}),
-    (
-        HYBRID | DEEP,
-        {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B", "data_parallel_replicate": 2, **DEEP},
-    ),
-    (
-        {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "tensor_parallel": 2, **DEEP},
-        FULL | DEEP,
-    ),
-    (ALONE, FULL),
-    (ALONE, {"context_parallel": 2, "data_parallel_shard": 2}), (HYBRID, CONTEXT),
-    ({"context_parallel": 2, "data_parallel_replicate": 2, "zero_stage": 0}, FULL),
-    ({"tensor_parallel": 2, **MOE}, {"data_parallel_shard": 2, "zero_stage": 3, **MOE}),
-    (
-        {"data_parallel_shard": 4, "expert_parallel": 2, **MOE},
-        {"context_parallel": 2, "tensor_parallel": 2, "zero_stage": 3, "expert_parallel": 4, **MOE},
-    ),
-    (
-        {"data_parallel_replicate": 2, "data_parallel_shard": 2, "expert_parallel": 2, **MOE},
-        {"tensor_parallel": 4, "expert_parallel": 2, **MOE},
-    ),
-    (MOE, {"data_parallel_replicate": 4, "expert_parallel": 2, **MOE}), (FULL | MUON, MUON), (MUON, HYBRID | MUON),
-    (
-        {"data_parallel_shard": 4, "zero_stage": 3, "expert_parallel": 2, **MOE, **MUON},
-        {"context_parallel": 2, "tensor_parallel": 2, **MOE, **MUON},
-    ),
+    (SMALL, {**TP2, **DP2, "zero_stage": 1}), ({**TP2, **DP2, **ZERO3, **MUON}, {**PP2, **MUON}), (CONTEXT, CP4),
+    ({**TP2, **MOE}, MOE), ({**CP2, **MOE}, {**TP2, **MOE}), ({**DP4, **EP2, **MOE}, {**TP2, **COPIES, **MOE}),
+    ({**TP2, **MOE}, {**PP2, **MOE}), (FULL, {**TP4, **DP2, "zero_stage": 1}), (FULL, FULL), (FULL, HYBRID),
+    (FULL | DEEP, {**PP4, **DEEP}), (FULL | DEEP, {**PP2, "pipeline_schedule": "DualPipeV", **DEEP}),
+    (HYBRID | DEEP, {**PP2, "pipeline_schedule": "Interleaved1F1B", **REPLICAS, **DEEP}),
+    ({**PP2, "pipeline_schedule": "ZBVZeroBubble", **TP2, **DEEP}, FULL | DEEP), (ALONE, FULL),
+    (ALONE, {**CP2, **DP2}), (HYBRID, CONTEXT), ({**CP2, **REPLICAS, **COPIES}, FULL),
+    ({**TP2, **MOE}, {**DP2, **ZERO3, **MOE}),
+    ({**DP4, **EP2, **MOE}, {**CONTEXT, "expert_parallel": 4, **MOE}),
+    ({**REPLICAS, **DP2, **EP2, **MOE}, {**TP4, **EP2, **MOE}),
+    (MOE, {"data_parallel_replicate": 4, **EP2, **MOE}), (FULL | MUON, MUON), (MUON, HYBRID | MUON),
+    ({**DP4, **ZERO3, **EP2, **MOE, **MUON}, {**CP2, **TP2, **MOE, **MUON}),
 ]  # fmt: skip
 
 
