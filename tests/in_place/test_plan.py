@@ -51,7 +51,8 @@ def divided(model: nn.Module, plan: Plan) -> float:
 
 
 @pytest.mark.parametrize("name", [
-    *(FEW := ("llama", "gpt2", "bert", "bloom", "mixtral", "t5", "vit")), *in_turns(name for name in PLANS if name not in FEW)
+    *(FEW := ("llama", "gpt2", "bert", "bloom", "mixtral", "t5", "vit")),
+    *in_turns(name for name in PLANS if name not in FEW),
 ])  # fmt: skip
 def test_what_is_cut(name):
     rows, kept = PLANS[name]
