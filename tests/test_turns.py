@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from commands import ROOT
-from turns import EXTRAS, PARTS, TRAIN, TRAINING_PAGES, TURNS, in_parts, in_turns, of_another_turn, of_turn
+from turns import EXTRAS, PARTS, TRAIN, TRAINING_PAGES, TURNS, in_parts, in_turns, of_another_turn
 
 EVERY = [*map(str, range(TURNS))]
 
@@ -30,12 +30,6 @@ def test_a_large_matrix_has_a_part_in_each_turn_without_long_proofs_of_its_own()
     for turn in EVERY:
         assert sum(not of_another_turn(part, turn) for part in parts) == (int(turn) not in (TRAIN, TRAINING_PAGES))
     assert len(parts) == PARTS and all(part.get_closest_marker("proof") for part in parts)
-
-
-def test_a_whole_test_has_one_turn():
-    def test() -> None: ...
-
-    assert {mark.name: mark.args for mark in of_turn(3)(test).pytestmark} == {"proof": (), "rotates": (3,)}
 
 
 def test_what_does_not_rotate_runs_in_every_turn():

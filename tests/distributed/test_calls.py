@@ -111,10 +111,7 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) ->
 
 TYPES, WHOLE = (torch.float16, torch.bfloat16), {"sequence_parallel": False}
 COLLECTIVES = {
-    "dtype of as many bytes": (
-        lambda g, odd: all_reduce(ones(4, dtype=TYPES[odd]), g),
-        "bfloat16",
-    ),
+    "dtype of as many bytes": (lambda g, odd: all_reduce(ones(4, dtype=TYPES[odd]), g), "bfloat16"),
     "integers": (lambda g, odd: all_reduce(ones(4, dtype=(torch.int32, torch.float32)[odd]), g), "int32"),
     "shape of as many bytes": (lambda g, odd: all_gather(ones(*((2, 4), (4, 2))[odd]), g), "all_gather of (4, 2)"),
     "shape that needs more memory": (lambda g, odd: all_gather(ones((4, 1 << 19)[odd]), g), "all_gather of (524288,)"),

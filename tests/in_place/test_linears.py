@@ -70,11 +70,7 @@ def on_rank(t, linear, wide, sequence_parallel):
 
 @pytest.mark.parametrize(
     ("t", "linear", "wide", "sequence_parallel"),
-    [
-        (2, nn.Linear, 16, True),
-        (4, conv, 14, True),
-        *in_turns([(4, nn.Linear, 14, False), (2, conv, 16, False)]),
-    ],
+    [(2, nn.Linear, 16, True), (4, conv, 14, True), *in_turns([(4, nn.Linear, 14, False), (2, conv, 16, False)])],
 )
 def test_same_as_plain_modules(ranks, t, linear, wide, sequence_parallel):
     """In one case also of copies and compiled: enter and leave of the others are not to be pickled."""

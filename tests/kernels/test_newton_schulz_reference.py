@@ -6,13 +6,7 @@ from testing import assert_kernel_close, assert_same
 from torch.utils.flop_counter import FlopCounterMode
 
 from tpformer.config.run_checks import MUON
-from tpformer.kernels.newton_schulz.reference import (
-    COEFFICIENTS,
-    SCALES,
-    muon_scale,
-    newton_schulz,
-    newton_schulz_cost,
-)
+from tpformer.kernels.newton_schulz.reference import COEFFICIENTS, SCALES, muon_scale, newton_schulz, newton_schulz_cost
 
 SHAPES = [(24, 40), (40, 24), (16, 16), (1, 7)]
 

@@ -350,10 +350,7 @@ def test_calls_for_sequences_of_many_lengths_join_neighbours(monkeypatch: pytest
     monkeypatch.setattr(flash, "_varlen", lambda q: True)
     found = RankSegments([[0, 5, 6, 7, 20]], SEQ, 2, 0)
     batches = flash.prepared(found, slice(0, SEQ), None, torch.zeros(0))[0]
-    assert [(each.rows, each.keys) for each in batches] == [
-        (slice(0, 6), slice(0, 6)),
-        (slice(6, 12), slice(7, 24)),
-    ]
+    assert [(each.rows, each.keys) for each in batches] == [(slice(0, 6), slice(0, 6)), (slice(6, 12), slice(7, 24))]
     (queries, keys, most, most_keys) = batches[1].lengths
     assert (queries.tolist(), keys.tolist(), most, most_keys) == ([0, 2, 6], [0, 13, 17], 4, 13)
     assert flash.prepared(found, slice(0, SEQ), None, torch.zeros(0))[0] is batches

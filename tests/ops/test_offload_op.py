@@ -143,9 +143,9 @@ def test_some_layers_offload_and_others_keep(log):
     assert all(storage.device is None and storage.uses == 0 for storage in log.storages)
 
 
-@pytest.mark.parametrize(
-    "text", ["1*offload,1*mlp,1*offload+full,1*keep", *in_turns(["2*full,1*keep,1*offload", "4*offload+mlp"], first=0)]
-)
+@pytest.mark.parametrize("text", [
+    "1*offload,1*mlp,1*offload+full,1*keep", *in_turns(["2*full,1*keep,1*offload", "4*offload+mlp"], first=0)
+])  # fmt: skip
 def test_any_way_of_each_layer_gives_the_same_bits(text, log):
     config = GPTConfig(vocab_size=40, seq_length=64, n_layers=4, hidden_size=64, n_heads=4, dropout=0.1)
     ids = torch.randint(40, (64, 64), generator=torch.Generator().manual_seed(0))

@@ -55,9 +55,7 @@ def experts(transport: str) -> Row:
     shared = floats(3, K), floats(3, K), floats(K, 3)
     routing = ops.Routing(torch.tensor([[0, 1], [1, 3], [0, 2], [2, 3]], dtype=torch.int32), floats(TOKENS, 2))
     options = {"routing": routing, "n_experts": 4, "activation": "silu", "residual": floats(2, K)}
-    return (x, ops.ExpertWeights(floats(2, 2 * F, K), floats(2, K, F), *shared)), {
-        **options, **where(transport),
-    }  # fmt: skip
+    return (x, ops.ExpertWeights(floats(2, 2 * F, K), floats(2, K, F), *shared)), options | where(transport)
 
 
 def exchanged() -> Row:
@@ -65,12 +63,8 @@ def exchanged() -> Row:
     (x, matrices), options = experts("sequential")
     routing = ops.Routing(*(each[:2] for each in options.pop("routing")))
     del options["transport"]
-    return (x, ops.ExpertWeights(*matrices[:2])), {
-        **options,
-        "routing": routing,
-        "added": floats(2, K),
-        "group": dist.group.WORLD,
-    }
+    own = {"routing": routing, "added": floats(2, K), "group": dist.group.WORLD}
+    return (x, ops.ExpertWeights(*matrices[:2])), options | own
 
 
 LINEARS: dict[Callable, tuple[Callable[..., Any], ...]] = {
@@ -90,12 +84,8 @@ def router() -> ops.Router:
 
 
 def rotated() -> Row:
-    return (
-        floats(TOKENS, 2, N),
-        floats(TOKENS, 1, N),
-        rope_table(5, N, 1e4, torch.float32, "cpu"),
-        torch.arange(4),
-    ), {}
+    table = rope_table(5, N, 1e4, torch.float32, "cpu")
+    return (floats(TOKENS, 2, N), floats(TOKENS, 1, N), table, torch.arange(4)), {}
 
 
 def attended() -> Row:

@@ -17,7 +17,6 @@ from tpformer.planner.storages import live_storages
 from tpformer.training.setup import build_model, run_mesh
 
 SMALL = {**zero.MODEL, "vocab_size": 250, "hidden_size": 64, "n_layers": 4}
-# this loses most easily: it needs no gather in a part without root
 CHOSEN = [("PP2 Interleaved1F1B ZeRO 3 x2", "bfloat16")]
 OTHERS = [(case, dtype) for case, dtype in zip(zero.CASES, itertools.cycle(zero.DTYPES)) if case not in dict(CHOSEN)]
 

@@ -101,10 +101,7 @@ def alone(ranks) -> dict[tuple, dict]:
     return {case: ranks(1).run(trained, {}, *case)[0] for case in cases}
 
 
-@pytest.fixture(
-    scope="module",
-    params=["tp2-pp2-recomputed", "pp2-zbv", *in_turns(["tp2-no-sp-recomputed", "tp2-zero3"], first=1)],
-)
+@pytest.fixture(scope="module", params=[*[*LAYOUTS][1:3], *in_turns([*LAYOUTS][::3], first=1)])
 def run(ranks, alone, request) -> tuple[dict[str, Any], list[dict], dict]:
     """A layout, what its ranks find, and what one process finds."""
     parallel, n_layers = LAYOUTS[request.param], 4 if request.param == "pp2-zbv" else 2

@@ -71,9 +71,7 @@ def another_interface() -> str | None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
-@pytest.mark.parametrize(
-    ("layout", "number"), [(PIPELINE, signal.SIGTERM), *in_turns([({}, signal.SIGINT)], first=2)], ids=["two", "one"]
-)
+@pytest.mark.parametrize(("layout", "number"), [(PIPELINE, signal.SIGTERM), *in_turns([({}, signal.SIGINT)], first=2)])
 def test_a_run_has_no_socket_outside_loopback_and_a_stop_is_no_failure(commands, tmp_path, write, layout, number):
     """R13, at any time of a run: it is looked at all the time. R19: a stopped run writes a checkpoint, has an exit code
     of its own, and is not started again."""

@@ -139,10 +139,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("names", "mutations"),
-    [([*MALICIOUS], 0), *in_turns(([name], 500) for name in READERS)],
-)
+@pytest.mark.parametrize(("names", "mutations"), [([*MALICIOUS], 0), *in_turns(([name], 500) for name in READERS)])
 def test_damaged_and_malicious_files_are_refused_in_a_sentence(names, mutations, files, commands, tmp_path):
     copy = shutil.copytree(files, tmp_path / "files")
     code, out, err = commands.call(read_all, str(copy), names, mutations).finish()

@@ -35,14 +35,10 @@ def trained(config: RunConfig, fsdp: bool):
 RECOMPUTED = {"recompute": "full", "pack_activations": True}
 
 
-@pytest.mark.parametrize(
-    "parallel, dtype, size",
-    [
-        ({}, "float16", 2),
-        (RECOMPUTED, "bfloat16", 4),
-        *in_turns([({}, "float16", 4), ({"tensor_parallel": 2}, "bfloat16", 2)], first=1),
-    ],
-)
+@pytest.mark.parametrize("parallel, dtype, size", [
+    ({}, "float16", 2), (RECOMPUTED, "bfloat16", 4),
+    *in_turns([({}, "float16", 4), ({"tensor_parallel": 2}, "bfloat16", 2)], first=1),
+])  # fmt: skip
 def test_steps_are_those_of_fsdp2(ranks, parallel, dtype, size):
     """With two microbatches of 2, whose gradients add up, and with one of 4, whose gradients stay in 16 bits."""
     config = run_config(parallel, {**MODEL, "tie_embeddings": False}, dtype=dtype, microbatch_size=size)

@@ -109,10 +109,9 @@ PROOFS = [
     (HYBRID | DEEP, {**PP2, "pipeline_schedule": "Interleaved1F1B", **REPLICAS, **DEEP}),
     ({**PP2, "pipeline_schedule": "ZBVZeroBubble", **TP2, **DEEP}, FULL | DEEP), (ALONE, FULL),
     (ALONE, {**CP2, **DP2}), (HYBRID, CONTEXT), ({**CP2, **REPLICAS, **COPIES}, FULL),
-    ({**TP2, **MOE}, {**DP2, **ZERO3, **MOE}),
-    ({**DP4, **EP2, **MOE}, {**CONTEXT, "expert_parallel": 4, **MOE}),
-    ({**REPLICAS, **DP2, **EP2, **MOE}, {**TP4, **EP2, **MOE}),
-    (MOE, {"data_parallel_replicate": 4, **EP2, **MOE}), (FULL | MUON, MUON), (MUON, HYBRID | MUON),
+    ({**TP2, **MOE}, {**DP2, **ZERO3, **MOE}), ({**DP4, **EP2, **MOE}, {**CONTEXT, "expert_parallel": 4, **MOE}),
+    ({**REPLICAS, **DP2, **EP2, **MOE}, {**TP4, **EP2, **MOE}), (MOE, {"data_parallel_replicate": 4, **EP2, **MOE}),
+    (FULL | MUON, MUON), (MUON, HYBRID | MUON),
     ({**DP4, **ZERO3, **EP2, **MOE, **MUON}, {**CP2, **TP2, **MOE, **MUON}),
 ]  # fmt: skip
 
