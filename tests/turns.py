@@ -1,8 +1,7 @@
 """Proofs take turns, which the commit's hash chooses: some commits run them all, and `TURN=all` does so.
 
-Belongs here: how many turns there are, and whose a case is. They are for what takes minutes, as files of `make execute`
-and pages do, for what checks the checks, as mutants do, and for the cases of a matrix that reach no code which those in
-the suite do not. test_turns.py compares the number with the Makefile's.
+Belongs here: how many turns there are, and whose a case is. They are for what takes minutes, what checks the checks, as
+mutants do, and the cases of a matrix that reach little which others do not. test_turns.py has the Makefile's number.
 """
 
 from collections.abc import Callable, Iterable
