@@ -62,17 +62,19 @@ proofs: execute proofs-compiled proofs-together proofs-alone  ## the long checks
 # For sm_90, without float16, and one tile of a GEMM: a fifth of the cases, of which each turn compiles a sixth. A proof
 # says when the page of the whole check, `make compile-check`, is not of the code that launchers ask for now.
 proofs-compiled: .venv/ready $(if $(filter 2 all,$(TURN)),.venv/gpu/ready)
-	$(BIN)/python -m checks.compile --only '^(?!.* float16( |$$)).* sm_90 (\w+$$|.* 128x128x64 )' \
+	$(BIN)/python -m checks.compile --only '^(?!.* float16( |$$)).* sm_90 (\w+$$|.* 128x128x(64|128) )' \
 		$(if $(filter all,$(TURN)),,--share $(TURN)/$(TURNS))
 	$(if $(filter 2 all,$(TURN)),$(COMPILED_AS_ON_GPUS))
 
 # The triton of many GPU images, beside this torch. It has to compile every variant of a kernel, too: one tile of it, in
-# bfloat16, for sm_90. It lets no loads run ahead in a loop that has both TMA and indexed rows, as grouped GEMMs do.
-# Where it cannot be installed, .venv/gpu/ready says so.
+# bfloat16 if it takes that, for sm_90. It lets no loads run ahead in a loop that has both TMA and indexed rows, as
+# grouped GEMMs do. Where it cannot be installed, .venv/gpu/ready says so.
 GPU_TRITON := 3.6.0
+IN_FLOAT32 := (route|combine_statistics)
 GROUPED := (all_gather_grouped|grouped_matmul)
+ONE_TILE := ^(?!$(GROUPED)).* sm_90 (bfloat16($$| 128x128x(64|128) )|int32$$)|^$(IN_FLOAT32).* sm_90
 COMPILED_AS_ON_GPUS = if [ -s .venv/gpu/ready ]; then cat .venv/gpu/ready; else \
-	export PYTHONPATH=.; .venv/gpu/bin/python -m checks.compile --only '^(?!$(GROUPED)).* sm_90 bfloat16($$| 128x128x64 )' && \
+	export PYTHONPATH=.; .venv/gpu/bin/python -m checks.compile --only '$(ONE_TILE)' && \
 	.venv/gpu/bin/python -m checks.compile --without loads_run_ahead --only '^$(GROUPED).* sm_90 bfloat16 128x128x64 '; fi
 
 .venv/gpu/ready: .venv/ready

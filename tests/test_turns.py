@@ -1,6 +1,7 @@
 """Over all turns each proof that rotates runs once, and the Makefile's turns are those of tests/turns.py."""
 
 import os
+import re
 import subprocess
 from types import SimpleNamespace
 
@@ -67,3 +68,22 @@ def test_each_turn_compiles_its_share_and_one_has_another_triton():
         commands = printed("proofs-compiled", f"TURN={turn}")
         assert (f"--share {turn}/{TURNS}\n" in commands) == (turn != "all") == ("--share" in commands)
         assert (".venv/gpu/bin/python -m checks.compile" in commands) == (turn in ("2", "all"))
+
+
+def test_the_other_triton_compiles_every_variant_of_every_kernel():
+    """And a turn of the present triton every kernel."""
+    pytest.importorskip("triton")
+    from checks.compile.check import DEFAULT, load_cases
+
+    commands = printed("proofs-compiled", "TURN=2", given="--old-file=.venv/ready --old-file=.venv/gpu/ready")
+    here, *other = re.findall("--only '(.*?)'", commands)
+    cases = {key: case for key, case in load_cases(DEFAULT.cases).items() if case.capability == 90}
+
+    def compiled(*patterns: str) -> set[tuple[str, str]]:
+        return {
+            (case.kernel, case.name) for key, case in cases.items() if any(re.search(each, key) for each in patterns)
+        }
+
+    every = compiled("")
+    assert not every - compiled(*other)
+    assert {kernel for kernel, _ in every} == {kernel for kernel, _ in compiled(here)}
