@@ -15,6 +15,7 @@ from tpformer.planner.states import GRADIENTS, rank_moments
 from tpformer.training import setup
 from tpformer.training.model import summed_loss
 from tpformer.training.step import train_step
+from tpformer.training.updates import LocalSGD
 
 
 def batch(step: int) -> torch.Tensor:
@@ -68,29 +69,34 @@ def test_gradients_of_one_backward_stay_in_16_bits():
         held = sum(parameter.grad.nbytes for parameter in model.parameters())
         assert held == rank_moments(config, 0).backward[GRADIENTS]
         optimizers[0].zero_grad()
-        model.masters[0].narrow = False
+        model.masters.narrow = False
         model.gradients(batch(0), first_sample=0)
         assert all(parameter.grad.dtype == parameter.dtype for parameter in model.parameters())
 
 
 @on_every_rank(1)
 def test_steps_of_another_optimizer_are_seen():
-    """torch's fused optimizers do not count what they write."""
+    """torch's fused optimizers do not count what they write, nor does one beside ours that has the other parameters."""
     config, found = run_config({}, MODEL, dtype="bfloat16", microbatch_size=4), []
-    for fused in (False, True):
+    for fused, own in ((False, 0), (True, 0), (True, 5)):
         model = setup.build_model(config, setup.run_mesh(config, "cpu"))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        parameters = list(model.parameters())
+        optimizers = [torch.optim.SGD(parameters[own:], lr=0.1, fused=fused)]
+        if own:
+            optimizers.append(LocalSGD(parameters[:own], lr=0.1, fused=True))
+            optimizers[1].masters = model.masters
         for _ in range(3):
-            found.append(model.gradients(batch(0), first_sample=0))
-            optimizer.step()
-            optimizer.zero_grad()
-    assert found[:3] == found[3:] and len(set(map(float, found))) == 3
+            found.append(float(model.gradients(batch(0), first_sample=0)))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert found[:3] == found[3:6] == found[6:] and len(set(found)) == 3
 
 
 @on_every_rank(1)
 def test_a_part_holds_its_masters_but_in_a_step():
     model, _ = build(run_config({}, MODEL, dtype="bfloat16"))
-    (part,), (masters,) = model.parts, model.masters
+    (part,), masters = model.parts, model.masters
     before = dict(part.named_parameters())
     part.norm.weight.requires_grad_(False)
     with pytest.raises(ValueError, match="ids"), masters.computing():

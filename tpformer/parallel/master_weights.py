@@ -18,21 +18,21 @@ from tpformer.torch_private import foreach_copy_, version_of
 
 
 class MasterWeights:
-    """A part's parameters, and the copies that its modules hold while they compute.
+    """The parameters of a rank's parts, and the copies that their modules hold while they compute.
 
-    Between steps the part holds its masters, so that optimizers, checkpoints and norms see them alone. Gradients are
+    Between steps the parts hold their masters, so that optimizers, checkpoints and norms see them alone. Gradients are
     made for the copies, add up in the masters' dtype, and are the masters' `.grad` afterwards.
 
     An optimizer that reads gradients of the copies' dtype sets `narrow`, and they stay as they are made where nothing
     is added to them: half the memory, and a pass less.
 
-        masters = MasterWeights(part, torch.bfloat16)
+        masters = MasterWeights([part], torch.bfloat16)
         with masters.computing():
             part(ids, targets=targets).backward()   # part.parameters() are bfloat16
         optimizer.step()                            # part.parameters() are float32, and so are their gradients
 
-    part: on its device, with its last parameters. Their values may still change, in place: a write that autograd does
-    not count, as to `.data`, needs refresh(everything=True). dtype: the copies'. used_twice: parameters of which a
+    parts: on their device, with their last parameters. Their values may still change, in place: a write that autograd
+    does not count, as to `.data`, needs refresh(everything=True). dtype: the copies'. used_twice: parameters of which a
     forward makes two gradients; their sum is made in the masters' dtype.
     Memory: dtype's bytes for each element. No communication.
     Source: Micikevicius et al., arXiv:1710.03740, section 3.1.
@@ -41,10 +41,10 @@ class MasterWeights:
     narrow = False
     """Whether a gradient that is not added to, of a parameter that is whole here, stays in the copies' dtype."""
 
-    def __init__(self, part: nn.Module, dtype: torch.dtype, used_twice: Iterable[nn.Parameter] = ()) -> None:
+    def __init__(self, parts: Iterable[nn.Module], dtype: torch.dtype, used_twice: Iterable[nn.Parameter] = ()) -> None:
         pairs: dict[nn.Parameter, tuple[nn.Parameter, nn.Parameter]] = {}
         self._places = []
-        for module in part.modules():
+        for module in (each for part in parts for each in part.modules()):
             for name, master in module.named_parameters(recurse=False):
                 if master not in pairs:
                     copy = nn.Parameter(_like(master, dtype))
@@ -57,19 +57,20 @@ class MasterWeights:
         twice = set(used_twice)
         # ranks add up their parts of other gradients
         self._may_be_narrow = [not isinstance(master, DTensor) and master not in twice for master in pairs]
-        self._are_equal = False
+        self._stale: set[nn.Parameter] = set()
+        """Masters that an optimizer may have changed, without a count, since they were rounded."""
 
     def copies_of(self, masters: Iterable[nn.Parameter]) -> list[Tensor]:
         """This rank's parts of the copies of these masters. Who writes both, and nothing else, calls `follow`."""
         return [self._copies[master] for master in masters]
 
-    def follow(self) -> None:
-        """All masters have been rounded to their copies, by whoever has changed them."""
-        self._are_equal = True
+    def follow(self, masters: Iterable[nn.Parameter]) -> None:
+        """These masters have been rounded to their copies, by whoever has changed them."""
+        self._stale.difference_update(masters)
 
     @contextmanager
     def computing(self, *, adds_up: bool = True) -> Iterator[None]:
-        """Within, the part holds the copies, and they the gradients. RuntimeError if a parameter has been replaced.
+        """Within, the parts hold the copies, and they the gradients. RuntimeError if a parameter has been replaced.
 
         adds_up: whether several backwards run within.
         """
@@ -94,8 +95,8 @@ class MasterWeights:
                 module.register_parameter(name, master)
             for master, copy in self._pairs:
                 master.grad, copy.grad = copy.grad, None
-                # an optimizer may follow, and torch's fused ones do not count what they write
-                self._are_equal &= master.grad is None
+                if master.grad is not None:  # an optimizer may follow, and torch's fused ones count no writes
+                    self._stale.add(master)
 
     @torch.no_grad()
     def refresh(self, *, everything: bool = False) -> None:
@@ -107,11 +108,12 @@ class MasterWeights:
         changed = [
             pair
             for pair, seen, now in zip(self._pairs, self._versions, versions, strict=True)
-            if everything or not self._are_equal or seen != now
+            if everything or seen != now or pair[0] in self._stale
         ]
         if changed:
             foreach_copy_([local_part(copy) for _, copy in changed], [local_part(master) for master, _ in changed])
-        self._versions, self._are_equal = versions, True
+        self._versions = versions
+        self._stale.clear()
 
 
 def _like(master: Tensor, dtype: torch.dtype) -> Tensor:

@@ -190,8 +190,8 @@ class StepGraph:
 
     def _refresh(self) -> None:
         """Round masters that somebody has written since the last step: a graph has no host that would look."""
-        for masters in filter(None, self.model.masters):
-            masters.refresh()
+        if self.model.masters is not None:
+            self.model.masters.refresh()
 
     def _set_rate(self, lr: float) -> None:
         """Write lr into all optimizers' groups as a number, as their own steps leave it; a graph reads a tensor."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -59,9 +59,11 @@ def token_ids(batch: Tensor) -> Tensor:
     return torch.where(batch < 0, ~batch, batch)
 
 
-def _masters(part: GPT, dtype: torch.dtype) -> MasterWeights:
-    tied = part.config.tie_embeddings and part.embed_tokens is not None
-    return MasterWeights(part, dtype, [part.embed_tokens.weight] if tied else [])
+def _masters(parts: Sequence[GPT], dtype: torch.dtype) -> MasterWeights | None:
+    if not needs_masters(parts[0], dtype):
+        return None
+    tied = [part.embed_tokens.weight for part in parts if part.config.tie_embeddings and part.embed_tokens is not None]
+    return MasterWeights(parts, dtype, tied)
 
 
 class ModelParts:
@@ -106,8 +108,8 @@ class ModelParts:
         twice; int64 (4,), sums over all ranks. None without packed activations."""
         self._scale = torch.ones(())
         self._dtype = dtype
-        self.masters = [_masters(part, dtype) if needs_masters(part, dtype) else None for part in parts]
-        """The MasterWeights of each part, None where it computes with its own parameters or FSDP2's."""
+        self.masters = _masters(self.parts, dtype)
+        """None where parts compute with their own parameters, or with FSDP2's."""
         if mesh is not None and layout.pipeline_parallel > 1:
             self.pipeline = self._pipeline(mesh)
             if self.config.tie_embeddings:
@@ -293,13 +295,9 @@ class ModelParts:
             reshard(model)
         return total
 
-    @contextmanager
-    def computing(self, *, adds_up: bool = True) -> Iterator[None]:
+    def computing(self, *, adds_up: bool = True) -> AbstractContextManager[None]:
         """Within, parts with MasterWeights hold the copies that they compute with. adds_up: over several backwards."""
-        with ExitStack() as stack:
-            for masters in filter(None, self.masters):
-                stack.enter_context(masters.computing(adds_up=adds_up))
-            yield
+        return nullcontext() if self.masters is None else self.masters.computing(adds_up=adds_up)
 
     def gradient_norm(self) -> Tensor:
         """The 2-norm of all gradients as one process would hold them; a float64 scalar, equal on all ranks."""

@@ -42,8 +42,8 @@ def build_optimizers(
     """build_optimizer of each part, which keeps the part's copies to compute with up to date."""
     groups: dict = {}
     optimizers = [build_optimizer(part, config, groups, timeout) for part in model.parts]
-    for optimizer, masters in zip(optimizers, model.masters, strict=True):
-        optimizer.masters = masters
-        if masters is not None:
-            masters.narrow = True
+    for optimizer in optimizers:
+        optimizer.masters = model.masters
+    if model.masters is not None:
+        model.masters.narrow = True
     return optimizers

@@ -70,8 +70,8 @@ class LocalUpdate(torch.optim.Optimizer):
     def _groups(self) -> Iterator[tuple[Any, dict[str, Any], list[nn.Parameter], dict[str, Any]]]:
         """Yield (module of the update's kernels, group, parameters, options) for each group with gradients.
 
-        options: what the kernels take besides tensors. All groups have to be updated: after the last one the masters
-        follow. No communication. ValueError for an option of torch's optimizer that the kernels do not have.
+        options: what the kernels take besides tensors. Update a group before taking the next one: its masters follow
+        then. No communication. ValueError for an option of torch's optimizer that the kernels do not have.
         """
         for group in self.param_groups:
             if others := [name for name in ("amsgrad", "maximize", "dampening", "differentiable") if group.get(name)]:
@@ -90,8 +90,8 @@ class LocalUpdate(torch.optim.Optimizer):
                     "weight_decay": group["weight_decay"],
                 }
                 yield implementation("update", first), group, parameters, options
-        if self.masters is not None:
-            self.masters.follow()
+                if self.masters is not None:
+                    self.masters.follow(parameters)
 
 
 class LocalAdamW(LocalUpdate, torch.optim.AdamW):
