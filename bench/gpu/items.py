@@ -110,12 +110,11 @@ def quick(
     return Item(name, value, seconds, command, pretended(command), sources or memory_bound(name), bar, prediction)
 
 
-def whole(name: str, seconds: int, sources: tuple[str, ...] = ()) -> Item:
-    """A bench without options, as bench/results has it. Its rehearsal is --quick's."""
-    short = called(name, QUICK)
-    rehearsal = short if name == "pretrain" else pretended(short)
-    own = sources or memory_bound(name)
-    return Item(f"whole {name}", max(1, seconds // 10), seconds, called(name, ()), rehearsal, own)
+def whole(item: Item, seconds: int) -> Item:
+    """The bench of an item without options, as bench/results has it. It is rehearsed as the item is."""
+    name = item.command.arguments[2]
+    value, command = max(1, seconds // 10), called(name, ())
+    return item._replace(name=f"whole {name}", value=value, seconds=seconds, command=command)
 
 
 def tests(name: str, value: int, seconds: int, group: str, *rehearsed: str) -> Item:
@@ -125,7 +124,7 @@ def tests(name: str, value: int, seconds: int, group: str, *rehearsed: str) -> I
         Command(("tests/gpu_run.py", *options, "--into", f"{INTO}/{result}"), result)
         for options in ((group,), ("--pretend", *rehearsed))
     )
-    return Item(name, value, seconds, *commands, TESTS, "no failure")
+    return Item(name, value, seconds, *commands, TESTS, "no failure", "no failure")
 
 
 def gather(name: str, value: int, seconds: int, times: int, tool: tuple[str, ...] = ()) -> Item:
@@ -135,7 +134,7 @@ def gather(name: str, value: int, seconds: int, times: int, tool: tuple[str, ...
     into = ("--report", f"{INTO}/{result}", "-k")
     rehearsal = Command((*PRETENDING, *pytest, "-p", "pretending", *into, f"{ON_GPU} and small-2"), result)
     command = Command((*pytest, "--times", str(times), *into, f"{ON_GPU} and large-8"), result)
-    return Item(name, value, seconds, command, rehearsal, TESTS, "no failure", "none", tool)
+    return Item(name, value, seconds, command, rehearsal, TESTS, "no failure", "no failure", tool)
 
 
 def profiled(kernel: str, value: int, seconds: int, sources: tuple[str, ...]) -> Item:
@@ -159,10 +158,8 @@ def assembled(value: int, seconds: int) -> Item:
 
 GATES = called("gates", ())
 STEPS = called("pretrain", ("--steps", "60", "--profile"))
-MEMORY_BOUND = ("norm", "activation", "rope", "dropout", "cross_entropy", "update")
-OF_EXPERTS = ("route", "weighted_activation", "combine")
 
-ITEMS = (
+SHORT = (
     quick("ceilings", 100, 8, ("bench/ceilings.py", "harness/timing.py"), prediction="4.2 TB/s; 690 TFLOP/s"),
     Item("gates", 450, 45, GATES, pretended(GATES), ALL, "all of them", "all of them"),
     quick("constants", 108, 12, CONSTANTS, prediction="0.9; 0.2; 28 us"),
@@ -193,14 +190,17 @@ ITEMS = (
     profiled("matmul", 80, 20, GEMM),
     profiled("matmul_reduce_scatter", 78, 20, SCATTER),
     quick("matmul_trials", 76, 20, TRIALS, prediction="1.01 to 1.02; 1.02 to 1.05"),
-    quick("layer", 90, 25, LAYER, prediction="620 TFLOP/s"),
+    quick("layer", 90, 25, LAYER, prediction="620 TFLOP/s, 690 in 4 samples"),
     tests("other tests", 315, 90, "--others", f"{KERNEL_TESTS}/test_philox_kernel.py"),
-    whole("matmul", 120, GEMM),
-    whole("pretrain", 200, PRETRAIN),
-    whole("layer", 180, LAYER),
-    *(whole(name, 90, sources) for name, sources in (
-        ("all_gather_matmul", GATHER), ("matmul_reduce_scatter", SCATTER), ("matmul_all_reduce", ALL_REDUCE),
-        ("grouped_matmul", GROUPED), ("all_gather_grouped_matmul", GATHERED), ("quantized_matmul", QUANTIZED),
-    )),
-    *(whole(name, 60) for name in (*MEMORY_BOUND, *OF_EXPERTS)),
 )  # fmt: skip
+FUSED_GEMMS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+GEMMS = (*FUSED_GEMMS, "grouped_matmul", "all_gather_grouped_matmul", "quantized_matmul")
+MEMORY_BOUND = ("norm", "activation", "rope", "dropout", "cross_entropy", "update")
+OF_EXPERTS = ("route", "weighted_activation", "combine")
+# seconds of a whole bench, by the item of its short one
+LONG = {
+    **{"matmul": 120, "pretrain for 60 steps": 200, "layer": 180},
+    **dict.fromkeys(GEMMS, 90),
+    **dict.fromkeys((*MEMORY_BOUND, *OF_EXPERTS), 60),
+}
+ITEMS = (*SHORT, *(whole(item, LONG[item.name]) for item in SHORT if item.name in LONG))

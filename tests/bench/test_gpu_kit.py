@@ -239,6 +239,7 @@ def test_items_are_in_their_order_and_have_all_kernels():
         assert {bench.name, f"whole {bench.name}"} <= {item.name for item in ITEMS}
     for item in ITEMS:
         assert sources.files(item.sources), item.name
+        assert item.prediction or item.name.startswith("ncu "), f"{item.name}: it would be predicted afterwards"
     assert [item.name for item in command.chosen(["*tests*"], ITEMS)] == ["tests of fused kernels", "other tests"]
     with pytest.raises(ValueError, match="no item is called 'noorm'"):
         command.chosen(["noorm"], ITEMS)

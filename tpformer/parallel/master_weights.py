@@ -57,8 +57,8 @@ class MasterWeights:
         twice = set(used_twice)
         # ranks add up their parts of other gradients
         self._may_be_narrow = [not isinstance(master, DTensor) and master not in twice for master in pairs]
-        self._stale: set[nn.Parameter] = set()
-        """Masters that an optimizer may have changed, without a count, since they were rounded."""
+        self._stale: set[int] = set()
+        """The ids of masters that an optimizer may have changed, without a count, since they were rounded."""
 
     def copies_of(self, masters: Iterable[nn.Parameter]) -> list[Tensor]:
         """This rank's parts of the copies of these masters. Who writes both, and nothing else, calls `follow`."""
@@ -66,7 +66,7 @@ class MasterWeights:
 
     def follow(self, masters: Iterable[nn.Parameter]) -> None:
         """These masters have been rounded to their copies, by whoever has changed them."""
-        self._stale.difference_update(masters)
+        self._stale.difference_update(map(id, masters))
 
     @contextmanager
     def computing(self, *, adds_up: bool = True) -> Iterator[None]:
@@ -96,7 +96,7 @@ class MasterWeights:
             for master, copy in self._pairs:
                 master.grad, copy.grad = copy.grad, None
                 if master.grad is not None:  # an optimizer may follow, and torch's fused ones count no writes
-                    self._stale.add(master)
+                    self._stale.add(id(master))
 
     @torch.no_grad()
     def refresh(self, *, everything: bool = False) -> None:
@@ -108,7 +108,7 @@ class MasterWeights:
         changed = [
             pair
             for pair, seen, now in zip(self._pairs, self._versions, versions, strict=True)
-            if everything or seen != now or pair[0] in self._stale
+            if everything or seen != now or id(pair[0]) in self._stale
         ]
         if changed:
             foreach_copy_([local_part(copy) for _, copy in changed], [local_part(master) for master, _ in changed])
