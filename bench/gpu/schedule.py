@@ -28,7 +28,7 @@ from .state import DONE, FAILED, LIMIT, MEASURED, MISSED, STOPPED, State
 
 MARGIN, SPARE = 1.2, 5.0  # an item begins if so many times its seconds, and so many more, are left
 MEASURE, REHEARSE, FILL = "measure", "rehearse", "fill"
-COMPILING = 3600.0  # seconds of an item that is only compiled, after which it is ended
+UNMEASURED = 3600.0  # seconds after which an item is ended that measures nothing, on a machine that may be busy
 GRACE = 5.0  # seconds between asking a process to end and ending it
 LOOKS = 0.05  # seconds
 
@@ -83,7 +83,7 @@ class Session(NamedTuple):
 
     def limit(self, item: Item) -> float:
         """Seconds after which an item is ended."""
-        return COMPILING if self.way == FILL else item.limit
+        return UNMEASURED if self.pretends else item.limit
 
     def log(self, item: Item) -> Path:
         return self.folder / "logs" / f"{item.name.replace(' ', '_')}.txt"
