@@ -314,7 +314,7 @@ def test_refusals_say_why() -> None:
     for words, model, tp in (
         ("2 ranks that exchange tokens, without rank . of 2 tensor-parallel", whole("mixtral"),
          TensorParallel(mesh["tp"], True, experts=across)),
-        ("LlamaForCausalLM has no module that is called with the numbers of its experts", tiny("llama"), ep),
+        ("LlamaForCausalLM has no module that holds its experts as parameters", tiny("llama"), ep),
         ("layers.0.mlp.experts cannot exchange tokens over 4 ranks: 4 ranks cannot share its 6 experts",
          tiny("qwen3moe", num_experts=6), four),
     ):  # fmt: skip

@@ -20,12 +20,14 @@ TOKENS = {2: ((3, 4), (0, 5), (1, 0)), 3: ((0, 5, 2),)}  # of each rank
 
 
 def drawn(tokens: int, best: bool) -> dict[str, Tensor]:
-    """Rows, weights, what comes back, and a matrix and a bias for each expert. best: all tokens go to the first."""
+    """Rows, weights, what comes back, and a matrix and a bias for each expert. best: all tokens go to the
+    first; else every third lacks an expert, and the last one has none: numbers that no expert has."""
     seed = torch.Generator().manual_seed(tokens)
     shapes = {"x": (tokens, HIDDEN), "weights": (tokens, CHOSEN), "dy": (tokens, HIDDEN)}
     shapes |= {"matrix": (EXPERTS, HIDDEN, HIDDEN), "bias": (EXPERTS, HIDDEN), "score": (tokens, EXPERTS)}
     made = {name: torch.randn(shape, generator=seed, dtype=torch.float64) for name, shape in shapes.items()}
     chosen = made.pop("score").argsort(1)[:, :CHOSEN]
+    chosen[::3, 1], chosen[-1] = -1, EXPERTS
     return made | {"experts": torch.arange(CHOSEN).expand_as(chosen) if best else chosen}
 
 
@@ -33,11 +35,16 @@ def layer(rows: Tensor, experts: Tensor, matrix: Tensor, bias: Tensor) -> Tensor
     return torch.tanh(rows[:, None] @ matrix[experts])[:, 0] + bias[experts]
 
 
+def has_one(chosen: Tensor) -> Tensor:
+    return (chosen >= 0) & (chosen < EXPERTS)
+
+
 def whole(of: dict[str, Tensor]) -> dict[str, Tensor]:
     leaves = {name: x.clone().requires_grad_() for name, x in of.items() if name not in ("dy", "experts")}
     y = sum(
-        layer(leaves["x"], of["experts"][:, j], leaves["matrix"], leaves["bias"]) * leaves["weights"][:, j, None]
-        for j in range(CHOSEN)
+        layer(leaves["x"], chosen % EXPERTS, leaves["matrix"], leaves["bias"])
+        * torch.where(has_one(chosen), leaves["weights"][:, j], 0)[:, None]
+        for j, chosen in enumerate(of["experts"].T)
     )
     y.backward(of["dy"])
     return {"y": y.detach()} | {name: x.grad for name, x in leaves.items()}
@@ -68,12 +75,13 @@ def expected(of: dict[str, Tensor], tokens: tuple[int, ...], share: float) -> di
 def sent(of: dict[str, Tensor], tokens: tuple[int, ...]) -> list[tuple[str, int]]:
     """The all-to-alls of this rank: numbers, experts with weights, rows out and back; out, back, and weights back."""
     rank, own = dist.get_rank(), EXPERTS // len(tokens)
-    to = [(each // own).unique() for each in of["experts"]]
+    to = [(each[has_one(each)] // own).unique() for each in of["experts"]]
     starts = [sum(tokens[:each]) for each in range(len(tokens) + 1)]
     leave = sum(len(each) for each in to[starts[rank] : starts[rank + 1]])
     come = sum(int((each == rank).any()) for each in to)
     slots, row = int((of["experts"] // own == rank).sum()), HIDDEN * 8
-    sizes = [16 * len(tokens), 16 * CHOSEN * tokens[rank], leave * row, come * row, leave * row, come * row, slots * 8]
+    told = int(has_one(of["experts"][starts[rank] : starts[rank + 1]]).sum())
+    sizes = [16 * len(tokens), 16 * told, leave * row, come * row, leave * row, come * row, slots * 8]
     return [("all_to_all", size) for size in sizes]
 
 

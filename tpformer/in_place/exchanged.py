@@ -138,8 +138,9 @@ def find_exchanges(model: nn.Module, recording: Recording, ep: int) -> dict[str,
         found[name] = tried[key]
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no module that is called with the numbers of its experts, so nothing can "
-            f"exchange tokens over {ep} ranks: leave experts out of the TensorParallel"
+            f"{type(model).__name__} has no module that holds its experts as parameters (experts, ...) of its own and "
+            f"is called with their numbers alone, so nothing can exchange tokens over {ep} ranks: leave experts out of "
+            f"the TensorParallel"
         )
     return found
 

@@ -48,7 +48,8 @@ class Plan(NamedTuple):
     """
 
     order: Tensor
-    """(T K,) int32: the slots token * K + j of own tokens, by the rank of their expert, then by token."""
+    """(T K,) int32: the slots token * K + j of own tokens, by the rank of their expert, then by token; fewer where some
+    have no expert."""
     leaving: Tensor
     """(N,) int32: the first slot that each row which leaves is for, in the order of `order`."""
     slots: Tensor
@@ -109,7 +110,8 @@ class RowExchange:
         """(T, K): what the ranks have for each expert of own tokens, from a value (R,) of each row of this rank's."""
         in_order = values[self.plan.slots.argsort()]  # by source rank, token and expert, as their weights came
         back = all_to_all(in_order, self.group, self.sizes.slots_from, self.sizes.slots_to)
-        return torch.empty_like(back).scatter_(0, self.plan.order.long(), back).view(-1, self.sizes.k)
+        slots = back.new_zeros(self.sizes.tokens * self.sizes.k)
+        return slots.scatter_(0, self.plan.order.long(), back).view(-1, self.sizes.k)
 
 
 @torch.no_grad()
@@ -117,7 +119,7 @@ def plan_exchange(routing: Routing, n_experts: int, group: ProcessGroup | None, 
     """The plan for own tokens that go to experts of n_experts, of which each rank has an equal part, in rank order.
 
     Communication, per rank: one all-to-all of 16 bytes for each rank, for which the host waits, and one of 8 bytes for
-    each of its T K slots (16 with float64 weights).
+    each of its T K slots (16 with float64 weights). A slot with a number that no expert has, such as -1, goes nowhere.
     On fake tensors, which have no values, ranks send as much to one another as they do on average where each set of K
     experts is as likely as any other.
     """
@@ -125,15 +127,16 @@ def plan_exchange(routing: Routing, n_experts: int, group: ProcessGroup | None, 
     ranks = 1 if group is None else group.size()
     own, once_a_rank = n_experts // ranks, once_a_rank or ranks == 1
     flat = routing.experts.reshape(-1).long()
-    order = (flat // own).argsort(stable=True)
-    expert, token = flat[order], order // k
-    to = expert // own
-    leaves = torch.ones_like(to)
+    holder = torch.where((flat >= 0) & (flat < n_experts), flat // own, ranks)  # no rank's is the last one
+    order = holder.argsort(stable=True)
+    to, token = holder[order], order // k
+    leaves = (to < ranks).long()
     if once_a_rank:  # with its first expert of a rank; a token's experts of a rank are neighbours here
         group_of = to * tokens + token
-        leaves = (group_of.diff(prepend=group_of.new_full((1,), -1)) != 0).long()
+        leaves *= group_of.diff(prepend=group_of.new_full((1,), -1)) != 0
     sizes = _sizes(to, leaves, (tokens, k, k if once_a_rank else 1), n_experts, group)
-    weights, order = routing.weights.reshape(-1)[order], order.to(torch.int32)
+    order, to, leaves = (each[: sum(sizes.slots_to)] for each in (order, to, leaves))
+    expert, weights, order = flat[order], routing.weights.reshape(-1)[order], order.to(torch.int32)
     leaving = order[(1 - leaves).argsort(stable=True)[: sum(sizes.rows_to)]] if once_a_rank else order
     integer = torch.int64 if weights.dtype == torch.float64 else torch.int32
     told = torch.stack([((expert - to * own) * 2 + leaves).to(integer), weights.view(integer)], 1)
@@ -159,8 +162,8 @@ def _sizes(
         return Sizes(*options, (tokens * k,), (tokens * k,), (tokens,), (tokens,))
     ranks = group.size()
     both = torch.stack([torch.ones_like(to), leaves], 1)
-    numbers = torch.zeros(ranks, 2, dtype=torch.int64, device=to.device)
-    numbers.scatter_add_(0, to[:, None].expand(-1, 2), both)
+    numbers = torch.zeros(ranks + 1, 2, dtype=torch.int64, device=to.device)
+    numbers = numbers.scatter_add_(0, to[:, None].expand(-1, 2), both)[:ranks]
     came = all_to_all(numbers, group)
     if type(numbers) is not Tensor or numbers.is_meta:
         slots = [tokens * k * (rank + 1) // ranks - tokens * k * rank // ranks for rank in range(ranks)]
