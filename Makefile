@@ -71,7 +71,7 @@ proofs-compiled: .venv/ready $(if $(filter 2 all,$(TURN)),.venv/gpu/ready)
 # grouped GEMMs do. Where it cannot be installed, .venv/gpu/ready says so.
 GPU_TRITON := 3.6.0
 IN_FLOAT32 := (route|combine_statistics)
-GROUPED := (all_gather_grouped|grouped_matmul)
+GROUPED := (all_gather_grouped|quantized_grouped|grouped_matmul)
 ONE_TILE := ^(?!$(GROUPED)).* sm_90 (bfloat16($$| 128x128x(64|128) )|int32$$)|^$(IN_FLOAT32).* sm_90
 COMPILED_AS_ON_GPUS = if [ -s .venv/gpu/ready ]; then cat .venv/gpu/ready; else \
 	export PYTHONPATH=.; .venv/gpu/bin/python -m checks.compile --only '$(ONE_TILE)' && \

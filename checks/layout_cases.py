@@ -36,8 +36,10 @@ MODELS: dict[str, dict[str, Any]] = {
 NEWER_MODEL, EIGHT, SIXTEEN = list(MODELS)[1:]
 # those of FP8: four ranks can share a linear's features in blocks of 128
 _WIDE: dict[str, Any] = {"hidden_size": 128, "head_dim": 128, "ffn_hidden_size": 512}
-MODELS |= {"FP8": _WIDE, "FP8, newer model": {**NEWER, **_WIDE}}
-FP8_MODEL, FP8_NEWER = list(MODELS)[-2:]
+MODELS |= {"FP8": _WIDE, "FP8, newer model": {**NEWER, **_WIDE}, "FP8, experts": {
+    **{**MODELS[SIXTEEN], **_WIDE, "n_heads": 4}, "n_experts": 8, "expert_ffn_size": 128, "shared_expert_size": 512,
+}}  # fmt: skip
+FP8_MODEL, FP8_NEWER, FP8_EXPERTS = list(MODELS)[-3:]
 
 
 class LayoutCase(NamedTuple):
@@ -60,7 +62,8 @@ class LayoutCase(NamedTuple):
         model = ModelSection(vocab_size=257, seq_length=16, tie_embeddings=self.tied, **sizes)
         section = TrainSection(
             steps=steps, dtype=dtype, device="cpu", global_batch_size=BATCH, microbatch_size=self.microbatch_size,
-            balance_loss=0.01 if self.model == SIXTEEN else 0.0, precision="fp8" if self.in_fp8 else "16",
+            balance_loss=0.01 if self.model in (SIXTEEN, FP8_EXPERTS) else 0.0,
+            precision="fp8" if self.in_fp8 else "16",
         )  # fmt: skip
         optimizer = OptimizerSection(lr=lr, warmup_steps=steps // 5)
         if self.optimizer == "sgd":
@@ -75,7 +78,7 @@ class LayoutCase(NamedTuple):
 
     @property
     def in_fp8(self) -> bool:
-        return self.model in (FP8_MODEL, FP8_NEWER)
+        return self.model in (FP8_MODEL, FP8_NEWER, FP8_EXPERTS)
 
     @property
     def alone(self) -> LayoutCase:
@@ -324,6 +327,28 @@ FP8_CASES = (
     # eight ranks
     case(2, tp=2, pp=2, shard=2, zero=3, recompute="full", model=FP8_NEWER),
     *(case(1, cp=2, tp=2, shard=2, zero=3, model=FP8_MODEL), case(2, tp=4, pp=2, schedule="GPipe", model=FP8_MODEL)),
+    # chunks of gathers
+    *(case(2, tp=2, transport="pipelined", model=FP8_NEWER), case(2, tp=4, transport="pipelined", model=FP8_MODEL)),
+    case(2, tp=2, pp=2, transport="pipelined", schedule="ZBVZeroBubble", model=FP8_MODEL),
+)
+# likewise of experts, which tensor-parallel ranks share, or ranks that exchange tokens
+FP8_EXPERTS_CASES = tuple(
+    each._replace(model=FP8_EXPERTS)
+    for each in (
+        *(case(1), case(4, recompute="full"), case(tp=2), case(2, tp=2, sequence_parallel=False)),
+        *(case(tp=4), case(2, tp=4, sequence_parallel=False, recompute="mlp"), case(2, tp=4, recompute="full")),
+        *(case(2, tp=2, transport="pipelined"), case(2, tp=4, transport="pipelined", recompute="mlp")),
+        *(case(2, replicate=2), case(2, shard=2, zero=3), case(1, shard=2, zero=2), case(2, cp=2)),
+        *(case(2, pp=2, schedule="1F1B"), case(2, pp=2, schedule="ZBVZeroBubble")),
+        *(case(2, tp=2, pp=2, schedule="ZBVZeroBubble"), case(2, tp=2, shard=2, zero=3)),
+        # tokens that travel
+        *(case(2, shard=2, ep=2), case(2, shard=2, zero=3, ep=2), case(2, replicate=2, ep=2, recompute="full")),
+        *(case(2, tp=2, ep=2), case(2, cp=2, ep=2, recompute="full"), case(2, tp=2, pp=2, ep=1, schedule="1F1B")),
+        *(case(1, shard=4, zero=3, ep=2), case(1, shard=4, zero=2, ep=4), case(2, tp=4, ep=2)),
+        *(case(2, shard=2, tp=2, ep=4, zero=3, recompute="full"), case(2, cp=2, tp=2, ep=4)),
+        *(case(2, shard=2, tp=2, ep=2, recompute="mlp"), case(2, pp=2, shard=2, ep=2, schedule="ZBVZeroBubble")),
+        case(1, pp=2, tp=2, shard=2, ep=4, schedule="DualPipeV"),
+    )
 )
 BFLOAT16_CASES = (TP4, PP4, DP4, ALL_AXES)
 BFLOAT16_MOE_CASES = (case(tp=4, model=EIGHT), case(2, tp=2, pp=2, schedule="ZBVZeroBubble", model=SIXTEEN))

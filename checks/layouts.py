@@ -43,6 +43,7 @@ from .layout_cases import (
     END,
     EXCHANGE_CASES,
     FP8_CASES,
+    FP8_EXPERTS_CASES,
     LAYERS,
     MOE_CASES,
     QUICK_CASES,
@@ -325,7 +326,7 @@ def run(options: argparse.Namespace) -> Report:
             "exchange": QUICK_EXCHANGE_CASES
         }
     if options.fp8:
-        every = {"fp8": FP8_CASES}
+        every = {"fp8": (*FP8_CASES, *FP8_EXPERTS_CASES)}
     if options.muon:
         every = {"muon": QUICK_MUON_CASES if options.quick else MUON_CASES}
     asked = [name for name in every if name and getattr(options, name)]

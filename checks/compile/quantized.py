@@ -5,7 +5,9 @@ Belongs here: what KERNELS of shipped.py lists of them.
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product as product_of
 
+import torch
 from torch import Tensor
 
 from tpformer.kernels.configurations import TILES, tile_names
@@ -17,6 +19,7 @@ from tpformer.kernels.quantize.kernel import (
     quantize_weight,
     quantize_weight_twice,
 )
+from tpformer.kernels.quantized_grouped_matmul.kernel import quantized_grouped_matmul
 from tpformer.kernels.quantized_matmul.kernel import quantized_matmul
 
 from .cases import CAPABILITIES, DTYPES, Case, meta
@@ -66,4 +69,31 @@ def quantized_matmul_cases() -> Iterator[Case]:
                     )  # fmt: skip
 
 
-QUANTIZED: tuple[Callable[[], Iterator[Case]], ...] = (quantize_cases, quantized_matmul_cases)
+def quantized_grouped_matmul_cases() -> Iterator[Case]:
+    """Products of groups, with rows side by side and by an index, with both copies of the weights, with each tile."""
+
+    def product(indexed: bool, transposed: bool, **options) -> None:
+        groups, rows, n, k = 16, 8192, 1536, 2048
+        weights = weight_of(n, groups * k) if transposed else weight_of(groups * n, k)
+        index = meta(rows, dtype=torch.int32) if indexed else None
+        quantized_grouped_matmul(
+            rows_of(rows, k), weights, meta(groups + 1, dtype=torch.int32), index, transposed=transposed,
+            programs=PROGRAMS, **options,
+        )  # fmt: skip
+
+    for capability in CAPABILITIES:
+        for dtype in DTYPES if capability >= 90 else ():
+            for tile in (TILES[name] for name in tile_names(capability, VALUES.itemsize)):
+                for indexed, transposed in product_of((False, True), repeat=2):
+                    yield Case(
+                        name="dgrad, " * transposed + "indexed " * indexed + "rows",
+                        kernel="quantized_grouped_matmul_kernel", dtype=dtype, capability=capability, tile=tile,
+                        launch=partial(product, indexed, transposed, dtype=dtype, tile=tile),
+                    )  # fmt: skip
+
+
+QUANTIZED: tuple[Callable[[], Iterator[Case]], ...] = (
+    quantize_cases,
+    quantized_matmul_cases,
+    quantized_grouped_matmul_cases,
+)

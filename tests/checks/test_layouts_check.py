@@ -70,6 +70,14 @@ def test_what_the_matrix_covers() -> None:
     assert values_of(fp8, "tensor_parallel") == {1, 2, 4} and values_of(fp8, "zero") == {0, 1, 2, 3}
     assert values_of(fp8, "context_parallel") == {1, 2} and values_of(fp8, "recompute") == {"none", "mlp", "full"}
     assert values_of(fp8, "pipeline_parallel") == {1, 2, 4} and values_of(fp8, "sequence_parallel") == {False, True}
+    experts = layouts.FP8_EXPERTS_CASES
+    layouts.plan(experts, False, "unused")
+    assert len({str(one) for one in experts}) == len(experts) >= 30 and all(one.in_fp8 for one in experts)
+    assert values_of(experts, "tensor_parallel") == {1, 2, 4} and values_of(experts, "zero") == {0, 1, 2, 3}
+    assert values_of(experts, "expert_parallel") == {None, 1, 2, 4}
+    assert values_of(experts, "sequence_parallel") == {False, True}
+    assert values_of((*fp8, *experts), "transport") == {"auto", "pipelined"}
+    assert values_of(experts, "pipeline_schedule") >= {"1F1B", "ZBVZeroBubble", "DualPipeV"}
     muon = layouts.MUON_CASES
     layouts.plan(muon, False, "unused", layouts.BFLOAT16_MUON_CASES)
     assert len({str(one) for one in muon}) == len(muon) >= 40 and {one.optimizer for one in muon} == {"muon"}
@@ -279,7 +287,9 @@ import sys
 from pathlib import Path
 from harness.runner import main
 from checks import layouts
-layouts.FP8_CASES = layouts.FP8_CASES[int(sys.argv[2])::{PARTS}]
+part = int(sys.argv[2])
+for name in ("FP8_CASES", "FP8_EXPERTS_CASES"):
+    setattr(layouts, name, getattr(layouts, name)[part::{PARTS}])
 layouts.FP8_STEPS, layouts.COMPARED = 2, ("float64",)
 sys.exit(main(["layouts", "--fp8"], [layouts.BENCH], Path(sys.argv[1])))
 """
@@ -290,7 +300,7 @@ sys.exit(main(["layouts", "--fp8"], [layouts.BENCH], Path(sys.argv[1])))
 @pytest.mark.parametrize("part", in_parts())
 def test_every_block_of_layouts_in_fp8(tmp_path: Path, part: int) -> None:
     printed = python("-c", IN_FP8, tmp_path, part)
-    cases = layouts.FP8_CASES[part::PARTS]
+    cases = [*layouts.FP8_CASES[part::PARTS], *layouts.FP8_EXPERTS_CASES[part::PARTS]]
     assert f"all {len(cases)} layouts are the run of one process" in printed
     hashes = [
         re.findall(rf"^{re.escape(str(one))} +([0-9a-f]{{16}})  ([0-9a-f]{{16}}) ", printed, re.M) for one in cases

@@ -10,6 +10,7 @@ from tpformer.config.layout import Layout
 from tpformer.kernels.quantize import format
 
 WIDE = {"hidden_size": 256, "n_heads": 4, "n_kv_heads": 2, "head_dim": 128, "ffn_hidden_size": 768, "vocab_size": 256}
+EXPERTS = {"model.n_experts": 4, "model.activation": "swiglu", "model.bias": False, "model.expert_ffn_size": 128}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model.hidden_size": 192}, "model.hidden_size=192: 128 features share a scale, .*choose a multiple of 128"),
     ({"model.head_dim": 32}, r"model.n_kv_heads \* head_dim=64: 128 features"),
@@ -18,10 +19,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"model.ffn_hidden_size=640 / 2 tensor-parallel ranks = 320: .* multiple of 256, or tensor_parallel from \[1\]",
     ),
     ({"parallel.tensor_parallel": 4}, "fewer key-value heads than tensor-parallel ranks"),
-    ({"model.n_experts": 4, "model.activation": "swiglu", "model.bias": False}, "FP8 with experts"),
+    ({**EXPERTS, "model.expert_ffn_size": 192}, "model.expert_ffn_size=192: 128 features share a scale"),
+    (
+        {**EXPERTS, "model.shared_expert_size": 128, "parallel.tensor_parallel": 2},
+        "model.shared_expert_size=128 / 2 tensor-parallel ranks = 64",
+    ),
+    ({**EXPERTS, "model.first_dense_layers": 1, "model.ffn_hidden_size": 192}, "model.ffn_hidden_size=192"),
     ({"train.device": "cuda", "train.dtype": "float32"}, "FP8 with float32 on a GPU: its GEMMs give bfloat16"),
     ({"train.dtype": "float16"}, "FP8 with float16"),
-    ({"parallel.transport": "pipelined", "parallel.tensor_parallel": 2}, "FP8 with transport='pipelined'"),
     ({"parallel.transport": "fused", "parallel.tensor_parallel": 2}, "FP8 with transport='fused'"),
     ({"train.precision": "int8"}, "train.precision='int8': choose one of 16, fp8"),
 ]
@@ -53,8 +58,13 @@ def test_what_cannot_be_is_refused_and_taken_in_16_bits(changes: dict[str, Any],
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_fits_is_taken(tp: int) -> None:
-    """Each rank has two heads of 128, one of keys, and 384 of the MLP's features."""
-    check_config(build_config(values({"parallel.tensor_parallel": tp})), trains=False)
+    """Each rank has two heads of 128, one of keys, and 384 of the MLP's features; experts are whole on their ranks, and
+    where all layers have them no MLP has to fit."""
+    check_config(
+        build_config(values({"parallel.tensor_parallel": tp, "parallel.transport": "pipelined"})), trains=False
+    )
+    experts = {**EXPERTS, "model.shared_expert_size": 256, "model.ffn_hidden_size": 100}
+    check_config(build_config(values({**experts, "parallel.tensor_parallel": tp})), trains=False)
 
 
 # the most tensor-parallel ranks of each architecture, powers of two up to 16, by hand: the widths, and the key-value

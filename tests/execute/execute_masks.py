@@ -25,7 +25,8 @@ REACH = {
     "grouped_matmul/kernel.py": ["groups"], "launch.py": ["matmul by descriptors"],
     "matmul_all_reduce/kernel.py": ["all-reduce"], "matmul_reduce_scatter/kernel.py": ["reduce-scatter"],
     "norm/kernel.py": ["norm"], "pack/kernel.py": ["pack"], "philox/kernel.py": ["dropout"],
-    "quantize/kernel.py": ["quantize"], "quantized_matmul/kernel.py": ["quantized matmul"],
+    "quantize/kernel.py": ["quantize"], "quantized_grouped_matmul/kernel.py": ["quantized groups"],
+    "quantized_matmul/kernel.py": ["quantized matmul"],
     "rope/kernel.py": ["rope"], "route/kernel.py": ["route"], "rows.py": ["dropout", "norm"],
     "tile.py": ["matmul", "reduce-scatter", "all-gather matmul", "all-reduce"],
     "update/kernel.py": ["update"], "weighted_activation/kernel.py": ["weighted activation"],
@@ -36,6 +37,7 @@ ROWS = "the rows of the last share that do not exist are masked: a step more is 
 TURN = "which pieces are pushed before the wait is a matter of time, and pieces beyond the shard are masked"
 BLOCKS = "columns of blocks of e4m3 are multiples of 128, which a tile divides: no mask of theirs leaves anything out"
 PACKED = "packed memory has room for whole tiles: rows that do not exist are sent, read and added in vain"
+WEIGHTS, REST = "weights, first, begin + at", "width, BLOCK_N, BLOCK, TILE.tma)"
 EQUIVALENT = {
     "tile.py store_packed: tl.store(target + offsets, block.to(target.dtype.element_ty), mask=mask)"
     " -> tl.store(target + offsets, block.to(target.dtype.element_ty))": PACKED,
@@ -73,6 +75,14 @@ EQUIVALENT = {
             ("b, column, step * BLOCK", "n, k, k", "n + 1, k, k", "BLOCK_N"),
             ("b, column, step * BLOCK", "n, k, k", "n, k + 1, k", "BLOCK_N"),
             ("a, row, step * BLOCK", "m, k, k", "m, k + 1, k", "BLOCK_M"),
+        )
+    },
+    **{
+        f"quantized_grouped_matmul/kernel.py quantized_grouped_matmul_kernel: {before} -> {other}": BLOCKS
+        for before, other in (
+            (f"load_block({WEIGHTS}, height, width, {REST}", f"load_block({WEIGHTS}, height + 1, width, {REST}"),
+            (f"load_block({WEIGHTS}, height, width, {REST}", f"load_block({WEIGHTS}, height, width + 1, {REST}"),
+            ("load_rows(a, rows, inside, at, k, k, BLOCK)", "load_rows(a, rows, inside, at, k + 1, k, BLOCK)"),
         )
     },
     **{

@@ -32,6 +32,7 @@ import test_matmul_reduce_scatter_kernel as scatters
 import test_norm_kernel as norms
 import test_pack_kernel as packs
 import test_quantize_kernel as quantizing
+import test_quantized_grouped_matmul_kernel as quantized_grouped
 import test_quantized_matmul_kernel as quantized_products
 import test_rope_kernel as ropes
 import test_route_kernel as routes
@@ -176,6 +177,14 @@ def grouped_matmul(shape: Shape, watch: Watch) -> None:
         groups.gradients(kernel("grouped_matmul"), counts, n, k, FLOAT, "cpu", DEEP_TILE)
 
 
+def quantized_groups(shape: Shape, watch: Watch) -> None:
+    """As grouped_matmul: rows side by side, and by an index, which ends where its memory does."""
+    tile = quantized_products.WIDE._replace(m=4)
+    for form in (False, False), (True, True):
+        counts = shape[0] % 3, shape[0], 1
+        quantized_grouped.check(kernel("quantized_grouped_matmul"), counts, *form, FLOAT, "cpu", tile=tile)
+
+
 def on_ranks(gemm: gemms.Gemm, world: int, shape: Shape, watch: Watch, flags: int = gemms.WRITER_FLAGS) -> None:
     """Run a communicating GEMM on the virtual ranks of a group. flags: of a writer, that the launcher asks for. No
     others may be set: in a channel without them they are those of the next writer."""
@@ -261,6 +270,7 @@ CASES: dict[str, tuple[Callable[[Shape, Watch], object], list[Shape]]] = {
             kernel("quantized_matmul"), *shape, 1, 2, FLOAT, "cpu", tile=quantized_products.WIDE._replace(m=4)
         ),
         [(3,), (5,), *[(n,) for n in range(1, 10)]]),
+    "quantized groups": (quantized_groups, [(3,), (5,), *[(n,) for n in range(1, 10)]]),
     "route": (route, [(3, 5), (5, 3), (3, 1), *every_remainder(2, 4)]),
     "update": (update, [(13,), (15,), *[(n,) for n in range(1, 18)]]),
     "targets outside": (strange_targets, [()]),

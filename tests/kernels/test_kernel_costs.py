@@ -41,6 +41,7 @@ CASES: list[tuple[str, tuple, dict, tuple[int, int]]] = [
     ("quantize", (3, 256, 2), {}, (2 * 768, 3 * 768 + 6)),
     ("quantize", (256, 128, 4, 128, 2), {}, (2 * 32768, 6 * 32768 + 4)),
     ("quantized_matmul", (3, 128, 256, 2), {}, (6 * 32768, 3 * 256 + 32768 + 6 + 2 + 768)),
+    ("quantized_grouped_matmul", (3, 128, 256, 2, 4), {}, (6 * 32768, 3 * 256 + 2 * 32768 + 6 + 4 + 3 * 128 * 4)),
     # 3 flops an element; q and k in and out, and 8 bytes of position and cos + sin of d / 2 float32 a token
     ("rope", (2, 3, 1, 4, 2), {}, (96, 176)),
     # 5 flops a score, and in the forward one for each expert chosen; logits and scores 4 bytes each (backward: scores

@@ -131,6 +131,9 @@ ROWS: dict[tuple[str, str], Callable[[], tuple]] = {
     ("quantized_matmul", "quantized_matmul"): lambda: (
         (quantize_rows(floats(3, 256)), quantize_weight(floats(128, 256)), floats(128)), {"dtype": torch.float32}
     ),
+    ("quantized_grouped_matmul", "quantized_grouped_matmul"): lambda: (
+        (quantize_rows(floats(5, 384)), quantize_weight(floats(512, 384)), *GROUPED[2:]), {"dtype": torch.float32}
+    ),
     ("quantize", "dequantize_weight"): lambda: ((quantize_weight(floats(128, 256)), torch.float16), {}),
     ("update", "adamw_"): lambda: (
         updated(2), {**NUMBERS, "skipped": torch.zeros(()), "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}

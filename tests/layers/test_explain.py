@@ -224,7 +224,8 @@ def test_linears_of_blocks_have_their_own_rates_bytes_and_both_break_evens() -> 
     assert down.split("quantized")[1].split()[:5] == ["1924", "177", "1924", "1316", "14336"]
     for line in (gate, down):
         assert (
-            "the GEMM multiplies blocks of 128; break-even of its gather 663, of its reduction in bfloat16 1316" in line
+            "the GEMM multiplies what blocks stand for; break-even of its gather 663, of its reduction in bfloat16 1316"
+            in line
         )
     assert "for cpu (700 TFLOP/s, of blocks 1000, 380 GB/s), not measurements" in note
     with mock.patch.object(cost, "MACHINES", (h100._replace(fp8_flops=None),)):

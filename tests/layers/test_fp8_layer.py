@@ -30,6 +30,12 @@ NEW = GPTConfig(
     tie_embeddings=False,
     ffn_hidden_size=256,
 )
+MOE = GPTConfig(
+    **{**SIZES, "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False},
+    n_experts=4,
+    expert_ffn_size=128,
+    shared_expert_size=256,
+)
 IDS = torch.arange(16).view(2, 8) % 100
 
 
@@ -37,8 +43,8 @@ IDS = torch.arange(16).view(2, 8) % 100
 def test_the_linears_of_blocks_are_quantised_and_nothing_else(config: GPTConfig) -> None:
     """Embeddings, head, norms of queries and keys are not; each matrix of a forward is quantised once."""
     model = GPT(config, tp=FP8, dtype=torch.float64)
-    plans = {plan.path: plan.decision.transport for plan in linear_plans(model, IDS.numel())}
-    blocks = {path for path, transport in plans.items() if transport == "quantized"}
+    plans = {plan.path: plan.decision.reason for plan in linear_plans(model, IDS.numel())}
+    blocks = {path for path, reason in plans.items() if "FP8" in reason}
     assert {path for path in plans if path.startswith("layers.")} == blocks
     assert plans.keys() - blocks == {"lm_head (logits)", "lm_head (loss)"}
     with record_blocks() as forward:
@@ -74,7 +80,32 @@ def gradients(model: GPT) -> list[Tensor]:
     return found  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("config", [OLD, NEW], ids=["gpt2", "newer"])
+def test_the_rows_and_matrices_of_experts_are_quantised_and_no_router() -> None:
+    """The rows of all tokens once, before they go to experts; dispatched rows have those of the activations."""
+    model = GPT(MOE, tp=FP8, dtype=torch.float64)
+    reasons = {plan.path: plan.decision.reason for plan in linear_plans(model, IDS.numel())}
+    assert {path for path, reason in reasons.items() if "FP8" in reason and "experts" in path} == {
+        "layers.0.mlp.experts (gather)", "layers.0.mlp.experts (reduce)",
+    }  # fmt: skip
+    with record_blocks() as forward:
+        loss = model(IDS, targets=IDS)
+    with record_blocks() as backward:
+        loss.backward()
+    attention = [(16, 128), (16, 256), *[(256, 128)] * 3, (128, 256)]
+    matrices = [
+        (4 * 256, 128),
+        (4 * 128, 128),
+        *[(256, 128)] * 2,
+        (128, 256),
+    ]  # the shared expert's behind the experts'
+    inputs = [(16, 128), (32, 128), (16, 256)]  # of all, of two experts a token, of the shared one
+    assert sorted(tuple(each.values.shape) for each in forward) == sorted([*attention, *matrices, *inputs])
+    outputs = [(16, 128), *[(16, 256)] * 3, (16, 128), (32, 256), *[(16, 256)] * 2]
+    again = sorted([*attention, *matrices, *inputs, *outputs])
+    assert sorted(tuple(each.values.shape) for each in backward) == again
+
+
+@pytest.mark.parametrize("config", [OLD, NEW, MOE], ids=["gpt2", "newer", "experts"])
 def test_recompute_and_split_backwards_quantise_the_same_numbers(config: GPTConfig) -> None:
     model = GPT(config, tp=FP8, dtype=torch.float64)
     whole = gradients(model)
@@ -146,7 +177,9 @@ def test_other_sizes_and_layers_are_refused() -> None:
         (lambda: RowParallelLinear(192, 128, tp=FP8), "in_features=192"),
         (lambda: RowParallelLinear(128, 64, tp=FP8), "out_features=64"),
         (lambda: ColumnParallelLinear(128, 128, used_rows=slice(0, 128), tp=FP8), "fewer key-value heads"),
-        (lambda: MoE(128, 4, ffn_hidden_size=128, tp=FP8), "FP8 with experts"),
+        (lambda: MoE(128, 4, ffn_hidden_size=192, tp=FP8), "ffn_hidden_size of an expert=192: 128 features"),
+        (lambda: MoE(192, 4, ffn_hidden_size=128, tp=FP8), "hidden_size=192: 128 features"),
+        (lambda: MoE(128, 4, ffn_hidden_size=128, shared_ffn_size=64, tp=FP8), "out_features=64: 128 features"),
         (lambda: TensorParallel(precision="fp4"), "precision='fp4': choose one of 16, fp8"),
         (lambda: parallelize(nn.Linear(128, 128), FP8), "parallelize leaves modules that it does not cut"),
     ):

@@ -243,8 +243,8 @@ def with_weights_of_other_rows(*args: Any) -> Plan:
     return plan._replace(weights=plan.weights.flip(0))
 
 
-def unwritten_where_nothing_is(dy: Tensor, x: Tensor, sent: Any, **options: Any) -> Tensor:
-    gradient = weight_gradient(dy, x, sent, **options)
+def unwritten_where_nothing_is(*factors: Any, **options: Any) -> Tensor:
+    gradient, sent = weight_gradient(*factors, **options), factors[-1]
     gradient[sent.counts[0] == 0] = torch.nan
     return gradient
 

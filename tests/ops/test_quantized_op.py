@@ -22,7 +22,10 @@ from checks.quantized_blocks import digests
 from tpformer.kernels.quantize import reference
 from tpformer.kernels.quantize.format import Blocks
 from tpformer.ops.transports import quantized
+from tpformer.ops.transports.pipelined import Pipelined
+from tpformer.ops.transports.products import rows_of
 from tpformer.ops.transports.quantized import Quantized, record_blocks
+from tpformer.ops.transports.sequential import Sequential
 
 
 @cache
@@ -116,16 +119,20 @@ def cases(t: int) -> list[Fp8Column | Fp8Row]:
     ]
 
 
-@pytest.mark.parametrize("t", [1, 2, 4])
-def test_any_number_of_ranks_computes_the_recipe(ranks: WorkerPool, t: int) -> None:
-    check(partial(ranks(t).run, on_transport, "quantized"), cases(t), torch.float64)
+SEQUENTIAL, PIPELINED = "quantized sequential", "quantized pipelined"
+
+
+@pytest.mark.parametrize("t, transport", [(1, SEQUENTIAL), *product((2, 4), (SEQUENTIAL, PIPELINED))])
+def test_any_number_of_ranks_computes_the_recipe(ranks: WorkerPool, t: int, transport: str) -> None:
+    check(partial(ranks(t).run, on_transport, transport), cases(t), torch.float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lower_precisions_by_the_error_of_the_recipe(ranks: WorkerPool, dtype: torch.dtype) -> None:
     """What is quantised is given, so it has the same blocks in every dtype."""
     given = [Fp8Column(2, 3, 256, (128,)), Fp8Row(2, 4, 128, 128, drop=False, residual=False)]
-    check(partial(ranks(2).run, on_transport, "quantized"), given, dtype)
+    check(partial(ranks(2).run, on_transport, SEQUENTIAL), given, dtype)
+    check(partial(ranks(2).run, on_transport, PIPELINED), given, dtype)
 
 
 def whole(t: int) -> list[Fp8Column | Fp8Row]:
@@ -148,10 +155,10 @@ def blocks_of(t: int) -> list[frozenset[bytes]]:
 
 
 def test_ranks_quantise_the_blocks_of_one_process(ranks: WorkerPool) -> None:
-    (one,) = ranks(1).run(on_transport, "quantized", blocks_of, 1)
+    (one,) = ranks(1).run(on_transport, SEQUENTIAL, blocks_of, 1)
     assert all(len(blocks) > 60 for blocks in one)
-    for t in (2, 4):
-        by_rank = ranks(t).run(on_transport, "quantized", blocks_of, t)
+    for t, transport in product((2, 4), (SEQUENTIAL, PIPELINED)):
+        by_rank = ranks(t).run(on_transport, transport, blocks_of, t)
         assert [frozenset().union(*some) for some in zip(*by_rank, strict=True)] == one
 
 
@@ -189,11 +196,27 @@ GATHERS: dict[str, Callable] = {
 @on_every_rank(2)
 def test_gathered_rows_are_what_their_ranks_quantised() -> None:
     x = ROWS.chunk(2)[dist.get_rank()]
-    for name, function in GATHERS.items():
+    for (name, function), transport in product(GATHERS.items(), (SEQUENTIAL, PIPELINED)):
         with mock.patch.object(quantized, "unpacked_rows", function):
-            gathered = opened(dist.group.WORLD, x, transport="quantized").start_gather(x)()
+            gathered = opened(dist.group.WORLD, x, transport=transport).start_gather(x)()
         found = reference.dequantize(gathered, torch.float64)
         assert torch.equal(found, rounded(ROWS, 1, 128)) == (name == "right"), name
+
+
+@on_every_rank(2)
+def test_chunks_are_the_rows_of_their_ranks() -> None:
+    """Each with its own exponents, as it arrives, and of a reduction as it leaves."""
+    x = ROWS.chunk(2)[dist.get_rank()]
+    transport = opened(dist.group.WORLD, x, transport=PIPELINED)
+    assert isinstance(transport, Pipelined)
+    gathered, chunks = transport.arriving(x)
+    found = torch.empty_like(ROWS)
+    for rows, chunk in chunks:
+        found[rows] = reference.dequantize(chunk, torch.float64)
+    assert torch.equal(found, rounded(ROWS, 1, 128))
+    whole = reference.quantize_rows(ROWS)
+    for some in (slice(3, 7), torch.tensor([5, 0, 5]), slice(0, 0)):
+        assert torch.equal(reference.dequantize(rows_of(whole, some), torch.float64), rounded(ROWS, 1, 128)[some])
 
 
 def of_one_scale(x: Tensor) -> Blocks:
@@ -215,7 +238,7 @@ MISTAKES: dict[str, tuple[Any, str, Callable]] = {
     "right": (reference, "quantize_rows", quantize_rows),
     "rows share a scale": (reference, "quantize_rows", of_one_scale),
     "what the operation quantises loses a bit": (Quantized, "factor", lambda self, x: cut_off(x)),
-    "what is gathered loses a bit": (Quantized, "_gathered", lambda self, x: cut_off(x)),
+    "what is gathered loses a bit": (Sequential, "_gathered", lambda self, x: cut_off(x)),
     "a weight forgets its scales": (
         reference, "quantize_weight", lambda w: Blocks(quantize_weight(w).values, 0 * quantize_weight(w).exponents)
     ),
@@ -237,7 +260,7 @@ def test_what_is_quantised_otherwise_is_noticed() -> None:
     made["x"] *= sizes
     expected = found(case, made, lambda x, **given: case.plain(x, **given))
     for name, mistake in MISTAKES.items():
-        with mock.patch.object(*mistake), mock.patch.object(Here, "transport", "quantized"):
+        with mock.patch.object(*mistake), mock.patch.object(Here, "transport", SEQUENTIAL):
             results = found(case, made, partial(case.ours, dist.group.WORLD))
         assert differ_on_a_rank(results, expected) == (name != "right"), name
 

@@ -69,7 +69,7 @@ def test_what_is_said_of_a_linear_is_at_the_rate_of_blocks(monkeypatch: pytest.M
             choose_transport(request).reason,
             "break-even of its gather 1160, of its reduction in bfloat16 2303",
         )
-        assert "the GEMM multiplies blocks of 128" in reason and (both in reason) == (op != ALL_REDUCE)
+        assert "the GEMM multiplies what blocks stand for" in reason and (both in reason) == (op != ALL_REDUCE)
     monkeypatch.setattr(cost, "MACHINES", (MACHINE._replace(name="cpu", fp8_flops=None),))
     assert break_even(request) is None and "break-even" not in choose_transport(request).reason
 

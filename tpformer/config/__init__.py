@@ -13,7 +13,7 @@ from .architecture import (
 )
 from .checks import check_choice, check_context_length, check_known, check_packing, check_positive
 from .experts import check_expert_ranks, check_router
-from .fp8 import FP8, PRECISIONS, check_fp8_run, check_fp8_sizes, check_no_fp8_experts, check_precision
+from .fp8 import FP8, PRECISIONS, check_fp8_run, check_fp8_sizes, check_precision
 from .keep import PLAIN, RECOMPUTE, LayerKeep, budget_bytes, keep_text, kept_layers, regions, selected_layers
 from .layout import KEEP_KEYS, SCHEDULES, TRANSPORTS, Layout
 from .presets import PRESETS, preset, preset_config
@@ -69,7 +69,6 @@ __all__ = [
     "check_fp8_run",
     "check_fp8_sizes",
     "check_known",
-    "check_no_fp8_experts",
     "check_positive",
     "check_precision",
     "check_range",

@@ -52,18 +52,10 @@ def check_fp8_run(device: str, dtype: str, transport: str, capability: tuple[int
             "FP8 with float16: a block's scale may be beyond its range; use bfloat16, float32 or float64, or leave FP8 "
             "out"
         )
-    if transport not in ("auto", "sequential"):
+    if transport == "fused":
         raise ValueError(
-            f"FP8 with transport={transport!r}: its blocks are gathered before the GEMM; set transport to auto, or "
-            f"leave FP8 out"
-        )
-
-
-def check_no_fp8_experts(precision: str) -> None:
-    """ValueError for experts in FP8."""
-    if precision == FP8:
-        raise ValueError(
-            "FP8 with experts: rows are not quantised on their way to experts yet; leave experts or FP8 out"
+            "FP8 with transport='fused': its kernels gather no blocks; set transport to auto, sequential or pipelined, "
+            "or leave FP8 out"
         )
 
 
@@ -71,15 +63,16 @@ def check_precision(model: GPTConfig, layout: Layout, device: str | None, dtype:
     """ValueError for a run in FP8 that cannot be. device, dtype: None where the configuration names none yet."""
     check_fp8_run(device or "cpu", dtype or ("bfloat16" if device == "cuda" else "float32"), layout.transport)
     tp = layout.tensor_parallel
-    if model.n_experts is not None:
-        check_no_fp8_experts(FP8)
     if tp > model.kv_heads:
         raise ValueError(SHARED_HEADS)
-    check_fp8_sizes(
-        {
-            "model.hidden_size": (model.hidden_size, 1),
-            "model.n_heads * head_dim": (model.query_size, tp),
-            "model.n_kv_heads * head_dim": (model.kv_size, tp),
-            "model.ffn_hidden_size": (model.ffn_size, tp),
-        }
-    )
+    sizes = {
+        "model.hidden_size": (model.hidden_size, 1),
+        "model.n_heads * head_dim": (model.query_size, tp),
+        "model.n_kv_heads * head_dim": (model.kv_size, tp),
+    }
+    if model.n_expert_layers:
+        sizes["model.expert_ffn_size"] = model.expert_size, 1  # experts are whole on their ranks
+        sizes["model.shared_expert_size"] = model.shared_expert_size, tp
+    if model.n_expert_layers < model.n_layers:
+        sizes["model.ffn_hidden_size"] = model.ffn_size, tp
+    check_fp8_sizes(sizes)

@@ -153,7 +153,7 @@ class TrainSection:
     dtype: str | None = None
     """float32, float64, or bfloat16 or float16 with float32 master weights. Unset: bfloat16 on CUDA, else float32."""
     precision: str = "16"
-    """16: linears multiply numbers of `dtype`. fp8: blocks of e4m3, the same ones in every layout; on a CPU only."""
+    """16: linears multiply numbers of `dtype`. fp8: blocks of e4m3, the same ones in every layout (docs/fp8.md)."""
     device: str | None = None
     """cpu or cuda. Unset: cuda where there is one."""
     cuda_graph: str = "auto"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
-from tpformer.config import MLP_ACTIVATIONS, check_choice, check_expert_ranks, check_no_fp8_experts, check_positive
+from tpformer.config import FP8, MLP_ACTIVATIONS, check_choice, check_expert_ranks, check_fp8_sizes, check_positive
 from tpformer.ops.sequence import flat_rows
 from tpformer.torch_private import is_own_parameter, refuse_replicas
 
@@ -51,13 +51,14 @@ class Experts(ParallelModule):
     ) -> None:
         of_model = TensorParallel.of(tp)
         super().__init__(of_model.of_experts)
-        check_no_fp8_experts(of_model.precision)
         if of_model.experts is not None:
             self.exchanges = True
             refuse_replicas(self, EXCHANGING)
         check_positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, n_experts=n_experts)
         check_choice("activation", activation, [name for name, (_, gated) in MLP_ACTIVATIONS.items() if gated])
         check_expert_ranks(n_experts, self.tp.size, "expert_parallel" if self.exchanges else "tensor_parallel")
+        if self.tp.precision == FP8:
+            check_fp8_sizes({"hidden_size": (hidden_size, 1), "ffn_hidden_size of an expert": (ffn_hidden_size, 1)})
         self.hidden_size, self.ffn_hidden_size, self.n_experts = hidden_size, ffn_hidden_size, n_experts
         self.activation, _ = MLP_ACTIVATIONS[activation]
         h, f = hidden_size, ffn_hidden_size
@@ -102,6 +103,7 @@ class Experts(ParallelModule):
                 n_experts=self.n_experts,
                 activation=self.activation,
                 group=self.tp.group,
+                transport=self.tp.alone.column_transport(rows, 2 * self.ffn_hidden_size),
                 deferred=self.deferred(),
                 **options,
             )

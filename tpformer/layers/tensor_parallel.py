@@ -100,7 +100,14 @@ class TensorParallel:
     @cached_property
     def of_experts(self) -> TensorParallel:
         """The ranks that experts lie on: those of `experts`, each with all its rows, or these."""
-        return self if self.experts is None else TensorParallel(self.experts, False, self.transport)
+        if self.experts is None:
+            return self
+        return TensorParallel(self.experts, False, self.transport, precision=self.precision)
+
+    @cached_property
+    def alone(self) -> TensorParallel:
+        """One rank of this precision, for what is multiplied between two exchanges."""
+        return TensorParallel(precision=self.precision)
 
     @cached_property
     def with_all_rows(self) -> TensorParallel:

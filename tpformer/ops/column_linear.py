@@ -19,7 +19,8 @@ from .norm import Norm, Normed, check_normed, normalised, parameters, restored
 from .norm import norm as normalise
 from .packing import keep, kept
 from .sequence import flat_rows, with_leading_dims
-from .transports.interface import Factor, Transport, tensors_of
+from .transports.interface import Transport
+from .transports.products import Factor, tensors_of
 from .transports.sequential import LOCAL
 from .uncompiled import uncompiled
 from .weight_gradients import Deferred, check_sinks
@@ -78,7 +79,7 @@ class ColumnLinearFunction(Function):
         wanted, wanted_biases = ([*map(and_, used, wants)] for wants in (needed[5:n], needed[n:]))
         begins = call.deferred is None and any(wanted)
         gathering = call.transport.gathering.start_gather(normed_shard) if begins else None
-        factors: list[Any] = [None if dy is None else call.transport.factor(dy) for dy in dys]
+        factors: list[Any] = [None if dy is None else call.transport.products.factor(dy) for dy in dys]
         dx_shard, dnorm_weight, dnorm_bias = (None if any(used) else dcarried), None, None
         if any(needed[:3]) and any(used):
             some = [list(compress(each, used)) for each in (factors, weights)]
@@ -92,7 +93,7 @@ class ColumnLinearFunction(Function):
         dweights = [None] * len(dys)
         if gathering is not None:
             normed_gathered = gathering()
-            make = partial(call.transport.weight_gradient, x=normed_gathered, dtype=x_shard.dtype)
+            make = partial(call.transport.products.weight_gradient, x=normed_gathered, dtype=x_shard.dtype)
             dweights = [make(dy) if wants else None for dy, wants in zip(factors, wanted, strict=True)]
         elif call.deferred is not None:
             _defer(call, normed_shard, factors, wanted)
@@ -109,7 +110,7 @@ def _defer(call: _Call, normed_shard: Tensor, dys: Sequence[Factor], wanted: Seq
     def make() -> None:
         normed_gathered = gather(normed_shard)()
         for sink, dy in pairs:
-            sink(call.transport.weight_gradient(dy, normed_gathered, normed_shard.dtype))
+            sink(call.transport.products.weight_gradient(dy, normed_gathered, normed_shard.dtype))
 
     if pairs:
         queue.add(make, normed_shard, *chain.from_iterable(tensors_of(dy) for _, dy in pairs))
@@ -169,7 +170,7 @@ def column_linear(
     call = _Call(transport, norm, carry and autocast is None, deferred)
     inputs = (rows, *parameters(norm))
     if transport.untold is not None:
-        communicates, alike = transport.sequence_parallel, (transport.name, norm and norm[::3])
+        communicates, alike = transport.sequence_parallel, (*transport.agreed, norm and norm[::3])
         called(transport.untold, "column_linear", rows.shape, rows.dtype, communicates, inputs, weights, *alike)
     outputs = ColumnLinearFunction.apply(*inputs, call, normed, *weights, *biases)
     if autocast is not None and carry:

@@ -32,8 +32,9 @@ from .packing import keep, kept
 from .recompute import leaves_out_end, made, once
 from .route import Decided, Router, Routing, decide, wide
 from .row_exchange import Plan, RowExchange, plan_exchange
-from .transports.experts import experts_reduce, gather_experts, weight_gradient
-from .transports.interface import finish_rows
+from .transports.experts import expert_product, experts_reduce, weight_gradient
+from .transports.interface import Transport, finish_rows
+from .transports.products import Factor, held
 from .transports.sequential import LOCAL
 from .uncompiled import uncompiled
 from .unsaved import versions
@@ -53,6 +54,7 @@ class _Call(NamedTuple):
     once_a_rank: bool
     carry: bool  # whether x is the residual, too
     deferred: Deferred | None
+    transport: Transport  # of one rank
     skip: bool = False  # whether this is the end of a region's second run, whose result nobody reads
 
 
@@ -63,7 +65,7 @@ class _Begun(NamedTuple):
     rstd: Tensor | None
     decided: Decided | None
     plan: Plan
-    arriving: Callable[[], Tensor]  # waits for the rows (U, H)
+    arriving: Callable[[], Factor]  # waits for the rows (U, H)
 
 
 class ExchangedExpertsFunction(Function):
@@ -83,7 +85,8 @@ class ExchangedExpertsFunction(Function):
         ctx, x, norm_weight, norm_bias, residual, added, router_weight, weights, call: _Call, begun: _Begun, *matrices
     ):
         exchange, own, decided = RowExchange(begun.plan, call.group), ExpertWeights(*matrices), begun.decided
-        hidden, _ = gather_experts(LOCAL, begun.arriving(), exchange.arrived, own.gate_up)
+        products = call.transport.products
+        hidden = expert_product(products, begun.arriving(), exchange.arrived, own.gate_up)
         ctx.call, ctx.deferred, ctx.sizes = call, call.deferred, begun.plan.sizes
         ctx.versions = None if call.dropout is None else versions(call.dropout.start)
         ctx.set_materialize_grads(False)
@@ -98,7 +101,8 @@ class ExchangedExpertsFunction(Function):
         a = implementation("weighted_activation", hidden).weighted_activation_forward(
             hidden, call.activation, exchange.arrived.weights
         )
-        y = exchange.home(experts_reduce(LOCAL, a, exchange.arrived, own.down, transposed=False))
+        a = products.factor(a)
+        y = exchange.home(experts_reduce(call.transport, a, exchange.arrived, own.down, transposed=False))
         if added is not None:
             y += added
         y, _ = finish_rows(y, Finish(None, call.dropout, x if call.carry else residual))
@@ -140,23 +144,24 @@ class _Saved:
 
 def _backward(saved: _Saved, dy: Tensor | None, dbalance: Tensor | None) -> tuple:
     """The gradients of ExchangedExpertsFunction's inputs. Which exchanges there are does not depend on the rows."""
-    call, exchange, own = saved.call, saved.exchange, saved.own
+    call, exchange, own, products = saved.call, saved.exchange, saved.own, saved.call.transport.products
     dresidual, dcarried = dy if saved.wants_residual else None, dy if call.carry else None
     if dy is None:
         dy = saved.x.new_empty(*saved.x.shape).zero_()
     dy, _ = implementation("dropout", dy).finish_backward(dy, call.dropout, False)
     dadded = dy if saved.wants_added else None
-    arrived = exchange.start(dy)()
+    arrived = exchange.start_factor(dy, products)()
     rows = saved.rows()
-    arriving = exchange.start(rows) if call.deferred is None and saved.wants.gate_up else None
-    da, _ = gather_experts(LOCAL, arrived, exchange.arrived, own.down, transposed=True)
+    arriving = exchange.start_factor(rows, products) if call.deferred is None and saved.wants.gate_up else None
+    da = expert_product(products, arrived, exchange.arrived, own.down, transposed=True)
     dhidden, a, dw = implementation("weighted_activation", da).weighted_activation_backward(
         da, saved.hidden, call.activation, exchange.arrived.weights
     )
-    ddown = _down_gradient(saved, arrived, a)
+    dhidden = products.factor(dhidden)
+    ddown = _down_gradient(saved, arrived, products.factor(a))
     drows = None
     if saved.wants_rows:
-        drows = exchange.home(experts_reduce(LOCAL, dhidden, exchange.arrived, own.gate_up, transposed=True))
+        drows = exchange.home(experts_reduce(call.transport, dhidden, exchange.arrived, own.gate_up, transposed=True))
     drouter = dweights = None
     if saved.decided is None:
         dweights = exchange.weights_home(dw) if saved.wants_weights else None
@@ -169,32 +174,37 @@ def _backward(saved: _Saved, dy: Tensor | None, dbalance: Tensor | None) -> tupl
     return *of_input, dresidual, dadded, drouter, dweights, None, None, dgate_up, ddown
 
 
-def _down_gradient(saved: _Saved, arrived: Tensor, a: Tensor) -> Tensor | None:
+def _down_gradient(saved: _Saved, arrived: Factor, a: Factor) -> Tensor | None:
     """The gradient of `down` from the rows of dy that have arrived; None if it is made later, or not wanted."""
-    sent, deferred = saved.exchange.arrived, saved.call.deferred
+    given = saved.call.transport.products, arrived, a, saved.own.down.dtype, saved.exchange.arrived
+    deferred = saved.call.deferred
     if not saved.wants.down:
         return None
     if deferred is None:
-        return weight_gradient(arrived, a, sent, dy_of_tokens=True)
-    deferred.queue.add(lambda: deferred.sinks[1](weight_gradient(arrived, a, sent, dy_of_tokens=True)), arrived, a)
+        return weight_gradient(*given, dy_of_tokens=True)
+    deferred.queue.add(lambda: deferred.sinks[1](weight_gradient(*given, dy_of_tokens=True)), *held(arrived, a))
     return None
 
 
 def _gate_up_gradient(
-    saved: _Saved, rows: Tensor, dhidden: Tensor, arriving: Callable[[], Tensor] | None
+    saved: _Saved, rows: Tensor, dhidden: Factor, arriving: Callable[[], Factor] | None
 ) -> Tensor | None:
     """The gradient of `gate_up` from norm(x), which is arriving; a queue sends it later."""
-    exchange, deferred = saved.exchange, saved.call.deferred
+    exchange, deferred, products = saved.exchange, saved.call.deferred, saved.call.transport.products
+
+    def gradient(arrived: Factor) -> Tensor:
+        return weight_gradient(products, dhidden, arrived, rows.dtype, exchange.arrived, x_of_tokens=True)
+
     if arriving is not None:
-        return weight_gradient(dhidden, arriving(), exchange.arrived, x_of_tokens=True)
+        return gradient(arriving())
     if deferred is not None and saved.wants.gate_up:
 
         def run() -> None:  # without the call, whose router has each token's sample
             with unbroken(exchange.group, "the backward of exchanged_experts"):
-                arrived = exchange.start(rows)()
-            deferred.sinks[0](weight_gradient(dhidden, arrived, exchange.arrived, x_of_tokens=True))
+                arrived = exchange.start_factor(rows, products)()
+            deferred.sinks[0](gradient(arrived))
 
-        deferred.queue.add(run, rows, dhidden)
+        deferred.queue.add(run, *held(rows, dhidden))
     return None
 
 
@@ -219,7 +229,8 @@ def _begin(rows: Tensor, normed: Normed | None, router_weight: Tensor | None, ca
 
     decided, planned = once(decision)
     with exchanging():
-        return _Begun(mean, rstd, decided, planned, RowExchange(planned, call.group).start(rows))
+        arriving = RowExchange(planned, call.group).start_factor(rows, call.transport.products)
+        return _Begun(mean, rstd, decided, planned, arriving)
 
 
 def _applied(
@@ -238,7 +249,7 @@ def _applied(
         check_normed(rows, call.norm, normed)
     chosen = None if router is None else router.policy, None if routing is None else routing.experts.shape[1]
     local = call.activation, told(call.dropout), call.norm and call.norm[::3]
-    agreed = call.n_experts, call.once_a_rank, *chosen, *local
+    agreed = call.n_experts, call.once_a_rank, *call.transport.agreed, *chosen, *local
     called(
         call.group, "exchanged_experts", rows.shape[1:], rows.dtype, True, of_input + of_router, matrices, *agreed
     )  # fmt: skip
@@ -266,7 +277,7 @@ def exchanged_experts(
     routing: Routing | None = None, n_experts: int, activation: str, norm: Norm | None = None,
     normed: Normed | None = None, residual: Tensor | None = None, added: Tensor | Callable[[], Tensor] | None = None,
     dropout: Dropout | None = None, group: ProcessGroup | None = None, once_a_rank: bool = True,
-    deferred: Deferred | None = None,
+    transport: Transport = LOCAL, deferred: Deferred | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(Y, balance loss or None): Y = residual + dropout(added + sum over a token's experts of weight * E(norm(x))).
 
@@ -275,7 +286,8 @@ def exchanged_experts(
              rank r of ep being the r-th part; without a shared expert, whose result is `added`, or a function that
              makes it while rows travel, and reads it no more (skip_end of `recompute`). Either router_weight
              (n_experts, H) and router, or `routing` of own tokens, in which op `route` decided before. group: None is
-             one rank. activation, normed, dropout: as in `experts`.
+             one rank. activation, normed, dropout: as in `experts`. transport: one of one rank, which says what is
+             multiplied, and so as what rows travel out.
     once_a_rank: a token's row goes once to a rank that has several experts of it, and one row comes back, the sum of
              what these make of it. Otherwise a row goes and comes for each expert.
     Numerics: a token's rows are added in the order of experts, in at least float32; what travels is rounded before.
@@ -309,7 +321,7 @@ def exchanged_experts(
     check_operands(rows, matrices, routing, router_weight, Finish(None, dropout, residual), n_experts, autocast)
     if routing is not None:
         routing = Routing(routing.experts, routing.weights.to(wide(rows.dtype)))
-    call = _Call(group, norm, router, routing, n_experts, activation, dropout, once_a_rank, carry, deferred)
+    call = _Call(group, norm, router, routing, n_experts, activation, dropout, once_a_rank, carry, deferred, transport)
     of_input, of_router = (rows, *parameters(norm)), (router_weight, None if routing is None else routing.weights)
     dtypes = (rows.dtype,) if autocast is None else FLOATS
     y, loss = _applied(of_input, normed, inside, added, of_router, call, matrices, dtypes)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tpformer.distributed.collectives import all_reduce, reduce_scatter
@@ -30,6 +29,7 @@ from .recompute import leaves_out_end, made, once
 from .route import Decided, Router, Routing, decide, wide
 from .transports.experts import experts_reduce, gather_experts, weight_gradient
 from .transports.interface import Transport
+from .transports.products import Factor, held
 from .transports.sequential import LOCAL
 from .uncompiled import uncompiled
 from .unsaved import versions
@@ -82,7 +82,11 @@ class ExpertsFunction(Function):
         sent = Dispatch(routed)
         given = None if weights is None else trace(weights)
         hidden, gathered = gather_experts(call.transport, rows, sent, own.gate_up)
-        shared = [None if each is None else F.linear(gathered, each) for each in (own.shared_gate, own.shared_up)]
+        products = call.transport.products
+        shared = [
+            None if each is None else products.product(gathered, products.right(each, True))
+            for each in (own.shared_gate, own.shared_up)
+        ]
         ctx.call, ctx.deferred, ctx.sizes = call, call.deferred, routed[3:]
         ctx.versions = None if call.dropout is None else versions(call.dropout.start)
         ctx.set_materialize_grads(False)
@@ -99,10 +103,10 @@ class ExpertsFunction(Function):
         dense = []
         if own.shared_down is not None:
             activated = implementation("activation", x).activation_forward(shared[1], call.activation, shared[0])
-            dense = [(activated, own.shared_down.t())]
+            dense = [(products.factor(activated), own.shared_down)]
         finish = Finish(None, call.dropout, x if call.carry else residual)
         y = experts_reduce(
-            call.transport, a, sent, own.down, dense, transposed=False, finish=finish
+            call.transport, products.factor(a), sent, own.down, dense, transposed=False, finish=finish
         )  # fmt: skip
         return y, loss
 
@@ -165,7 +169,7 @@ class _Saved:
 
 def _backward(saved: _Saved, dy: Tensor | None, dbalance: Tensor | None) -> tuple:
     """The gradients of ExpertsFunction's inputs."""
-    call, sent, own = saved.call, saved.sent, saved.own
+    call, sent, own, products = saved.call, saved.sent, saved.own, saved.call.transport.products
     dresidual, dcarried = dy if saved.wants_residual else None, dy if call.carry else None
     if dy is None:
         dy = saved.x.new_empty(*saved.x.shape).zero_()
@@ -175,13 +179,14 @@ def _backward(saved: _Saved, dy: Tensor | None, dbalance: Tensor | None) -> tupl
     dhidden, a, dw = implementation("weighted_activation", da).weighted_activation_backward(
         da, saved.hidden, call.activation, sent.weights
     )
-    dshared: list[Tensor] = []  # of the shared expert's gate and up
+    dhidden, a = products.factor(dhidden), products.factor(a)
+    dshared: list[Factor] = []  # of the shared expert's gate and up
     activated = None
     if own.shared_down is not None:
-        dactivated = whole @ own.shared_down
+        dactivated = products.product(whole, products.right(own.shared_down, False))
         backward = implementation("activation", da).activation_backward
         dup, dgate, activated = backward(dactivated, saved.shared_up, call.activation, saved.shared_gate)
-        dshared = [dgate, dup]
+        dshared, activated = [products.factor(dgate), products.factor(dup)], products.factor(activated)
     rows = saved.rows()
     downs = _down_gradients(saved, whole, a, activated)
     start = None
@@ -215,16 +220,17 @@ def _routing_gradients(
     return *routing_gradients(own, drows, *given), None
 
 
-def _down_gradients(saved: _Saved, whole: Tensor, a: Tensor, activated: Tensor | None) -> tuple:
+def _down_gradients(saved: _Saved, whole: Factor, a: Factor, activated: Factor | None) -> tuple:
     """Gradients of (down, shared_down) from the gathered rows of dy; (None, None) if a queue makes them later."""
     sent, wants, deferred = saved.sent, saved.wants, saved.call.deferred
+    products, dtype = saved.call.transport.products, saved.own.down.dtype
 
     def down() -> Tensor:
-        return weight_gradient(whole, a, sent, dy_of_tokens=True)
+        return weight_gradient(products, whole, a, dtype, sent, dy_of_tokens=True)
 
     def shared_down() -> Tensor:
         assert activated is not None
-        return whole.t() @ activated
+        return products.weight_gradient(whole, activated, dtype)
 
     if deferred is None:
         return down() if wants.down else None, shared_down() if wants.shared_down else None
@@ -236,19 +242,20 @@ def _down_gradients(saved: _Saved, whole: Tensor, a: Tensor, activated: Tensor |
             deferred.sinks[4](shared_down())
 
     if wants.down or wants.shared_down:
-        deferred.queue.add(run, whole, a, activated)
+        deferred.queue.add(run, *held(whole, a, activated))
     return None, None
 
 
-def _up_gradients(saved: _Saved, rows: Tensor, dhidden: Tensor, dshared: list[Tensor], whole: Tensor | None) -> tuple:
+def _up_gradients(saved: _Saved, rows: Tensor, dhidden: Factor, dshared: list[Factor], whole: Factor | None) -> tuple:
     """Gradients of (gate_up, shared_gate, shared_up) from the gathered rows `whole`; a queue gathers them later."""
     call, sent, wants = saved.call, saved.sent, saved.wants
     wanted = (wants.gate_up, wants.shared_gate, wants.shared_up)
+    products, dtype = call.transport.products, rows.dtype
 
-    def make(index: int, gathered: Tensor) -> Tensor:
+    def make(index: int, gathered: Factor) -> Tensor:
         if index == 0:
-            return weight_gradient(dhidden, gathered, sent, x_of_tokens=True)
-        return dshared[index - 1].t() @ gathered
+            return weight_gradient(products, dhidden, gathered, dtype, sent, x_of_tokens=True)
+        return products.weight_gradient(dshared[index - 1], gathered, dtype)
 
     if whole is not None:
         return tuple(make(index, whole) if wants else None for index, wants in enumerate(wanted))
@@ -261,7 +268,7 @@ def _up_gradients(saved: _Saved, rows: Tensor, dhidden: Tensor, dshared: list[Te
                 if wants:
                     sinks[index](make(index, gathered))
 
-        call.deferred.queue.add(run, rows, dhidden, *dshared)
+        call.deferred.queue.add(run, *held(rows, dhidden, *dshared))
     return None, None, None
 
 
@@ -274,7 +281,7 @@ def _applied(
     if normed is not None:
         check_normed(rows, call.norm, normed)
     local = call.activation, told(call.dropout), call.norm and call.norm[::3]
-    agreed = call.n_experts, call.transport.name, None if router is None else router.policy, *local
+    agreed = call.n_experts, *call.transport.agreed, None if router is None else router.policy, *local
     called(call.transport.group, "experts", rows.shape, rows.dtype, True, of_input + of_router, matrices, *agreed)
     with without_autocast(rows):
         return ExpertsFunction.apply(*of_input, normed, inside, *of_router, call, *matrices)

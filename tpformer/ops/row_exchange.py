@@ -20,6 +20,7 @@ from tpformer.distributed.collectives import all_to_all, start_all_to_all
 from .dispatch import Dispatch, Sent, positions
 from .implementation import implementation
 from .route import Routing
+from .transports.products import Factor, Products
 
 Numbers = tuple[int, ...]
 
@@ -95,6 +96,13 @@ class RowExchange:
         if self.group is None:
             return lambda: rows
         return start_all_to_all(rows[self.tokens], self.group, self.sizes.rows_to, self.sizes.rows_from)
+
+    def start_factor(self, rows: Tensor, products: Products) -> Callable[[], Factor]:
+        """As `start`, of rows that are multiplied where they arrive: they travel as `products` sends them."""
+        if self.group is None:
+            return lambda: products.factor(rows)
+        wait = self.start(products.sent(rows))
+        return lambda: products.received(wait())
 
     def home(self, rows: Tensor) -> Tensor:
         """Each own token's sum (T, H) of what becomes of its rows on all ranks, from this rank's part of them (U, H).

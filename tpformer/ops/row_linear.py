@@ -21,7 +21,8 @@ from .norm import Norm, Normed, parameters, written
 from .packing import keep, kept, unpacked
 from .recompute import leaves_out_end, made
 from .sequence import flat_rows, with_leading_dims
-from .transports.interface import Transport, tensors_of
+from .transports.interface import Transport
+from .transports.products import tensors_of
 from .transports.sequential import LOCAL
 from .uncompiled import uncompiled
 from .unsaved import versions
@@ -62,7 +63,7 @@ class RowLinearFunction(Function):
         a = x
         if call.activation is not None:
             a = implementation("activation", x).activation_forward(x, call.activation, gate)
-        a = call.transport.factor(a)
+        a = call.transport.products.factor(a)
         finish = Finish(bias, call.dropout, residual_shard, next_norm)
         y_shard, normed = call.transport.matmul_reduce([a], [weight], transposed=True, finish=finish)
         if normed is None:
@@ -88,14 +89,14 @@ class RowLinearFunction(Function):
             )
         elif wants_weight:
             a = implementation("activation", x).activation_forward(unpacked(x), call.activation, unpacked(gate))
-            a = call.transport.factor(a)
+            a = call.transport.products.factor(a)
 
         # what a queue keeps alive: one of the two, and a dtype in place of the other
         held, dtype = dy_shard if dy_gathered is None else dy_gathered, dy_shard.dtype
 
         def weight_gradient() -> Tensor:
             dy = gathering.start_gather(held)() if dy_gathered is None else held
-            return call.transport.weight_gradient(dy, a, dtype)
+            return call.transport.products.weight_gradient(dy, a, dtype)
 
         if call.deferred is not None and wants_weight:
             queue, (sink,) = call.deferred
@@ -197,7 +198,7 @@ def row_linear(
     call = _Call(transport, activation, dropout, next_norm is None and leaves_out_end(), deferred)
     if transport.untold is not None:
         needing = ((rows, gate), (weight,), SCATTERED) if transport.sequence_parallel else ((), ())
-        alike = transport.name, activation, told(dropout), next_norm and next_norm[::3]
+        alike = *transport.agreed, activation, told(dropout), next_norm and next_norm[::3]
         called(transport.untold, "row_linear", (rows.shape[0], weight.shape[0]), rows.dtype, True, *needing, *alike)
     outputs = RowLinearFunction.apply(rows, gate, weight, bias, added if autocast is None else None, next_norm, call)
     y, *of_norm = (outputs,) if next_norm is None else outputs

@@ -22,8 +22,9 @@ from tpformer.words import dtype_name
 from ..implementation import KERNEL_DTYPES
 from ..transports.interface import ALL_REDUCE, GATHER, REGISTRY, Transport
 from ..transports.pipelined import Pipelined
-from ..transports.quantized import Quantized
-from ..transports.sequential import LOCAL, Sequential
+from ..transports.products import PLAIN
+from ..transports.quantized import BLOCKS
+from ..transports.sequential import Sequential, local
 from .prediction import Times, chosen_launch, fused_times, grouped_seconds, sequential_times
 from .request import Request
 from .spare import spare_processors
@@ -38,7 +39,7 @@ NEEDS = {
 
 
 class Decision(NamedTuple):
-    """transport: "local" for one rank, else "sequential", "pipelined" or "fused"; in FP8 always "quantized".
+    """transport: "local" for one rank, else "sequential", "pipelined" or "fused".
 
     reason: one line with numbers.
     """
@@ -49,16 +50,14 @@ class Decision(NamedTuple):
 
 def open_transport(request: Request) -> Transport:
     """The transport that choose_transport names, ready for use. Errors: ValueError, as there."""
-    name = choose_transport(request).transport
+    name, products = choose_transport(request).transport, BLOCKS if request.precision == FP8 else PLAIN
     if name == "local":
-        return LOCAL
-    if name == "quantized":
-        return Quantized(request.group, request.sequence_parallel)
+        return local(products)
     assert request.group is not None
     if name == "sequential":
-        return Sequential(request.group, request.sequence_parallel)
+        return Sequential(request.group, request.sequence_parallel, products)
     if name == "pipelined":
-        return Pipelined(request.group, request.sequence_parallel)
+        return Pipelined(request.group, request.sequence_parallel, products)
     from ..transports.fused import Fused  # imports triton
 
     return Fused(request.group, request.sequence_parallel)
@@ -74,27 +73,25 @@ def choose_transport(request: Request) -> Decision:
         the faster one of "fused" and "sequential" by the performance model, if topology and dtype (16 bits) allow both
         "pipelined", if the topology forbids "fused" and the chunks of the GEMM are large
         "sequential"
-    With precision "fp8" it is "quantized", on one rank, too. ValueError where that cannot be.
+    In FP8 nothing is fused or measured. ValueError where FP8 cannot be.
     """
     check_choice("transport", request.transport, TRANSPORTS)
     if request.precision == FP8:
-        return _quantized(request)
+        _check_fp8(request)
     if request.ranks == 1:
-        return Decision("local", "one rank")
+        return _with_notes(Decision("local", "one rank"), request)
     if request.transport == "auto":
         decision = _automatic(request)
     elif (reason := why_not(request.transport, request)) is None:
         decision = Decision(request.transport, "as asked for")
     else:
         raise ValueError(f'{NEEDS[request.transport]}: {reason}; use transport="auto" to have one chosen')
-    return _with_flags(decision, request)
+    return _with_notes(decision, request)
 
 
-def _quantized(request: Request) -> Decision:
+def _check_fp8(request: Request) -> None:
     capability = torch.cuda.get_device_capability(request.device) if request.device.type == "cuda" else None
     check_fp8_run(request.device.type, dtype_name(request.dtype), request.transport, capability)
-    gathers = "blocks are gathered, and " * (request.ranks > 1 and request.sequence_parallel)
-    return Decision("quantized", f"FP8: {gathers}the GEMM multiplies blocks of 128{_break_evens(request)}")
 
 
 def _break_evens(request: Request) -> str:
@@ -106,8 +103,13 @@ def _break_evens(request: Request) -> str:
     return f"; break-even of its gather {found[0]:.0f}, of its reduction in {dtype_name(request.dtype)} {found[1]:.0f}"
 
 
-def _with_flags(decision: Decision, request: Request) -> Decision:
-    """The decision. If copy engines may send a fused linear's rows and cannot fence their flags, its reason says so."""
+def _with_notes(decision: Decision, request: Request) -> Decision:
+    """The decision, whose reason also says what FP8 sends and multiplies; and if copy engines may send a fused linear's
+    rows and cannot fence their flags, that."""
+    if request.precision == FP8:
+        gathers = "blocks are gathered, and " * (request.ranks > 1 and request.sequence_parallel)
+        blocks = f"FP8: {gathers}the GEMM multiplies what blocks stand for{_break_evens(request)}"
+        return decision._replace(reason=f"{decision.reason}; {blocks}")
     if decision.transport == "fused" and request.op != ALL_REDUCE:
         assert request.group is not None
         why = why_copied_flags(request.group, request.device)
@@ -129,6 +131,8 @@ def why_not_fused(request: Request) -> str | None:
     Collective over the group at its first use.
     """
     assert request.group is not None
+    if request.precision == FP8:
+        return "its kernels take no blocks"
     obstacle = why_no_kernels(request.group, request.device)
     if obstacle is None and request.dtype not in KERNEL_DTYPES:
         return f"the operands are {request.dtype}, and the kernels take bfloat16, float16 and float32"
@@ -229,8 +233,8 @@ def predicted_times(request: Request, machine: Machine, spare: int | None = None
 
 def _measured(request: Request) -> Decision | None:
     """The transport that was measured fastest for the nearest shape, among those that can run here. Nobody measures
-    experts."""
-    if REGISTRY.table is None or request.grouped is not None:
+    experts, or FP8."""
+    if REGISTRY.table is None or request.grouped is not None or request.precision == FP8:
         return None
     row = REGISTRY.table.nearest(request.op, request.ranks, dtype_name(request.dtype), request.m, request.n, request.k)
     if row is None:

@@ -8,18 +8,21 @@ several experts' groups, so that no tile's epilogue has a token's sum.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import Tensor
 
-from tpformer.distributed.chunked import all_reduce_chunks, gather_chunks, reduce_scatter_chunks
-from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
+from tpformer.distributed.chunked import all_reduce_chunks, reduce_scatter_chunks
+from tpformer.distributed.collectives import all_reduce, reduce_scatter
 from tpformer.kernels.finish import NOTHING, Finish
 
 from ..dispatch import Dispatch
 from ..implementation import implementation
 from .interface import ALL_REDUCE, GATHER, SCATTER, Transport, finish_rows, record_transport
+from .products import Factor, Products, rows_of
 
 if TYPE_CHECKING:
     from .fused import Fused  # imports triton
+    from .pipelined import Pipelined
 
 
 def gather_experts(
@@ -30,11 +33,11 @@ def gather_experts(
     *,
     transposed: bool = False,
     keep: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Factor]:
     """(y (R, N), x_gathered (T, K)): each dispatched row of x_gathered times the transpose of its expert's matrix.
 
     Shapes: x_shard (T / t, K), or all rows without sequence parallelism; weights (E, N, K), or (E, K, N) if transposed.
-    The group's next operation may overwrite x_gathered, unless `keep`.
+    x_gathered is a factor. The group's next operation may overwrite it, unless `keep`.
     Communication: one all-gather of T * K * itemsize bytes with sequence parallelism.
     """
     transport = transport.gathering
@@ -42,17 +45,25 @@ def gather_experts(
         return cast("Fused", transport).gather_grouped(x_shard, dispatch, weights, transposed=transposed, keep=keep)
     if transport.group is not None:
         record_transport(GATHER, transport.name)
-    grouped = implementation("grouped_matmul", x_shard).grouped_matmul
+    products = transport.products
     if transport.name != "pipelined":
-        x_gathered = all_gather(x_shard, transport.group)
-        return grouped(x_gathered, weights, dispatch.offsets, dispatch.tokens, transposed=transposed), x_gathered
-    assert transport.group is not None
-    x_gathered = x_shard.new_empty(dispatch.n_tokens, x_shard.shape[1])
-    y = x_shard.new_empty(len(dispatch.slots), weights.shape[2 if transposed else 1])
-    for arrived in gather_chunks(x_shard, x_gathered, transport.group):
+        x_gathered = transport.start_gather(x_shard)()
+        return expert_product(products, x_gathered, dispatch, weights, transposed=transposed), x_gathered
+    right = products.expert_right(weights, transposed)
+    gathered, chunks = cast("Pipelined", transport).arriving(x_shard)
+    y = weights.new_empty(len(dispatch.slots), weights.shape[2 if transposed else 1])
+    for arrived, x in chunks:
         rows, part = dispatch.parts[arrived.start // len(x_shard)]
-        y[rows] = grouped(x_gathered[arrived], weights, part.offsets, part.tokens, transposed=transposed)
-    return y, x_gathered
+        y[rows] = products.expert_product(x, right, part.offsets, part.tokens)
+    return y, products.received(gathered)
+
+
+def expert_product(
+    products: Products, x: Factor, dispatch: Dispatch, weights: Tensor, *, transposed: bool = False
+) -> Tensor:
+    """y (R, N) of gather_experts where all rows x (T, K) are here."""
+    right = products.expert_right(weights, transposed)
+    return products.expert_product(x, right, dispatch.offsets, dispatch.tokens)
 
 
 def reducing(transport: str) -> str:
@@ -65,18 +76,19 @@ def reducing(transport: str) -> str:
 
 def experts_reduce(
     transport: Transport,
-    rows: Tensor,
+    rows: Factor,
     dispatch: Dispatch,
     weights: Tensor,
-    dense: Sequence[tuple[Tensor, Tensor]] = (),
+    dense: Sequence[tuple[Factor, Tensor]] = (),
     *,
     transposed: bool,
     finish: Finish = NOTHING,
 ) -> Tensor:
     """The sum over ranks, for each token, of its rows times their experts' matrices and of the dense products.
 
-    Shapes: rows (R, K), weights (E, N, K), or (E, K, N) if transposed; dense: pairs of (T, K_i) and (K_i, N); result
-    with sequence parallelism this rank's (T / t, N), else (T, N), equal on all ranks. Then `finish`, which has no norm.
+    Shapes: rows (R, K), a factor; weights (E, N, K), or (E, K, N) if transposed; dense: pairs of a factor (T, K_i) and
+    a weight (N, K_i), or (K_i, N) if transposed; result with sequence parallelism this rank's (T / t, N), else (T, N),
+    equal on all ranks. Then `finish`, which has no norm.
     Numerics: a rank adds a token's rows in the order of its experts, in at least float32, then the dense products. A
     reduction over ranks adds what the ranks have rounded, in the order that its transport has for dense layers.
     Communication: one reduce-scatter or all-reduce of T * N * itemsize bytes.
@@ -85,19 +97,22 @@ def experts_reduce(
     if transport.group is not None:
         record_transport(SCATTER if scatter else ALL_REDUCE, reducing(transport.name))
 
-    def product(rows: Tensor, part: Dispatch, tokens: slice) -> Tensor:
-        grouped = implementation("grouped_matmul", rows).grouped_matmul
-        y = grouped(rows, weights, part.offsets, transposed=transposed)
+    products = transport.products
+    right = products.expert_right(weights, transposed)
+    pairs = [(x, products.right(weight, not transposed)) for x, weight in dense]
+
+    def product(rows: Factor, part: Dispatch, tokens: slice) -> Tensor:
+        y = products.expert_product(rows, right, part.offsets)
         y = implementation("combine", y).combine(y, part.tokens, part.positions)
-        for x, factor in dense:
-            y.addmm_(x[tokens], factor)
+        for x, factor in pairs:
+            products.product(rows_of(x, tokens), factor, y, y)
         return y
 
     if transport.name != "pipelined":
         y = product(rows, dispatch, slice(None))
         return finish_rows((reduce_scatter if scatter else all_reduce)(y, transport.group), finish)[0]
     assert transport.group is not None
-    shape, like = (dispatch.n_tokens, n), rows
+    shape, like = (dispatch.n_tokens, n), weights
     if not scatter:
         whole = product(rows, dispatch, slice(None))
         y = all_reduce_chunks(lambda tokens, out: out.copy_(whole[tokens]), shape, like, transport.group)
@@ -106,16 +121,18 @@ def experts_reduce(
 
     def fill(tokens: slice, out: Tensor) -> None:
         picked, part = dispatch.parts[tokens.start // share]
-        out.copy_(product(rows[picked], part, tokens))
+        out.copy_(product(rows_of(rows, picked), part, tokens))
 
     return finish_rows(reduce_scatter_chunks(fill, shape, like, transport.group), finish)[0]
 
 
 def weight_gradient(
-    dy: Tensor, x: Tensor, dispatch: Dispatch, *, dy_of_tokens: bool = False, x_of_tokens: bool = False
-) -> Tensor:
-    """dW (E, N, K) of each expert's matrix: the sum over its rows of dy x^T. A factor may have rows of tokens (T, ...),
-    in place of dispatched rows (R, ...)."""
-    return implementation("grouped_matmul", dy).grouped_weight_gradient(
-        dy, x, dispatch.offsets, dispatch.tokens if dy_of_tokens else None, dispatch.tokens if x_of_tokens else None
-    )
+    products: Products, dy: Factor, x: Factor, dtype: torch.dtype, dispatch: Dispatch, *, dy_of_tokens: bool = False,
+    x_of_tokens: bool = False,
+) -> Tensor:  # fmt: skip
+    """dW (E, N, K), in this dtype, of each expert's matrix: the sum over its rows of dy x^T. A factor may have rows of
+    tokens (T, ...), in place of dispatched rows (R, ...)."""
+    return products.expert_gradient(
+        dy, x, dtype, dispatch.offsets, dispatch.tokens if dy_of_tokens else None,
+        dispatch.tokens if x_of_tokens else None,
+    )  # fmt: skip

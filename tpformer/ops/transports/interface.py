@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -20,10 +19,10 @@ from tpformer.config.transport_table import OPERATIONS, TransportTable
 from tpformer.distributed.listeners import Listeners
 from tpformer.kernels.finish import NOTHING, Finish
 from tpformer.kernels.pack.format import Packed
-from tpformer.kernels.quantize.format import Blocks
 
 from ..implementation import implementation
 from ..norm import Normed
+from .products import PLAIN, Factor, Products
 
 GATHER, SCATTER, ALL_REDUCE = OPERATIONS
 
@@ -39,7 +38,6 @@ def finish_rows(y: Tensor, finish: Finish) -> tuple[Tensor, Normed | None]:
 
 
 Kept: TypeAlias = Tensor | Packed  # what a forward has kept
-Factor: TypeAlias = Tensor | Blocks  # a matrix as a transport's GEMMs take it
 
 
 class Transport(ABC):
@@ -48,6 +46,7 @@ class Transport(ABC):
     Grad mode is off; tensors have any strides, one dtype, and equal shapes on all ranks.
     group: None is one rank. sequence_parallel: between linears each rank has rows of its own (a sequence shard), so
     there are gathers, and reductions scatter; otherwise every rank has all rows, and reductions give all rows to all.
+    products: what its GEMMs multiply. `matmul_reduce` takes factors; the gathers take rows and make them.
 
     Each method that communicates records its operation (`record_transport`), and its collective with the bytes of the
     full tensor (`distributed.collectives.record`).
@@ -57,24 +56,17 @@ class Transport(ABC):
     gathering: Transport
     """The transport of the gathers: this one with sequence parallelism, else LOCAL, because no row is elsewhere."""
 
-    def __init__(self, group: ProcessGroup | None, sequence_parallel: bool) -> None:
-        self.group, self.sequence_parallel = group, sequence_parallel
+    def __init__(self, group: ProcessGroup | None, sequence_parallel: bool, products: Products = PLAIN) -> None:
+        self.group, self.sequence_parallel, self.products = group, sequence_parallel, products
         self.sharing = group.size() if group is not None and sequence_parallel else 1
         """The ranks that divide the rows."""
         self.untold = group
         """The group whose ranks a linear has to tell of its call. Fused operations tell them as they begin."""
 
-    def factor(self, x: Tensor) -> Factor:
-        """x (M, K) as this transport's GEMMs take it: x itself, or its blocks if they multiply quantised numbers.
-
-        A weight gradient is made of factors. `matmul_reduce` takes them; the gathers take rows and make them.
-        """
-        return x
-
-    def weight_gradient(self, dy: Factor, x: Factor, dtype: torch.dtype) -> Tensor:
-        """dy^T x (N, K) of two factors, dy (M, N) and x (M, K), in the dtype of the rows that they are of."""
-        assert isinstance(dy, Tensor) and isinstance(x, Tensor)
-        return dy.t() @ x
+    @property
+    def agreed(self) -> tuple[str, str]:
+        """What must be equal on all ranks: how they talk, and what they multiply."""
+        return self.name, self.products.name
 
     @abstractmethod
     def gather_matmul(
@@ -123,11 +115,6 @@ class Transport(ABC):
         A matmul_reduce of the same group may come between. The group's next gather may overwrite the rows.
         Communication: one all-gather of M * K * itemsize bytes.
         """
-
-
-def tensors_of(factor: Factor) -> tuple[Tensor, ...]:
-    """The tensors of a factor."""
-    return (factor,) if isinstance(factor, Tensor) else tuple(factor)
 
 
 @dataclass

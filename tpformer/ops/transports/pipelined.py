@@ -1,8 +1,7 @@
 """GEMMs in chunks, one for each rank, while other chunks travel: plain torch, any backend and device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -12,7 +11,8 @@ from tpformer.kernels.finish import NOTHING, Finish
 from ..implementation import implementation
 from ..norm import Normed
 from .interface import ALL_REDUCE, GATHER, SCATTER, Kept, Transport, finish_rows, record_transport
-from .sequential import LOCAL
+from .products import PLAIN, Factor, Products, rows_of, tensors_of
+from .sequential import local
 
 
 class Pipelined(Transport):
@@ -25,42 +25,46 @@ class Pipelined(Transport):
     name = "pipelined"
     group: ProcessGroup
 
-    def __init__(self, group: ProcessGroup, sequence_parallel: bool = True) -> None:
-        super().__init__(group, sequence_parallel)
-        self.gathering = self if sequence_parallel else LOCAL
+    def __init__(self, group: ProcessGroup, sequence_parallel: bool = True, products: Products = PLAIN) -> None:
+        super().__init__(group, sequence_parallel, products)
+        self.gathering = self if sequence_parallel else local(products)
 
-    def _rows(self, shard: Tensor) -> int:
-        return len(shard) * self.group.size()
+    def arriving(self, x_shard: Tensor) -> tuple[Tensor, Iterator[tuple[slice, Factor]]]:
+        """(all ranks' rows as they travel, each rank's place among them and its factor, once it is there)."""
+        sent = self.products.sent(x_shard)
+        gathered = sent.new_empty(len(sent) * self.group.size(), sent.shape[1])
+        chunks = gather_chunks(sent, gathered, self.group)
+        return gathered, ((rows, self.products.received(gathered[rows])) for rows in chunks)
 
     def gather_matmul(
         self, x_shard: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> list[Tensor]:
         """Transport.gather_matmul: a GEMM for each weight and each rank's rows."""
         record_transport(GATHER, self.name)
-        x_gathered = x_shard.new_empty(self._rows(x_shard), x_shard.shape[1])
-        outputs = [x_shard.new_empty(len(x_gathered), len(weight)) for weight in weights]
-        for rows in gather_chunks(x_shard, x_gathered, self.group):
-            for y, weight, bias in zip(outputs, weights, biases, strict=True):
-                if bias is None:
-                    torch.mm(x_gathered[rows], weight.t(), out=y[rows])
-                else:
-                    torch.addmm(bias, x_gathered[rows], weight.t(), out=y[rows])
+        rights = [self.products.right(weight, True) for weight in weights]
+        gathered, chunks = self.arriving(x_shard)
+        outputs = [x_shard.new_empty(len(gathered), len(weight)) for weight in weights]
+        for rows, x in chunks:
+            for y, right, bias in zip(outputs, rights, biases, strict=True):
+                self.products.product(x, right, bias, y[rows])
         return outputs
 
     def gather_matmul_derivative(
         self, dy_shard: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Factor, Factor]:
         """Transport.gather_matmul_derivative; the activation's derivative is a pass of its own."""
         record_transport(GATHER, self.name)
-        dy_gathered = dy_shard.new_empty(self._rows(dy_shard), dy_shard.shape[1])
+        right = self.products.right(weight, False)
+        gathered, chunks = self.arriving(dy_shard)
         da = dy_shard.new_empty(x.shape)
-        for rows in gather_chunks(dy_shard, dy_gathered, self.group):
-            torch.mm(dy_gathered[rows], weight, out=da[rows])
-        return *implementation("activation", x).activation_backward(da, x, activation, gate), dy_gathered
+        for rows, dy in chunks:
+            self.products.product(dy, right, out=da[rows])
+        dx, dgate, a = implementation("activation", x).activation_backward(da, x, activation, gate)
+        return dx, dgate, self.products.factor(a), self.products.received(gathered)
 
     def matmul_reduce(
         self,
-        inputs: Sequence[Tensor],
+        inputs: Sequence[Factor],
         weights: Sequence[Tensor],
         *,
         transposed: bool,
@@ -68,18 +72,19 @@ class Pipelined(Transport):
     ) -> tuple[Tensor, Normed | None]:
         """Transport.matmul_reduce: each chunk is on its way while the next one is multiplied."""
         record_transport(SCATTER if self.sequence_parallel else ALL_REDUCE, self.name)
-        factors = [weight.t() if transposed else weight for weight in weights]
-        shape = (len(inputs[0]), factors[0].shape[1])
+        rights = [self.products.right(weight, transposed) for weight in weights]
+        shape = (len(tensors_of(inputs[0])[0]), weights[0].shape[0 if transposed else 1])
 
         def fill(rows: slice, out: Tensor) -> None:
-            torch.mm(inputs[0][rows], factors[0], out=out)
-            for x, factor in zip(inputs[1:], factors[1:], strict=True):
-                torch.addmm(out, x[rows], factor, out=out)
+            added = None
+            for x, right in zip(inputs, rights, strict=True):
+                added = self.products.product(rows_of(x, rows), right, added, out)
 
         reduce = reduce_scatter_chunks if self.sequence_parallel else all_reduce_chunks
-        y = reduce(fill, shape, inputs[0], self.group)
+        y = reduce(fill, shape, weights[0], self.group)
         return finish_rows(y, finish)
 
-    def start_gather(self, x_shard: Tensor) -> Callable[[], Tensor]:
+    def start_gather(self, x_shard: Tensor) -> Callable[[], Factor]:
         """Transport.start_gather: an asynchronous all-gather."""
-        return start_all_gather(x_shard, self.group)
+        wait = start_all_gather(self.products.sent(x_shard), self.group)
+        return lambda: self.products.received(wait())

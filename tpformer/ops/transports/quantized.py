@@ -1,7 +1,6 @@
-"""Linears of quantised numbers (FP8): the collective of the blocks, then the GEMM of what they stand for.
+"""GEMMs of quantised numbers (FP8): which matrices are quantised, by whom, and how their blocks travel.
 
-Belongs here: which matrices of a linear are quantised, where, and how their blocks travel. What blocks are:
-kernels/quantize/format.py.
+Belongs here: the Products of blocks. What blocks are: kernels/quantize/format.py. How the ranks talk: the transports.
 
     matrix                                   quantised by                     and used in
     normed x of a column linear              the rank that has the rows       forward, weight gradient
@@ -10,66 +9,96 @@ kernels/quantize/format.py.
     dy of a row linear, after dropout        the rank that has the rows       gradients of input and weight
     weight                                   the rank that has the shard      forward, gradient of the input
 
-Each block lies within one rank's shard, and its scale follows from itself: so every layout multiplies the same numbers.
-Biases, residuals, norms, sums and weight gradients have the dtype of x.
+Experts are alike: rows are quantised before they are dispatched, and each expert has blocks of its own. Each block lies
+within one rank's shard, and its scale follows from itself: so every layout multiplies the same numbers. Biases,
+residuals, norms, routers, sums and weight gradients have the dtype of x.
 """
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from tpformer.distributed.collectives import all_gather
 from tpformer.kernels.quantize.format import BLOCK, EXPONENTS, VALUES, Blocks
 
 from ..implementation import implementation
 from ..quantized_product import quantized_product
-from .interface import REGISTRY, Factor
-from .sequential import Sequential
+from .interface import REGISTRY
+from .products import Products
 
 
-class Quantized(Sequential):
-    """Serves CPU tensors of any dtype but float16, and bfloat16 on GPUs that have e4m3. Without a group it quantises
-    alike and communicates nothing.
+class Right(NamedTuple):
+    """A weight in blocks, as quantized_product takes it."""
 
-    A gather sends a byte a value and a byte a block of 128: 129 / 256 of the bytes in 16 bits. Reductions send what
-    Sequential sends.
+    blocks: Blocks
+    weight: Tensor  # of the dtype that products have
+
+
+class Quantized(Products):
+    """GEMMs of blocks: of CPU tensors of any dtype but float16, and of bfloat16 on GPUs that have e4m3.
+
+    Rows travel as a byte a value and a byte a block of 128: 129 / 256 of the bytes in 16 bits.
     """
 
-    def __init__(self, group: ProcessGroup | None, sequence_parallel: bool = True) -> None:
-        super().__init__(group, sequence_parallel)
-        self.name = "quantized"
-        self.gathering = self if sequence_parallel else Quantized(None)
+    name = "quantized"
 
     def factor(self, x: Tensor) -> Blocks:
-        """Transport.factor: the blocks of x."""
+        """Products.factor: the blocks of x."""
         return _told(implementation("quantize", x).quantize_rows(x))
 
-    def weight_gradient(self, dy: Factor, x: Factor, dtype: torch.dtype) -> Tensor:
-        """Transport.weight_gradient: a GEMM in this dtype of what both stand for, which bfloat16 has exactly."""
-        assert isinstance(dy, Blocks) and isinstance(x, Blocks)
-        dequantize = implementation("quantize", x.values.new_empty(0, dtype=dtype)).dequantize
-        return dequantize(dy, dtype).t() @ dequantize(x, dtype)
+    def sent(self, x: Tensor) -> Tensor:
+        """Products.sent: the bytes of the blocks of x."""
+        return packed_rows(self.factor(x))
 
-    def _gathered(self, x_shard: Tensor) -> Blocks:
-        """The blocks of all ranks' rows."""
-        blocks = self.factor(x_shard)
-        return blocks if self.group is None else unpacked_rows(all_gather(packed_rows(blocks), self.group))
+    def received(self, rows: Tensor) -> Blocks:
+        """Products.received: the blocks of these bytes."""
+        return unpacked_rows(rows)
 
-    def _linear(self, x: Blocks, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return quantized_product(x, _told(implementation("quantize", weight).quantize_weight(weight)), bias, weight)
-
-    def _sum_of_products(self, inputs: Sequence[Blocks], weights: Sequence[Tensor], transposed: bool) -> Tensor:
-        return reduce(Tensor.add_, map(self._linear if transposed else self._by_columns, inputs, weights))
-
-    def _by_columns(self, x: Blocks, weight: Tensor) -> Tensor:
-        """x W, by the weight's transposed copy: matrix units multiply e4m3 along rows only."""
+    def right(self, weight: Tensor, transposed: bool) -> Right:
+        """Products.right: the weight in blocks, or its transposed copy: matrix units multiply e4m3 along rows only."""
+        if transposed:
+            return Right(_told(implementation("quantize", weight).quantize_weight(weight)), weight)
         blocks, turned = implementation("quantize", weight).quantize_weight_twice(weight)
         _told(blocks)
-        return quantized_product(x, turned, None, weight)
+        return Right(turned, weight)
+
+    def product(self, x: Blocks, right: Right, added: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Products.product."""
+        adds = added is not None and added is out
+        y = quantized_product(x, right.blocks, None if adds else added, right.weight)
+        if out is None:
+            return y
+        return out.add_(y) if adds else out.copy_(y)
+
+    def weight_gradient(self, dy: Blocks, x: Blocks, dtype: torch.dtype) -> Tensor:
+        """Products.weight_gradient: a GEMM in this dtype of what both stand for, which bfloat16 has exactly."""
+        dequantize = implementation("quantize", dy.values.new_empty(0, dtype=dtype)).dequantize
+        return dequantize(dy, dtype).t() @ dequantize(x, dtype)
+
+    def expert_right(self, weights: Tensor, transposed: bool) -> tuple[Right, bool]:
+        """Products.expert_right: each expert's matrix in blocks of its own; widths are multiples of 128."""
+        return self.right(weights.flatten(0, 1), not transposed), transposed
+
+    def expert_product(
+        self, x: Blocks, right: tuple[Right, bool], offsets: Tensor, index: Tensor | None = None
+    ) -> Tensor:
+        """Products.expert_product."""
+        (blocks, weight), transposed = right
+        grouped = implementation("quantized_grouped_matmul", weight).quantized_grouped_matmul
+        return grouped(x, blocks, offsets, index, transposed=transposed, dtype=weight.dtype)
+
+    def expert_gradient(
+        self, dy: Blocks, x: Blocks, dtype: torch.dtype, offsets: Tensor, dy_index: Tensor | None,
+        x_index: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Products.expert_gradient: as weight_gradient."""
+        dequantize = implementation("quantize", dy.values.new_empty(0, dtype=dtype)).dequantize
+        given = dequantize(dy, dtype), dequantize(x, dtype)
+        return super().expert_gradient(*given, dtype, offsets, dy_index, x_index)
+
+
+BLOCKS = Quantized()
 
 
 def packed_rows(blocks: Blocks) -> Tensor:

@@ -1,10 +1,7 @@
 """The collective and the GEMM, one after the other. Every other transport must give the same results."""
 
 from collections.abc import Callable, Sequence
-from itertools import repeat
-from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -13,37 +10,47 @@ from tpformer.kernels.finish import NOTHING, Finish
 
 from ..implementation import implementation
 from ..norm import Normed
-from .interface import ALL_REDUCE, GATHER, SCATTER, Factor, Kept, Transport, finish_rows, record_transport
+from .interface import ALL_REDUCE, GATHER, SCATTER, Kept, Transport, finish_rows, record_transport
+from .products import PLAIN, Factor, Products
 
 
 class Sequential(Transport):
     """Serves any backend, dtype and device. Without a group ("local") it is F.linear and communicates nothing."""
 
-    def __init__(self, group: ProcessGroup | None, sequence_parallel: bool = True) -> None:
-        super().__init__(group, sequence_parallel)
+    def __init__(self, group: ProcessGroup | None, sequence_parallel: bool = True, products: Products = PLAIN) -> None:
+        super().__init__(group, sequence_parallel, products)
         self.name = "local" if group is None else "sequential"
-        self.gathering = self if sequence_parallel else LOCAL
+        self.gathering = self if sequence_parallel else local(products)
 
     def _record(self, op: str) -> None:
         if self.group is not None:
             record_transport(op, self.name)
+
+    def _gathered(self, x_shard: Tensor) -> Factor:
+        """The factor of all ranks' rows."""
+        if self.group is None:
+            return self.products.factor(x_shard)
+        return self.products.received(all_gather(self.products.sent(x_shard), self.group))
 
     def gather_matmul(
         self, x_shard: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> list[Tensor]:
         """Transport.gather_matmul: all-gather, then a GEMM for each weight."""
         self._record(GATHER)
-        return list(map(self._linear, repeat(self._gathered(x_shard)), weights, biases))
+        products, x = self.products, self._gathered(x_shard)
+        pairs = zip(weights, biases, strict=True)
+        return [products.product(x, products.right(weight, True), bias) for weight, bias in pairs]
 
     def gather_matmul_derivative(
         self, dy_shard: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
     ) -> tuple[Tensor, Tensor | None, Factor, Factor]:
         """Transport.gather_matmul_derivative: all-gather, GEMM, then the activation's derivative."""
         self._record(GATHER)
-        dy_gathered = self._gathered(dy_shard)
+        products, dy_gathered = self.products, self._gathered(dy_shard)
         backward = implementation("activation", x).activation_backward
-        dx, dgate, a = backward(self._sum_of_products([dy_gathered], [weight], False), x, activation, gate)
-        return dx, dgate, self.factor(a), dy_gathered
+        da = products.product(dy_gathered, products.right(weight, False))
+        dx, dgate, a = backward(da, x, activation, gate)
+        return dx, dgate, products.factor(a), dy_gathered
 
     def matmul_reduce(
         self,
@@ -54,34 +61,26 @@ class Sequential(Transport):
         finish: Finish = NOTHING,
     ) -> tuple[Tensor, Normed | None]:
         """Transport.matmul_reduce: GEMMs, the collective, then a pass for what follows."""
+        products = self.products
         if self.group is None and transposed and len(inputs) == 1:
             # bias inside the GEMM: bit-identical to nn.Linear
-            return finish_rows(self._linear(inputs[0], weights[0], finish.bias), Finish(None, *finish[1:]))
+            y = products.product(inputs[0], products.right(weights[0], True), finish.bias)
+            return finish_rows(y, Finish(None, *finish[1:]))
         self._record(SCATTER if self.sequence_parallel else ALL_REDUCE)
-        y = self._sum_of_products(inputs, weights, transposed)
+        y = products.product(inputs[0], products.right(weights[0], transposed))
+        for x, weight in zip(inputs[1:], weights[1:], strict=True):
+            products.product(x, products.right(weight, transposed), y, y)
         return finish_rows((reduce_scatter if self.sequence_parallel else all_reduce)(y, self.group), finish)
-
-    # what a transport of other factors does in another way
-
-    def _gathered(self, x_shard: Tensor) -> Any:
-        """The factor of all ranks' rows."""
-        return all_gather(x_shard, self.group)
-
-    def _linear(self, x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + bias of a factor."""
-        return F.linear(x, weight, bias)
-
-    def _sum_of_products(self, inputs: Sequence[Any], weights: Sequence[Tensor], transposed: bool) -> Tensor:
-        """The sum of inputs_i W_i, or W_i^T if transposed, of this rank's factors."""
-        first, *rest = (weight.t() if transposed else weight for weight in weights)
-        y = inputs[0] @ first
-        for x, weight in zip(inputs[1:], rest, strict=True):
-            y.addmm_(x, weight)
-        return y
 
     def start_gather(self, x_shard: Tensor) -> Callable[[], Factor]:
         """Transport.start_gather: gathers when it is waited for, so that one collective is under way at a time."""
         return lambda: self._gathered(x_shard)
 
 
-LOCAL = Sequential(None)  # one rank
+def local(products: Products) -> Sequential:
+    """The transport of one rank."""
+    return LOCAL if products is PLAIN else Sequential(None, products=products)
+
+
+LOCAL = Sequential(None)
+"""The transport of one rank, and of matrices as they are."""

@@ -1,0 +1,252 @@
+"""Experts in FP8 compute the recipe of docs/fp8.md on any number of ranks, whether these gather or exchange tokens,
+from the same blocks; rows travel to them as 129 bytes for 128 values. The recipe is that of test_quantized_op.py."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from opened import opened
+from pool import WorkerPool
+from shards import (
+    Here,
+    check,
+    inputs_of,
+    leaves,
+    mine_of,
+    on_device,
+    on_ranks,
+    on_transport,
+    upstream_of,
+    with_gradients,
+)
+from test_quantized_op import PIPELINED, SEQUENTIAL, own_exponents, recipe, sent_as_blocks, unpacked_rows
+from testing import assert_kernel_close, differ_on_a_rank, on_every_rank
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from checks.quantized_blocks import digests
+from tpformer import ops
+from tpformer.distributed import record_collectives
+from tpformer.kernels.quantize.format import Blocks
+from tpformer.ops.row_exchange import share_of_rank
+from tpformer.ops.transports import quantized
+from tpformer.ops.transports.quantized import BLOCKS, Quantized, record_blocks
+from tpformer.ops.transports.sequential import local
+from tpformer.planner.dry_run import fake_world
+
+HIDDEN, WIDTH, CHOSEN = 256, 128, 2
+EXPERTS, EMPTY, ONE_ROW = 4, 2, 1  # of EMPTY no token is, and of ONE_ROW the last one alone
+OPTIONS: dict[str, Any] = {"n_experts": EXPERTS, "activation": "silu"}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """`experts` of a given routing, or with `exchange` exchanged_experts, whose ranks have rows of their own."""
+
+    t: int
+    tokens: int = 3
+    sequence_parallel: bool = True
+    shared: bool = False
+    exchange: bool = False
+
+    def inputs(self):
+        rows = self.t * self.tokens
+        x, routed = (0, 0 if self.exchange else "equal") if self.sequence_parallel else ("equal", "equal")
+        shapes = {"x": ((rows, HIDDEN), x), "residual": ((rows, HIDDEN), x), "weights": ((rows, CHOSEN), routed)}
+        shapes |= {"gate_up": ((EXPERTS, 2 * WIDTH, HIDDEN), 0), "down": ((EXPERTS, HIDDEN, WIDTH), 0)}
+        if self.shared:
+            wide = self.t * WIDTH
+            shapes |= dict.fromkeys(("shared_gate", "shared_up"), ((wide, HIDDEN), 0))
+            shapes |= {"shared_down": ((HIDDEN, wide), 1)}
+        return shapes
+
+    def outputs(self):
+        return {"y": self.inputs()["x"]}
+
+    def experts(self) -> Tensor:
+        """(T, K): of each token."""
+        rows = self.t * self.tokens
+        chosen = torch.tensor([0, 3]).repeat(rows, 1)
+        chosen[-1, 0] = ONE_ROW
+        return chosen.to(Here.device, torch.int32)
+
+    def plain(self, x, residual, weights, gate_up, down, shared_gate=None, shared_up=None, shared_down=None):
+        y, experts = residual.clone(), self.experts()
+        for e in range(EXPERTS):
+            token, place = (experts == e).nonzero(as_tuple=True)
+            gate, up = recipe(x[token], gate_up[e]).chunk(2, 1)
+            a = weights[token, place, None] * F.silu(gate) * up
+            y = y.index_add(0, token, recipe(a, down[e]))
+        if self.shared:
+            y = y + recipe(F.silu(recipe(x, shared_gate)) * recipe(x, shared_up), shared_down)
+        return {"y": y}
+
+    def ours(self, group, x, residual, weights, **matrices):
+        experts, given = self.experts(), ops.ExpertWeights(**matrices)
+        if self.exchange:
+            own = experts.chunk(self.t)[dist.get_rank()]
+            y, _ = ops.exchanged_experts(
+                x, given, routing=ops.Routing(own, weights), residual=residual, group=group, transport=local(BLOCKS),
+                **OPTIONS,
+            )  # fmt: skip
+            return {"y": y}
+        transport = opened(group, x, self.sequence_parallel, Here.transport)
+        routing = ops.Routing(experts, weights)
+        y, _ = ops.experts(x, given, routing=routing, residual=residual, transport=transport, **OPTIONS)
+        return {"y": y}
+
+    def calls(self, itemsize):
+        rows = self.t * self.tokens
+        nbytes, routed = rows * HIDDEN * itemsize, ("all_reduce", rows * CHOSEN * max(itemsize, 4))
+        gather, scatter, reduce = (name and (name, nbytes) for name in ("all_gather", "reduce_scatter", "all_reduce"))
+        if self.sequence_parallel:
+            return sent_as_blocks(([gather, scatter], [gather, gather, scatter, routed]), itemsize)
+        return [reduce], [reduce, routed]
+
+
+def cases(t: int) -> list[Experts]:
+    """Rows of all ranks from 1 to 130."""
+    some = [Experts(t), Experts(t, 130 // t, shared=True), Experts(t, 1)]
+    return [*some, Experts(t, 4, sequence_parallel=False, shared=True)]
+
+
+@pytest.mark.parametrize("t, transport", [(1, SEQUENTIAL), (2, SEQUENTIAL), (2, PIPELINED), (4, PIPELINED)])
+def test_any_number_of_ranks_computes_the_recipe(ranks: WorkerPool, t: int, transport: str) -> None:
+    check(partial(ranks(t).run, on_transport, transport), cases(t), torch.float64)
+
+
+def test_bfloat16_has_the_error_of_the_recipe(ranks: WorkerPool) -> None:
+    check(partial(ranks(2).run, on_transport, SEQUENTIAL), [Experts(2, 8)], torch.bfloat16)
+
+
+def exchanged(case: Experts, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """This rank's outputs and gradients."""
+    inputs = leaves(mine_of(inputs_of(case, dtype), case.inputs()))
+    return with_gradients(inputs, case.ours(dist.group.WORLD, **inputs), mine_of(upstream_of(case), case.outputs()))
+
+
+def expected(case: Experts, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """This rank's part of what plain torch makes of all tokens."""
+    inputs = leaves(inputs_of(case, dtype))
+    found = with_gradients(inputs, case.plain(**inputs), upstream_of(case))
+    places = case.inputs() | case.outputs()
+    return mine_of(found, {name: places[name.removeprefix("d")] for name in found})
+
+
+@on_every_rank(1, 2, 4)
+def test_ranks_that_exchange_tokens_compute_the_recipe() -> None:
+    for tokens in (1, 3, 33):
+        case = Experts(dist.get_world_size(), tokens, exchange=True)
+        assert not differ_on_a_rank(exchanged(case), expected(case)), case
+
+
+@pytest.mark.gpu
+@on_every_rank(2, pool="one_gpu")
+def test_on_a_gpu() -> None:
+    """The kernels compute what has come by gloo; one rank's experts have a single row."""
+    dtype = torch.bfloat16
+    for case in (Experts(2, 8, exchange=True), Experts(2, 8, shared=True)):
+        with mock.patch.object(Here, "transport", SEQUENTIAL):
+            found = on_device("cuda:0", exchanged, case, dtype)
+        oracle, plain = expected(case), expected(case, dtype)
+        for name, x in found.items():
+            assert_kernel_close(x, oracle[name], plain[name], f"{name} of {case}")
+
+
+def blocks_of(*some: Experts) -> list[frozenset[bytes]]:
+    """What this rank quantises in each case, forward and backward."""
+    found = []
+    for case in some:
+        with record_blocks() as made:
+            exchanged(case) if case.exchange else on_ranks([case], torch.float64)
+        found.append(digests(made))
+    return found
+
+
+def test_ranks_quantise_the_blocks_of_one_process(ranks: WorkerPool) -> None:
+    def joined(t: int, transport: str, *some: Experts) -> list[frozenset[bytes]]:
+        by_rank = ranks(t).run(on_transport, transport, blocks_of, *some)
+        return [frozenset().union(*each) for each in zip(*by_rank, strict=True)]
+
+    one = joined(1, SEQUENTIAL, Experts(1, 12), Experts(1, 12))
+    assert one[0] == one[1] and len(one[0]) > 100
+    for t, transport in ((2, SEQUENTIAL), (2, PIPELINED), (4, SEQUENTIAL)):
+        assert joined(t, transport, Experts(t, 12 // t), Experts(t, 12 // t, exchange=True)) == one
+
+
+def of_other_rows(self: Quantized, x: Blocks, *more: Any) -> Tensor:
+    return expert_product(self, Blocks(x.values, x.exponents.roll(1, 1).contiguous()), *more)
+
+
+def of_the_first_expert(self: Quantized, weights: Tensor, transposed: bool) -> Any:
+    return expert_right(self, weights[:1].expand_as(weights), transposed)
+
+
+def of_other_experts(self: Quantized, weights: Tensor, transposed: bool) -> Any:
+    """The scales of another expert's blocks."""
+    (blocks, weight), turned = expert_right(self, weights, transposed)
+    shift = blocks.exponents.shape[transposed] // len(weights)
+    exponents = blocks.exponents.roll(shift, int(transposed))
+    return (quantized.Right(Blocks(blocks.values, exponents), weight), turned)
+
+
+def of_ones(self: Quantized, dy: Blocks, x: Blocks, *more: Any) -> Tensor:
+    return expert_gradient(self, Blocks(dy.values, torch.zeros_like(dy.exponents)), x, *more)
+
+
+expert_product, expert_right = Quantized.expert_product, Quantized.expert_right
+expert_gradient = Quantized.expert_gradient
+MISTAKES: dict[str, tuple[Any, str, Callable]] = {
+    "right": (quantized, "unpacked_rows", unpacked_rows),
+    "the own rank's exponents for all": (quantized, "unpacked_rows", own_exponents),
+    "another row's exponents": (Quantized, "expert_product", of_other_rows),
+    "the first expert's matrix": (Quantized, "expert_right", of_the_first_expert),
+    "another expert's scales": (Quantized, "expert_right", of_other_experts),
+    "weight gradients without scales": (Quantized, "expert_gradient", of_ones),
+}
+
+
+@on_every_rank(2)
+def test_what_is_quantised_otherwise_is_noticed() -> None:
+    """Rows and experts of widely different sizes, so that scales matter."""
+    case = Experts(2, 4, shared=True)
+    made = inputs_of(case, torch.float64)
+    made["x"] *= 2.0 ** torch.arange(8)[:, None]
+    made["gate_up"] *= 2.0 ** torch.arange(EXPERTS)[:, None, None]
+    made["down"] *= 2.0 ** torch.arange(EXPERTS)[:, None, None]
+    places = case.inputs() | case.outputs()
+    inputs = leaves(made)
+    whole = with_gradients(inputs, case.plain(**inputs), upstream_of(case))
+    wanted = mine_of(whole, {name: places[name.removeprefix("d")] for name in whole})
+    for name, mistake in MISTAKES.items():
+        own = leaves(mine_of(made, case.inputs()))
+        with mock.patch.object(*mistake), mock.patch.object(Here, "transport", SEQUENTIAL):
+            upstream = mine_of(upstream_of(case), case.outputs())
+            found = with_gradients(own, case.ours(dist.group.WORLD, **own), upstream)
+        assert differ_on_a_rank(found, wanted) == (name != "right"), name
+
+
+def test_rows_travel_as_blocks_to_their_experts_and_home_in_16_bits() -> None:
+    """On fake tensors, which go where they go on average: 129 / 256 of the bytes out, all of them back."""
+    tokens, k, n_experts, hidden, ranks = 4096, 8, 128, 2048, 8
+    with fake_world(3, ranks), FakeTensorMode():
+        x, router, gate_up, down = (
+            torch.empty(*shape, dtype=torch.bfloat16, requires_grad=True)
+            for shape in ((tokens, hidden), (n_experts, hidden), (16, 1536, hidden), (16, hidden, 768))
+        )
+        with record_collectives() as calls:
+            y, _ = ops.exchanged_experts(
+                x, ops.ExpertWeights(gate_up, down), router_weight=router, router=ops.Router(ops.Policy(k)),
+                n_experts=n_experts, activation="silu", group=dist.group.WORLD, transport=local(BLOCKS),
+            )  # fmt: skip
+            y.sum().backward()
+    rows, slots = ranks * round(tokens * share_of_rank(k, n_experts, ranks)), tokens * k * 4
+    out, home = rows * hidden // 128 * 129, rows * hidden * 2
+    assert [nbytes for _, nbytes in calls] == [16 * ranks, 2 * slots, out, home, out, out, home, slots]
+    assert out / home == 129 / 256

@@ -1,0 +1,87 @@
+"""What a transport's GEMMs multiply: here matrices as they are. How the ranks talk does not depend on it.
+
+Belongs here: Products, whose methods transports call. Those of blocks of e4m3 are in quantized.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tpformer.kernels.quantize.format import Blocks
+
+from ..implementation import implementation
+
+Factor: TypeAlias = Tensor | Blocks  # a matrix of rows as GEMMs take it
+
+
+class Products:
+    """GEMMs of matrices as they are, of any dtype and device. A factor is the matrix itself.
+
+    Letters: rows (M, K), a weight (N, K); E experts' matrices (E, N, K), whose R dispatched rows lie by expert.
+    """
+
+    name = "plain"
+
+    def factor(self, x: Tensor) -> Factor:
+        """Rows x (M, K) as GEMMs take them: x itself, or its blocks. A weight gradient is made of factors, too."""
+        return x
+
+    def sent(self, x: Tensor) -> Tensor:
+        """Rows x (M, K) as they travel: a row of the result for each row."""
+        return x
+
+    def received(self, rows: Tensor) -> Factor:
+        """The factor of rows that `sent` made, of any ranks."""
+        return rows
+
+    def right(self, weight: Tensor, transposed: bool) -> Any:
+        """What `product` multiplies rows by: W^T of a weight (N, K) if transposed, else W. Made once for all rows."""
+        return weight.t() if transposed else weight
+
+    def product(self, x: Any, right: Any, added: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """x right + added, written to `out` if it is given. added: a bias, or `out` itself, which is added to."""
+        return torch.mm(x, right, out=out) if added is None else torch.addmm(added, x, right, out=out)
+
+    def weight_gradient(self, dy: Any, x: Any, dtype: torch.dtype) -> Tensor:
+        """dy^T x (N, K) of factors (M, N) and (M, K), in the dtype of the rows that they are of."""
+        return dy.t() @ x
+
+    def expert_right(self, weights: Tensor, transposed: bool) -> Any:
+        """What `expert_product` multiplies rows by: each expert's W^T, or its W if transposed."""
+        return weights, transposed
+
+    def expert_product(self, x: Any, right: Any, offsets: Tensor, index: Tensor | None = None) -> Tensor:
+        """Each of R rows times the matrix of its expert: grouped_matmul of kernels/grouped_matmul."""
+        weights, transposed = right
+        grouped = implementation("grouped_matmul", x).grouped_matmul
+        return grouped(x, weights, offsets, index, transposed=transposed)
+
+    def expert_gradient(
+        self, dy: Any, x: Any, dtype: torch.dtype, offsets: Tensor, dy_index: Tensor | None, x_index: Tensor | None
+    ) -> Tensor:
+        """dy^T x (E, N, K) of each expert's rows: grouped_weight_gradient of kernels/grouped_matmul."""
+        return implementation("grouped_matmul", dy).grouped_weight_gradient(dy, x, offsets, dy_index, x_index)
+
+
+PLAIN = Products()
+
+
+def tensors_of(factor: Factor) -> tuple[Tensor, ...]:
+    """The tensors of a factor."""
+    return (factor,) if isinstance(factor, Tensor) else tuple(factor)
+
+
+def held(*factors: Factor | None) -> list[Tensor]:
+    """The tensors of some factors, which a queue keeps."""
+    return [part for factor in factors if factor is not None for part in tensors_of(factor)]
+
+
+def rows_of(factor: Factor, rows: slice | Tensor) -> Factor:
+    """Some rows of a factor."""
+    if isinstance(factor, Tensor):
+        return factor[rows]
+    values, exponents = factor
+    return Blocks(values.view(torch.uint8)[rows].view(values.dtype), exponents[:, rows].contiguous())
