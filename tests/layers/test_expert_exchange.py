@@ -29,6 +29,7 @@ from tpformer.layers import (
     keep,
     transformer_block,
 )
+from tpformer.layers.explain_notes import exchange_note
 from tpformer.parallel import reduce_partial_gradients
 
 MIXTURE = {"n_experts": EXPERTS, "ffn_hidden_size": 8, "shared_ffn_size": 8}
@@ -168,3 +169,4 @@ def test_ranks_of_experts_are_those_of_the_model_or_are_refused() -> None:
     (line,) = [line for line in explain(moe, 16).splitlines() if "exchange" in line]
     assert line.startswith("experts exchange tokens over 2 expert-parallel ranks, with 2 experts on each: a token goes")
     assert "without expert_parallel 2 tensor-parallel ranks would send" in line
+    assert exchange_note(2 * 10**6, 2, 4, 2, 3, 10**6).endswith("2.5 MB are sent in a forward and 3.3 MB in a backward")

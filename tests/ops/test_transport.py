@@ -25,12 +25,17 @@ TWO_HOSTS = {"fused": "ranks 0 and 4 are on two hosts"}
 NO_PEERS = {"fused": "no peer access", "backend": "gloo"}
 COPIED = {"copied_flags": "torch lacks the operation"}
 FLAGS = "; copy engines set flags by copies: torch lacks the operation"
+GATHERS = "blocks are gathered, and "
+FP8, NO_BLOCKS = {"precision": "fp8"}, {"fused": "its kernels take no blocks"}
+BLOCKS = tuple(f"; FP8: {gathers}the GEMM multiplies what blocks stand for" for gathers in ("", GATHERS))
 RUNNING = ("sequential", "pipelined", "fused")
 
 
-def request(op=GATHER, m=8192, n=1792, k=4096, ranks=8, dtype=BF16, where=CUDA, choice="auto", grouped=None) -> Request:
+def request(
+    op=GATHER, m=8192, n=1792, k=4096, ranks=8, dtype=BF16, where=CUDA, choice="auto", grouped=None, precision="16"
+):
     group = SimpleNamespace(size=lambda: ranks)
-    return Request(op, m, n, k, dtype, where, group, choice, grouped)  # type: ignore[arg-type]
+    return Request(op, m, n, k, dtype, where, group, choice, grouped, precision)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -75,6 +80,13 @@ def choice(*args, **options) -> tuple[str, str]:
     (COPIED, {"op": SCATTER, "n": 4096, "k": 1792, "choice": "fused"}, "fused", "as asked for" + FLAGS),
     (COPIED, {"op": ALL_REDUCE, "m": 16, "n": 8192, "choice": "fused"}, "fused", "as asked for"),
     (COPIED, {"choice": "sequential"}, "sequential", "as asked for"),
+    # of blocks
+    ({}, {"ranks": 1, **FP8}, "local", "one rank" + BLOCKS[0]),
+    ({}, {"where": CPU, **FP8}, "sequential", "on cpu the collective, then the GEMM" + BLOCKS[1]),
+    ({}, {"where": CPU, "op": ALL_REDUCE, **FP8}, "sequential", "on cpu the collective, then the GEMM" + BLOCKS[0]),
+    ({}, {"where": CPU, "choice": "pipelined", **FP8}, "pipelined", "as asked for" + BLOCKS[1]),
+    (NO_BLOCKS, FP8, "pipelined", "1024 rows per rank >= 1024; not fused: its kernels take no blocks" + BLOCKS[1]),
+    (NO_BLOCKS, {"m": 8, **FP8}, "sequential", "1 rows per rank < 1024; not fused: its kernels.*" + BLOCKS[1]),
 ])  # fmt: skip
 def test_what_is_chosen_and_why(node, described, options, name, reason):
     node(**described)
@@ -109,6 +121,16 @@ def test_where_there_are_other_groups_their_collectives_find_free_processors(nod
     monkeypatch.delenv("NCCL_MAX_CTAS")
     monkeypatch.setattr(REGISTRY, "beside", {"a group of experts"})  # of all ranks, as the group that asks
     assert Fused(SimpleNamespace(size=lambda: 2)).spare == 32  # type: ignore[arg-type]
+
+
+def test_fused_kernels_and_measured_times_are_not_of_blocks(node, table, monkeypatch):
+    ops.use_measured_table(table(row(ranks=8, sequential_us=1)))
+    assert choice()[0] == "sequential"
+    node(**NO_BLOCKS)
+    assert choice(**FP8)[0] == "pipelined"
+    refused("FP8 with transport='fused': its kernels gather no blocks", "fused", **FP8)
+    monkeypatch.undo()
+    assert choose.why_not_fused(request(**FP8)) == NO_BLOCKS["fused"]
 
 
 def refused(words: str, name: str, **options) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from tpformer.config.fp8 import BLOCK, FP8
 from tpformer.kernels.cost import gemm_seconds, machine_for
 from tpformer.ops.choice import device_name
 from tpformer.ops.row_exchange import share_of_rank
@@ -34,15 +35,17 @@ def _tells(module: nn.Module) -> bool:
     return hasattr(type(module), "sent_note")
 
 
-def exchange_note(row_bytes: int, k: int, n_experts: int, ep: int, backwards: int) -> str:
+def exchange_note(row_bytes: int, k: int, n_experts: int, ep: int, backwards: int, out_bytes: int | None = None) -> str:
     """What the tokens of a rank, with so many bytes of rows, send to the experts of others. backwards: how many
-    exchanges of rows a backward makes; a forward makes two."""
+    exchanges of rows a backward makes; a forward makes two. One of each goes home; in the others rows have out_bytes,
+    if these are not the same."""
     copies = (ep - 1) * share_of_rank(k, n_experts, ep)  # of a token's row, on other ranks
-    sent = row_bytes * copies
+    home, out = row_bytes * copies, (row_bytes if out_bytes is None else out_bytes) * copies
     return (
         f"exchange tokens over {ep} expert-parallel ranks, with {n_experts // ep} experts on each: a token goes to "
         f"{copies:.2f} other ranks, if each set of {k} experts is as likely as any other, so "
-        f"{2 * sent / 1e6:,.1f} MB are sent in a forward and {backwards * sent / 1e6:,.1f} MB in a backward"
+        f"{(out + home) / 1e6:,.1f} MB are sent in a forward and {((backwards - 1) * out + home) / 1e6:,.1f} MB in a "
+        f"backward"
     )
 
 
@@ -86,17 +89,19 @@ def _of_experts(module: nn.Module, tokens: int, dtype: torch.dtype | None) -> It
         own = tokens // (layer.tp.size * (1 if context is None else context.size))
         weight, k, hidden, ffn = experts.gate_up_proj, layer.gate.policy.k, experts.hidden_size, experts.ffn_hidden_size
         size = (dtype or weight.dtype).itemsize
-        sent = own * hidden * size * (ep - 1) * share_of_rank(k, experts.n_experts, ep)
-        note = exchange_note(own * hidden * size, k, experts.n_experts, ep, 3)
+        home = own * hidden * size
+        out = own * (hidden + hidden // BLOCK) if experts.tp.precision == FP8 else home
+        sent = (out + home) * (ep - 1) * share_of_rank(k, experts.n_experts, ep)
+        note = exchange_note(home, k, experts.n_experts, ep, 3, out)
         if layer.tp.size > 1 and experts.n_experts % layer.tp.size == 0:
-            gathered = 2 * own * (layer.tp.size - 1) * hidden * size
+            gathered = (out + home) * (layer.tp.size - 1)
             note += (
                 f"; without expert_parallel {layer.tp.size} tensor-parallel ranks would send {gathered / 1e6:,.1f} MB "
                 "in a forward"
             )
         device = torch.device(layer.tp.of_experts.mesh.device_type) if weight.is_meta else weight.device  # type: ignore[union-attr]
         if (machine := machine_for(device_name(device))) is not None:
-            links = 2 * sent / machine.link
+            links = sent / machine.link
             compute = sum(gemm_seconds(own * k, n, m, size, machine) for n, m in ((2 * ffn, hidden), (hidden, ffn)))
             note += (
                 f". Predicted, in one node: {1e6 * links:.0f} us of a forward beside {1e6 * compute:.0f} us of the "
