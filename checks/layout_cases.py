@@ -327,6 +327,9 @@ FP8_CASES = (
     # eight ranks
     case(2, tp=2, pp=2, shard=2, zero=3, recompute="full", model=FP8_NEWER),
     *(case(1, cp=2, tp=2, shard=2, zero=3, model=FP8_MODEL), case(2, tp=4, pp=2, schedule="GPipe", model=FP8_MODEL)),
+    # key-value heads that ranks share
+    *(case(tp=4, model=FP8_NEWER), case(2, tp=4, sequence_parallel=False, recompute="full", model=FP8_NEWER)),
+    case(2, tp=4, pp=2, schedule="ZBVZeroBubble", model=FP8_NEWER),
     # chunks of gathers
     *(case(2, tp=2, transport="pipelined", model=FP8_NEWER), case(2, tp=4, transport="pipelined", model=FP8_MODEL)),
     case(2, tp=2, pp=2, transport="pipelined", schedule="ZBVZeroBubble", model=FP8_MODEL),

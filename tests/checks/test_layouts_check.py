@@ -17,12 +17,13 @@ import pytest
 import torch
 from commands import python
 from pool import WorkerPool
+from testing import build_small_split
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from turns import PARTS, in_parts, in_turns
 
 from checks import layouts
-from checks.layout_cases import EIGHT, FP8_CASES, SIXTEEN, case
+from checks.layout_cases import EIGHT, FP8_CASES, FP8_EXPERTS, FP8_NEWER, SIXTEEN, case
 from checks.layout_report import draw
 from checks.layouts import FLOAT32, FLOAT64, RankRun, bfloat16_row, make_row
 from checks.routing import Routed
@@ -279,6 +280,27 @@ layouts.CURVES = dict([alone, curves[part % len(curves)]])
 layouts.STEPS, layouts.CURVE_STEPS, layouts.COMPARED = {STEPS}, {CURVE_STEPS}, ("float64",)
 sys.exit(main(["layouts"], [layouts.BENCH], Path(sys.argv[1])))
 """
+
+
+def test_few_layouts_in_fp8(ranks: WorkerPool, tmp_path: Path) -> None:
+    """In the suite: with experts that ranks share or exchange tokens for, and with key-value heads that ranks share."""
+    text, _ = build_small_split(tmp_path, quiet=True)
+    expected: dict[str, RankRun] = {}
+    for one in (
+        case(4, tp=2, transport="pipelined", model=FP8_EXPERTS),
+        case(4, tp=2, ep=2, model=FP8_EXPERTS),
+        case(4, tp=4, model=FP8_NEWER),
+    ):
+
+        def trained_in(each: layouts.LayoutCase) -> list[RankRun]:
+            config = each.config(FLOAT64, str(text), 2, layouts.LR)
+            config = replace(config, model=replace(config.model, n_layers=2))
+            return ranks(each.layout.world_size).run(train_with, False, config)
+
+        if one.model not in expected:
+            (expected[one.model],) = trained_in(one.alone)
+        row = make_row(one, {FLOAT64: trained_in(one)}, {FLOAT64: expected[one.model]})
+        assert row["ok"] and row["quantized"]["blocks"] > 5000, row
 
 
 # a part of the layouts in FP8, likewise in float64 alone

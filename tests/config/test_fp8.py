@@ -18,7 +18,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"model.ffn_hidden_size": 640, "parallel.tensor_parallel": 2},
         r"model.ffn_hidden_size=640 / 2 tensor-parallel ranks = 320: .* multiple of 256, or tensor_parallel from \[1\]",
     ),
-    ({"parallel.tensor_parallel": 4}, "fewer key-value heads than tensor-parallel ranks"),
+    ({"parallel.tensor_parallel": 4, "model.head_dim": 64, "model.n_heads": 8}, "model.head_dim=64: 128 features"),
     ({**EXPERTS, "model.expert_ffn_size": 192}, "model.expert_ffn_size=192: 128 features share a scale"),
     (
         {**EXPERTS, "model.shared_expert_size": 128, "parallel.tensor_parallel": 2},
@@ -67,18 +67,17 @@ def test_what_fits_is_taken(tp: int) -> None:
     check_config(build_config(values({**experts, "parallel.tensor_parallel": tp})), trains=False)
 
 
-# the most tensor-parallel ranks of each architecture, powers of two up to 16, by hand: the widths, and the key-value
-# heads, of which a rank has whole ones
+# the most tensor-parallel ranks of each architecture, powers of two up to 16, by hand
 LARGEST = {
     "gpt2-124m": 2,  # 12 heads of 64, 768 features
     "gpt2-1.5b": None,  # 1600 = 12.5 * 128
     "gpt3-175b": 16,
-    "llama3-8b": 8,  # 8 key-value heads
-    "llama3-70b": 8,
-    "mistral-7b": 8,
+    "llama3-8b": 16,  # 8 key-value heads of 128, two ranks to each
+    "llama3-70b": 16,
+    "mistral-7b": 16,
     "llama2-7b": 2,  # 11008 = 86 * 128
     "llama2-13b": 4,  # 13824 = 108 * 128
-    "qwen2-7b": 4,  # 4 key-value heads
+    "qwen2-7b": 4,  # 28 heads
     "qwen2-72b": 1,  # 29568 = 231 * 128
 }
 

@@ -13,10 +13,6 @@ CAPABILITIES = (9, 0), (12, 0)  # of GPUs with GEMMs of blocks: from the first t
 PRECISIONS = ("16", "fp8")
 FP8 = "fp8"
 BLOCK = 128  # numbers along features that share a scale (kernels/quantize/format.py)
-SHARED_HEADS = (
-    "FP8 with fewer key-value heads than tensor-parallel ranks: each rank would quantise its own part of a gradient "
-    "that is their sum, so the numbers would depend on the ranks; lower tensor_parallel to n_kv_heads, or leave FP8 out"
-)
 
 
 def check_fp8_sizes(sizes: Mapping[str, tuple[int, int]]) -> None:
@@ -63,13 +59,11 @@ def check_precision(model: GPTConfig, layout: Layout, device: str | None, dtype:
     """ValueError for a run in FP8 that cannot be. device, dtype: None where the configuration names none yet."""
     check_fp8_run(device or "cpu", dtype or ("bfloat16" if device == "cuda" else "float32"), layout.transport)
     tp = layout.tensor_parallel
-    if tp > model.kv_heads:
-        raise ValueError(SHARED_HEADS)
-    sizes = {
-        "model.hidden_size": (model.hidden_size, 1),
-        "model.n_heads * head_dim": (model.query_size, tp),
-        "model.n_kv_heads * head_dim": (model.kv_size, tp),
-    }
+    sizes = {"model.hidden_size": (model.hidden_size, 1), "model.n_heads * head_dim": (model.query_size, tp)}
+    if model.kv_heads % tp:  # ranks share key-value heads, each of which is whole blocks
+        sizes["model.head_dim"] = model.head_size, 1
+    else:
+        sizes["model.n_kv_heads * head_dim"] = model.kv_size, tp
     if model.n_expert_layers:
         sizes["model.expert_ffn_size"] = model.expert_size, 1  # experts are whole on their ranks
         sizes["model.shared_expert_size"] = model.shared_expert_size, tp

@@ -29,7 +29,8 @@ class SelfAttention(ParallelModule):
              (batch, seq / t, hidden_size), a slice of every sample; q, k, v and the result are then copied into the
              order of samples and back. q_proj, k_proj, v_proj are Shard(0) by heads, o_proj is Shard(1).
              If t does not divide n_kv_heads, k_proj and v_proj are Replicate: each rank computes the key and value
-             heads that its queries need, and their gradients are partial sums over the tp axis.
+             heads that its queries need, and their gradients are partial sums over the tp axis. In FP8 they are added
+             up before they are quantised, which is an all-reduce of keys' and values' gradients in the backward.
              On context-parallel ranks `tokens` are the own ones (Positions.own_tokens), and `positions` is needed.
     Communication, per rank: one ops.column_linear (one gather for q, k and v) and one ops.row_linear; that of
              ops.context_attention on context-parallel ranks.
@@ -93,14 +94,14 @@ class SelfAttention(ParallelModule):
         )
         self._features = self._own_features()
         self._kv_order = self._own_kv_order()
-        keys, used, most = self._features[1], None, None
+        keys, used, most, lower = self._features[1], None, None, self.kv_heads_needed(self.tp.rank - 1)[1]
         if self.n_kv_heads % self.tp.size:
             needed = (self.kv_heads_needed(rank) for rank in range(self.tp.size))
             used, most = keys.used, max(last - first for first, last in needed) * self.head_dim
         self.shares_gather = ("q_proj", "k_proj", "v_proj")
         self.q_proj = column(self._features[0].total)
-        self.k_proj = column(keys.total, used_rows=used, most_rows=most)
-        self.v_proj = column(keys.total, used_rows=used, most_rows=most)
+        of_keys = partial(column, keys.total, used_rows=used, most_rows=most, lower_rows=lower * self.head_dim)
+        self.k_proj, self.v_proj = of_keys(), of_keys()
         norms = (RMSNorm(self.head_dim, norm_eps, of_heads=True, **place) if qk_norm else None for _ in range(2))
         self.q_norm, self.k_norm = norms
         self.o_proj = RowParallelLinear(

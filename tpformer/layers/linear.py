@@ -8,7 +8,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer import ops
 from tpformer.config import FP8, check_fp8_sizes, check_positive
-from tpformer.config.fp8 import SHARED_HEADS
 from tpformer.ops.sequence import flat_rows, with_leading_dims
 from tpformer.ops.uncompiled import uncompiled
 from tpformer.torch_private import is_own_parameter
@@ -92,8 +91,11 @@ class ColumnParallelLinear(_Linear):
     used_rows: weight and bias are Replicate, and this rank computes only these rows of them (keys and values with fewer
              heads than ranks). Their gradients are partial sums over the tp axis.
     most_rows: the largest number of rows that a rank uses, if ranks use different numbers.
+    lower_rows: rows below it are used by lower ranks, too. In FP8 the gradient of a row's features is added up over the
+             ranks before it is quantised, in the backward by an all-reduce of (tokens, out_features), and the lowest
+             rank that uses the row goes on with it.
     Errors:  ValueError for sizes below 1, gather_output with used_rows, and an x that lacks some of the in_features; in
-             FP8 for sizes on a rank that are no multiple of 128, and for used_rows.
+             FP8 for sizes and ends of used_rows on a rank that are no multiple of 128.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class ColumnParallelLinear(_Linear):
         init_std: float | None = None,
         used_rows: slice | None = None,
         most_rows: int | None = None,
+        lower_rows: int = 0,
         sequence_dim: int | None = None,
         tp: TensorParallel | DeviceMesh | None = None,
         device=None,
@@ -118,10 +121,9 @@ class ColumnParallelLinear(_Linear):
                 "whole; leave one of them out"
             )
         if self.tp.precision == FP8:
-            check_fp8_sizes({"in_features": (in_features, 1), "out_features": (out_features, self.tp.size)})
-            if used_rows is not None:
-                raise ValueError(SHARED_HEADS)
+            check_fp8_sizes({"in_features": (in_features, 1), **_fp8_rows(out_features, used_rows, self.tp.size)})
         self.gather_output, self.used_rows, self.sequence_dim = gather_output, used_rows, sequence_dim
+        self.shared_rows = None if used_rows is None else ops.SharedRows(used_rows, lower_rows, out_features)
         used = -(-out_features // self.tp.size) if used_rows is None else used_rows.stop - used_rows.start
         self.width = most_rows or used  # output features of the rank that computes most
         shard = 0 if used_rows is None else None
@@ -167,6 +169,13 @@ class ColumnParallelLinear(_Linear):
         )
 
 
+def _fp8_rows(out_features: int, used: slice | None, ranks: int) -> dict[str, tuple[int, int]]:
+    """What check_fp8_sizes asks of a column-parallel weight's rows."""
+    if used is None:
+        return {"out_features": (out_features, ranks)}
+    return {"out_features": (out_features, 1), "used_rows.start": (used.start, 1), "used_rows.stop": (used.stop, 1)}
+
+
 @uncompiled
 def project(
     rows: Tensor,
@@ -195,7 +204,18 @@ def project(
         transport=tp.column_transport(rows, sum(layer.width for layer in layers)),
         deferred=None if queue is None else ops.Deferred(queue, [layer.take_weight_gradient for layer in layers]),
     )
-    return (outputs[:-1], outputs[-1]) if carry else (outputs, None)
+    ys, carried = (outputs[:-1], outputs[-1]) if carry else (outputs, None)
+    return _whole(ys, layers) if tp.precision == FP8 else ys, carried
+
+
+def _whole(ys: tuple[Tensor, ...], layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
+    """The layers' outputs, of which those that several ranks compute get whole gradients, to be quantised."""
+    shared = {place: layer.shared_rows for place, layer in enumerate(layers) if layer.shared_rows is not None}
+    if not shared:
+        return ys
+    whole = ops.shared_rows([ys[place] for place in shared], list(shared.values()), layers[0].tp.group)
+    found = dict(zip(shared, whole, strict=True))
+    return tuple(found.get(place, y) for place, y in enumerate(ys))
 
 
 class RowParallelLinear(_Linear):

@@ -20,6 +20,7 @@ from .rope import rope
 from .route import Balance, Policy, Router, Routing, route
 from .row_linear import row_linear
 from .sequence import gather_columns, gather_rows, reduce_rows, scatter_rows, sum_gradient, take_columns
+from .shared_rows import SharedRows, shared_rows
 from .transports.interface import Transport, record_transports
 from .weight_gradients import Deferred, WeightGradientQueue, active_queue
 
@@ -38,6 +39,7 @@ __all__ = [
     "RankSegments",
     "Router",
     "Routing",
+    "SharedRows",
     "Transport",
     "VocabSlice",
     "WeightGradientQueue",
@@ -68,6 +70,7 @@ __all__ = [
     "route",
     "row_linear",
     "scatter_rows",
+    "shared_rows",
     "sum_gradient",
     "take_columns",
     "unpacked_activations",
