@@ -1,4 +1,5 @@
-"""What do GEMMs of blocks of e4m3 gain over those of bfloat16 on one GPU, and what do the passes that quantise cost?
+"""What do GEMMs of blocks of e4m3 gain over those of bfloat16 on one GPU, also of experts, and what do the passes that
+quantise cost?
 
 Belongs here: sizes, providers, what must agree. More of FP8 is worth its work if torch's product is 1.3 times as fast.
 """
@@ -12,19 +13,24 @@ from torch import Tensor
 from harness.accuracy import poisoned, require_accurate
 from harness.ratios import Row, compared, mean_row, ratio_bench
 from harness.timing import FULL, QUICK, Call, copying, measure
-from tpformer.kernels.quantize.format import Blocks
+from tpformer.kernels.quantize.format import BLOCK, Blocks
 from tpformer.kernels.quantize.reference import dequantize, dequantize_weight, quantize_cost
+from tpformer.kernels.quantized_grouped_matmul.reference import quantized_grouped_matmul_cost
 from tpformer.kernels.quantized_matmul.reference import quantized_matmul_cost
 from tpformer.ops.quantized_product import library_product, served_by_library
 
-from .predict import share_row
+from . import grouped_matmul
+from .predict import present_machine, share_row
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
+GROUPED = "tpformer, bfloat16"
 BFLOAT16, LIBRARY, OURS, COPY = "torch.matmul", "torch.scaled_mm", "tpformer", "copy"
+TILE_ROWS = 128
 ROWS, SIDES, WIDTHS = 8192, (2048, 4096, 8192), (2048, 4096, 14336)
 # FLOP/s, predicted: of ours by K, as tiles begin in turn; cuBLASLt has 1.0e15 in pytorch/ao#2784
 EXPECTED = {2048: 715e12, 4096: 885e12, 8192: 975e12}
 EXPECTED_OF_LIBRARY = 1000e12
+EXPECTED_LIMIT, EXPECTED_HALF = 1070e12, 1017  # through these: the limit of long K, and the K that has half of it
 REQUIRED = 1.3  # of bfloat16, geometric mean
 
 
@@ -54,8 +60,40 @@ def calls_of(n: int, k: int) -> tuple[tuple[Blocks, Blocks], dict[str, Callable[
     return blocks, calls
 
 
+def experts(quick: bool) -> list[grouped_matmul.Grouped]:
+    """The forward products of experts on one of several ranks: rows by an index, and side by side. A rehearsal's narrow
+    models have no whole blocks."""
+    forward = [each for each in grouped_matmul.products(quick) if each.case == grouped_matmul.FORWARD and each.t > 1]
+    return [each for each in forward if each.n % BLOCK == each.k % BLOCK == 0]
+
+
+def expert_calls(
+    product: grouped_matmul.Grouped,
+) -> tuple[grouped_matmul.Operands, tuple[Blocks, Blocks], dict[str, Callable[[], Tensor]]]:
+    """Operands in bfloat16, their blocks, and by provider a product of either."""
+    from tpformer.kernels.quantize.kernel import quantize_rows, quantize_weight
+    from tpformer.kernels.quantized_grouped_matmul.kernel import quantized_grouped_matmul
+
+    o = grouped_matmul.draw(product)
+    a, w = quantize_rows(o.left), quantize_weight(o.right.flatten(0, 1))
+    return o, (a, w), {
+        GROUPED: partial(grouped_matmul.ours, product.case, o),
+        OURS: partial(quantized_grouped_matmul, a, w, o.offsets, o.left_index, dtype=DTYPE),
+    }  # fmt: skip
+
+
 def check(quick: bool) -> None:
-    """Both products beside float64 of the numbers that the blocks stand for."""
+    """All products beside float64 of the numbers that the blocks stand for."""
+    for product in experts(quick):
+        o, (a, w), grouped_calls = expert_calls(product)
+        oracle, baseline = (
+            grouped_matmul.loop(
+                product.case,
+                o._replace(left=dequantize(a, dtype), right=dequantize_weight(w, dtype).view(o.right.shape)),
+            )
+            for dtype in (torch.float64, DTYPE)
+        )
+        require_accurate(f"{product}", poisoned(grouped_calls[OURS], baseline), oracle, baseline)
     for n, k in sizes(quick):
         (a, b), calls = calls_of(n, k)
         calls.pop(BFLOAT16)
@@ -72,6 +110,14 @@ def gemm_rows(n: int, k: int, quick: bool) -> list[Row]:
     pairs = [(name, BFLOAT16) for name in calls if name != BFLOAT16]
     flops = quantized_matmul_cost(ROWS, n, k, DTYPE.itemsize).flops
     return compared("product", f"{ROWS}x{n}x{k}", seconds, pairs, unit="TFLOP/s", amount=flops / 1e12)
+
+
+def expert_rows(product: grouped_matmul.Grouped, quick: bool) -> list[Row]:
+    """Products of experts beside bfloat16's, by the kernels of this library."""
+    o, _, calls = expert_calls(product)
+    seconds = measure({name: Call(call) for name, call in calls.items()}, QUICK if quick else FULL)
+    flops = quantized_grouped_matmul_cost(o.bounds[-1], product.n, product.k, product.groups, DTYPE.itemsize).flops
+    return compared("experts", product, seconds, [(OURS, GROUPED)], unit="TFLOP/s", amount=flops / 1e12)
 
 
 def pass_rows(k: int, quick: bool) -> list[Row]:
@@ -95,6 +141,7 @@ def pass_rows(k: int, quick: bool) -> list[Row]:
 
 def rows(quick: bool) -> list[Row]:
     products = [row for n, k in sizes(quick) for row in gemm_rows(n, k, quick)]
+    of_experts = [row for product in experts(quick) for row in expert_rows(product, quick)]
     passes = pass_rows(4096, quick)
     means = []
     for provider in (LIBRARY, OURS):
@@ -102,16 +149,26 @@ def rows(quick: bool) -> list[Row]:
         if chosen:
             bar = REQUIRED if provider == LIBRARY else None
             means.append(mean_row(chosen, shape=f"{len(chosen)} shapes", provider=provider, bar=bar))
-    return [*products, *passes, *means]
+    if of_experts:
+        means.append(mean_row(of_experts, shape=f"experts, {len(of_experts)} shapes", provider=OURS))
+    return [*products, *of_experts, *passes, *means]
 
 
 def predictions() -> list[Row]:
-    """The tile's cycles on H100 by hand, and published figures of cuBLASLt's product (docs/fp8.md)."""
+    """The tile's cycles on H100 by hand, and published figures of cuBLASLt's product (docs/fp8.md). Of experts the same
+    rates, or the bytes, with half a tile of rows more for each."""
     found = []
     for n, k in sizes(quick=False):
         flops = quantized_matmul_cost(ROWS, n, k, DTYPE.itemsize).flops
         for provider, rate in ((OURS, EXPECTED[k]), (LIBRARY, EXPECTED_OF_LIBRARY)):
             found.append(share_row("product", f"{ROWS}x{n}x{k}", flops / rate, flops, provider))
+    for product in experts(quick=False):
+        widths = product.n, product.k, product.groups, DTYPE.itemsize
+        cost = quantized_grouped_matmul_cost(product.rows, *widths)
+        whole = quantized_grouped_matmul_cost(product.rows + product.groups * TILE_ROWS // 2, *widths).flops
+        rate = EXPECTED_LIMIT * product.k / (product.k + EXPECTED_HALF)
+        seconds = max(whole / rate, cost.bytes / present_machine().memory)
+        found.append(share_row("experts", product, seconds, cost.flops, OURS))
     return found
 
 
@@ -119,9 +176,10 @@ BENCH = ratio_bench(
     rows,
     predictions,
     name="quantized_matmul",
-    description="GEMMs of blocks of e4m3, by torch and by our kernel, beside bfloat16's; passes that quantise (1 GPU)",
+    description="GEMMs of blocks of e4m3, by torch and by our kernels, beside bfloat16's; passes that quantise (1 GPU)",
     device="cuda",
     check=check,
     note="cold L2. Products are without the passes that quantise, which are beside a copy of as many bytes. "
+    "Experts are those of bench grouped_matmul, on one of 8 ranks, beside its kernel. "
     "Predictions stand beside the peak of bfloat16.",
 )

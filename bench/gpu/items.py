@@ -87,7 +87,11 @@ SCATTER = (*kernels("matmul_reduce_scatter", "matmul"), *FUSED)
 ALL_REDUCE = (*kernels("matmul_all_reduce", "matmul"), *FUSED)
 GROUPED = (*kernels("grouped_matmul"), "bench/grouped_matmul.py")
 GATHERED = (*GROUPED, *kernels("all_gather_grouped_matmul"), "bench/gathered_experts.py")
-QUANTIZED = (*kernels("quantized_matmul", "quantize"), "bench/quantized_matmul.py", "tpformer/ops/quantized_product.py")
+QUANTIZED = (
+    *kernels("quantized_matmul", "quantized_grouped_matmul", "quantize"),
+    "bench/quantized_matmul.py",
+    "tpformer/ops/quantized_product.py",
+)
 TRIALS = (*GEMM, "bench/matmul_trials.py", "bench/specialised.py")
 CONSTANTS = (*GATHER, *SCATTER, *ALL_REDUCE, "bench/constants.py", "bench/release.py")
 LAYER = ("kernels/**/*.py", "tpformer/**/*.py", "bench/layer.py", "bench/plain.py")
