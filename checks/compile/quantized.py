@@ -10,7 +10,11 @@ from itertools import product as product_of
 import torch
 from torch import Tensor
 
+from tpformer.kernels.activation.kernel import activation_forward
+from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.configurations import TILES, tile_names
+from tpformer.kernels.finish import Norm
+from tpformer.kernels.norm.kernel import finish_norm_forward, norm_forward
 from tpformer.kernels.quantize.format import EXPONENTS, VALUES, Blocks, row_exponents, weight_exponents
 from tpformer.kernels.quantize.kernel import (
     dequantize,
@@ -23,6 +27,7 @@ from tpformer.kernels.quantized_grouped_matmul.kernel import quantized_grouped_m
 from tpformer.kernels.quantized_matmul.kernel import quantized_matmul
 
 from .cases import CAPABILITIES, DTYPES, Case, meta
+from .memory_bound import row_finish
 
 PROGRAMS = 132
 
@@ -51,6 +56,26 @@ def quantize_cases() -> Iterator[Case]:
             }
             for (kernel, name), launch in launches.items():
                 yield Case(name=name, kernel=kernel, dtype=dtype, capability=capability, launch=launch)
+
+
+def blocks_cases() -> Iterator[Case]:
+    """Norms of rows of one tile, several rows in it, and wider rows, and activations, whose results are blocks."""
+    for capability in CAPABILITIES:
+        for dtype in DTYPES if capability >= 90 else ():
+            same = {"dtype": dtype, "capability": capability}
+            for n in (128, 768, 4096, 5120, 16384, 32768):
+                x = meta(8192, n, dtype=dtype)
+                norm = Norm("layernorm", meta(n, dtype=dtype), meta(n, dtype=dtype), 1e-5)
+                launches: dict[str, Callable[[], object]] = {
+                    "blocks": partial(norm_forward, x, norm, blocks=True),
+                    "blocks finish": partial(finish_norm_forward, x, row_finish(dtype, n, norm), blocks=True),
+                }
+                for name, launch in launches.items():
+                    yield Case(name=f"{name} {n}", kernel="norm_forward_kernel", launch=launch, **same)
+            for name, gate in ((each, each == "silu") for each in ACTIVATIONS):
+                x = meta(8192, 4096, dtype=dtype)
+                launch = partial(activation_forward, x, name, x if gate else None, blocks=True)
+                yield Case(name=name, kernel="activation_blocks_kernel", launch=launch, **same)
 
 
 def quantized_matmul_cases() -> Iterator[Case]:
@@ -94,6 +119,7 @@ def quantized_grouped_matmul_cases() -> Iterator[Case]:
 
 QUANTIZED: tuple[Callable[[], Iterator[Case]], ...] = (
     quantize_cases,
+    blocks_cases,
     quantized_matmul_cases,
     quantized_grouped_matmul_cases,
 )

@@ -3,14 +3,18 @@
 Belongs here: passes over flat arrays. The formulas of one element, which GEMM epilogues share, are in formulas.py.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import launch_options
+from ..launch import is_interpreted, launch_options
 from ..pack.format import Packed
 from ..pack.kernel import kept_source, read_block, unpacked
+from ..quantize import kernel as quantize
+from ..quantize.format import Blocks
 from ..replay import launch, replayed
 from .formulas import activate, differentiate
 from .reference import check_operands
@@ -21,15 +25,22 @@ WARPS = 8
 
 
 @triton.jit
-def forward_block(x, gate, y, mask, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute one block of y. Pointers are to the block's first element; mask is None if the block is whole."""
+def forward_value(x, gate, mask, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """One block of y in float32. Pointers are to the block's first element; mask is None if the block is whole."""
     at = tl.arange(0, BLOCK)
     value = tl.load(x + at, mask=mask).to(tl.float32)
     if GATED:
         value *= activate(tl.load(gate + at, mask=mask).to(tl.float32), KIND)
     else:
         value = activate(value, KIND)
-    tl.store(y + at, value.to(y.dtype.element_ty), mask=mask)
+    return value
+
+
+@triton.jit
+def forward_block(x, gate, y, mask, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute one block of y. Pointers and mask as in forward_value."""
+    value = forward_value(x, gate, mask, KIND, GATED, BLOCK)
+    tl.store(y + tl.arange(0, BLOCK), value.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -76,6 +87,26 @@ def activation_forward_kernel(x, gate, y, n, KIND: tl.constexpr, GATED: tl.const
         forward_block(x + first, gate + first, y + first, mask, KIND, GATED, BLOCK)
 
 
+@triton.jit(do_not_specialize=["m"])
+def activation_blocks_kernel(
+    x, gate, values, exponents, m, width, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """y of m rows of `width` blocks of e4m3, BLOCK elements of which a program takes, as they lie in memory."""
+    SCALED: tl.constexpr = quantize.BLOCK
+    BLOCKS: tl.constexpr = BLOCK // SCALED
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    places = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = places < m.to(tl.int64) * width
+    mask = first + tl.arange(0, BLOCK) < m.to(tl.int64) * width * SCALED
+    value = forward_value(x + first, gate + first, mask, KIND, GATED, BLOCK)
+    rounded = value.to(x.dtype.element_ty).to(tl.float32)
+    quantized, exponent = quantize.in_blocks(tl.reshape(rounded, (1, BLOCKS, SCALED)), INTERPRETED)
+    tl.store(values + first + tl.arange(0, BLOCK), tl.reshape(quantized, (BLOCK,)), mask=mask)
+    target = exponents + places % width * m + places // width
+    tl.store(target, tl.reshape(exponent, (BLOCKS,)).to(tl.int8), mask=inside)
+
+
 @triton.jit(do_not_specialize=["n"])
 def activation_backward_kernel(
     da, x, gate, dx, dgate, a, n, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
@@ -91,21 +122,24 @@ def activation_backward_kernel(
 
 
 @replayed
-def activation_forward(x: Tensor, name: str | None, gate: Tensor | None = None) -> Tensor:
-    """act(x), or act(gate) * x when a gate is given; x itself for name None.
+def activation_forward(x: Tensor, name: str | None, gate: Tensor | None = None, *, blocks: bool = False) -> Any:
+    """act(x), or act(gate) * x when a gate is given; x itself for name None. blocks: the result in blocks of e4m3.
 
     Math:     activation_forward of reference.py
     Shapes:   x, gate and the result of one shape and dtype (bf16, fp16, fp32), any number of elements; inputs that are
-              not contiguous are copied first
-    Numerics: float32 between load and store, also for act(gate) * x: one rounding
+              not contiguous are copied first. Blocks are made of (M, F), as by quantize_rows
+    Numerics: float32 between load and store, also for act(gate) * x: one rounding. Blocks are those of the result as it
+              would be stored, to the byte
     Traffic:  activation_cost; 16-byte accesses if the inputs' memory starts at multiples of 16 bytes, whatever the size
     Order:    each element by itself; no communication, deterministic
     Source:   as in reference.py
     """
     check_operands(x, name, gate)
     if name is None:
-        return x
+        return quantize.quantize_rows(x) if blocks else x
     x = x.contiguous()
+    if blocks:
+        return launch_blocks(x, name, gate)
     y = torch.empty_like(x)
     if x.numel():
         block = FORWARD_BYTES // x.element_size()
@@ -113,6 +147,20 @@ def activation_forward(x: Tensor, name: str | None, gate: Tensor | None = None) 
             activation_forward_kernel, (triton.cdiv(x.numel(), block),),
             x, x if gate is None else gate.contiguous(), y, x.numel(),
             KIND=name, GATED=gate is not None, BLOCK=block, **launch_options(WARPS, 1),
+        )  # fmt: skip
+    return y
+
+
+def launch_blocks(x: Tensor, name: str, gate: Tensor | None) -> Blocks:
+    """act(x) or act(gate) * x of x (M, F) in blocks."""
+    m, n = x.shape
+    y = quantize.empty_result(x, m, n, True)
+    if x.numel():
+        block = FORWARD_BYTES // x.element_size()
+        launch(
+            activation_blocks_kernel, (triton.cdiv(x.numel(), block),),
+            x, x if gate is None else gate.contiguous(), *y, m, n // quantize.BLOCK.value,
+            KIND=name, GATED=gate is not None, BLOCK=block, INTERPRETED=is_interpreted(), **launch_options(WARPS, 1),
         )  # fmt: skip
     return y
 

@@ -4,6 +4,7 @@ A gated activation is act(gate) * x (SwiGLU with silu, GeGLU with gelu); without
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,8 @@ from ..cost import Cost
 from ..operands import require, unknown
 from ..pack.format import Packed
 from ..pack.reference import parts_of, ranges, unpacked
+from ..quantize import reference as quantize
+from ..quantize.format import blocks_bytes
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu2")
 
@@ -106,8 +109,8 @@ def _backward(da: Tensor, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return derivative(da, x), _apply(x, name)
 
 
-def activation_forward(x: Tensor, name: str | None, gate: Tensor | None = None) -> Tensor:
-    """act(x), or act(gate) * x when a gate is given; x itself for name None.
+def activation_forward(x: Tensor, name: str | None, gate: Tensor | None = None, *, blocks: bool = False) -> Any:
+    """act(x), or act(gate) * x when a gate is given; x itself for name None. blocks: the result by quantize_rows.
 
     Math:     gelu x * Phi(x); gelu_tanh x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x**3))); silu x * sigmoid(x);
               relu2 max(x, 0)**2. Those of inf are inf, and those of -inf but relu2's NaN, as in torch.
@@ -120,8 +123,11 @@ def activation_forward(x: Tensor, name: str | None, gate: Tensor | None = None) 
               gated: Shazeer 2020 (arXiv:2002.05202)
     """
     check_operands(x, name, gate)
-    if name is None:
-        return x
+    y = x if name is None else _forward(x, name, gate)
+    return quantize.quantize_rows(y) if blocks else y
+
+
+def _forward(x: Tensor, name: str, gate: Tensor | None) -> Tensor:
     if gate is None:
         return _apply(x, name)
     wide = torch.promote_types(x.dtype, torch.float32)  # torch would round act(gate), which may overflow float16
@@ -166,9 +172,13 @@ def _backward_of_packed(
     return da, dgate, a
 
 
-def activation_cost(m: int, f: int, itemsize: int, gated: bool = False, backward: bool = False) -> Cost:
-    """Forward reads x (and gate) and writes the result. Backward reads da, too, and writes the result and the gradient
-    of each input."""
+def activation_cost(
+    m: int, f: int, itemsize: int, gated: bool = False, backward: bool = False, blocks: bool = False
+) -> Cost:
+    """Forward reads x (and gate) and writes the result, with `blocks` as blocks of e4m3. Backward reads da, too, and
+    writes the result and the gradient of each input."""
     inputs = 2 if gated else 1
-    operands = 2 * inputs + 2 if backward else inputs + 1
-    return Cost((24 if backward else 10) * inputs * m * f, operands * m * f * itemsize)
+    operands = 2 * inputs + 2 if backward else inputs + (not blocks)
+    written = blocks_bytes(m, f) if blocks else 0
+    flops = (24 if backward else 10) * inputs + 2 * blocks
+    return Cost(flops * m * f, operands * m * f * itemsize + written)

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from ..arguments import Rows
 from ..finish import NOTHING, Finish, Norm
+from ..launch import is_interpreted, triton_dtype
 from ..pack.format import Packed
+from ..quantize.format import Blocks
+from ..quantize.kernel import empty_result, store_blocks
 from ..replay import launch, replayed
 from ..rows import (
     RowTile,
@@ -82,23 +85,31 @@ def join_moments(average, squares, count, tile_average, tile_squares, width, LAY
 
 
 @triton.jit
-def store_normalised(y, value, average, reciprocal, norm, rows, columns, mask, n, LAYERNORM: tl.constexpr):
+def store_normalised(
+    y, exponents, value, average, reciprocal, norm, row, column, m, n,
+    LAYERNORM: tl.constexpr, TILE: tl.constexpr, ROUNDED: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """A tile of y, or with exponents of its blocks, which are those of y in ROUNDED."""
+    rows, columns = row + tl.arange(0, TILE.rows), column + tl.arange(0, TILE.columns)
     if LAYERNORM:
         value -= average[:, None]
     value = value * reciprocal[:, None] * load_row(norm.weight, columns, n)
     if norm.shift is not None:
         value += load_row(norm.shift, columns, n)
-    store_tile(y, value, rows, columns, mask, n)
+    if exponents is None:
+        store_tile(y, value, rows, columns, tile_mask(rows, columns, m, n), n)
+    else:
+        store_blocks(y, exponents, value.to(ROUNDED).to(tl.float32), row, column, m, n, TILE, INTERPRETED)
 
 
 @triton.jit(do_not_specialize=["m", "key"])
 def norm_forward_kernel(
-    x, addends, key: tl.int64, z, y, mean, rstd, norm, m, n,
-    ALIGNED: tl.constexpr, LOOPED: tl.constexpr, TILE: tl.constexpr,
+    x, addends, key: tl.int64, z, y, exponents, mean, rstd, norm, m, n,
+    ALIGNED: tl.constexpr, LOOPED: tl.constexpr, TILE: tl.constexpr, ROUNDED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """z = finish(x), then statistics and norm y of z as it is stored. mean is None for rmsnorm, z is None if it is x.
 
-    LOOPED: rows are wider than a tile, and a second pass makes y.
+    LOOPED: rows are wider than a tile, and a second pass makes y. exponents: of the blocks that y then is; else None.
     """
     ROWS: tl.constexpr = TILE.rows
     COLUMNS: tl.constexpr = TILE.columns
@@ -132,14 +143,14 @@ def norm_forward_kernel(
             source = Rows(z, n)
             tl.debug_barrier()  # threads read what others have stored
         for column in tl.range(0, n, COLUMNS):
-            columns = column + tl.arange(0, COLUMNS)
-            mask = tile_mask(rows, columns, m, n)
             value = load_kept(source, row, column, m, n, TILE)
-            store_normalised(y, value, average, reciprocal, norm, rows, columns, mask, n, LAYERNORM)
+            store_normalised(
+                y, exponents, value, average, reciprocal, norm, row, column, m, n, LAYERNORM, TILE, ROUNDED, INTERPRETED
+            )
     else:
-        columns = tl.arange(0, COLUMNS)
-        mask = tile_mask(rows, columns, m, n)
-        store_normalised(y, value, average, reciprocal, norm, rows, columns, mask, n, LAYERNORM)
+        store_normalised(
+            y, exponents, value, average, reciprocal, norm, row, 0, m, n, LAYERNORM, TILE, ROUNDED, INTERPRETED
+        )
 
 
 @triton.jit
@@ -257,13 +268,15 @@ def complete(norm: Norm, x: Tensor | Packed) -> Norm:
     return Norm(norm.kind, weight, bias, torch.finfo(torch.float32).eps if norm.eps is None else norm.eps)
 
 
-def launch_forward(x: Any, finish: Finish, norm: Norm, widest: int) -> tuple[Any, Tensor, Statistics]:
-    """(z, which is x if nothing is added, its norm, statistics). x: a tensor, or packed rows."""
+def launch_forward(x: Any, finish: Finish, norm: Norm, widest: int, blocks: bool) -> tuple[Any, Any, Statistics]:
+    """(z, which is x if nothing is added, its norm, statistics). x: a tensor, or packed rows. blocks: as in
+    norm_forward."""
     check_operands(x, norm)
     finish.check("finish_norm_forward", x)
     x, norm = with_contiguous_columns(x), complete(norm, x)
     (m, n), layernorm = x.shape, norm.kind == "layernorm"
-    y, rstd = x.new_empty(m, n), x.new_empty(m, 1, dtype=torch.float32)
+    y, rstd = empty_result(x, m, n, blocks), x.new_empty(m, 1, dtype=torch.float32)
+    values, exponents = y if isinstance(y, Blocks) else (y, None)
     scaling = Scaling(norm.weight, norm.bias if layernorm else None, norm.eps)
     z = x.new_empty(m, n) if finish.adds else None
     mean = torch.empty_like(rstd) if layernorm else None
@@ -271,44 +284,47 @@ def launch_forward(x: Any, finish: Finish, norm: Norm, widest: int) -> tuple[Any
     if m:
         launch(
             norm_forward_kernel, (triton.cdiv(m, tile.rows),),
-            row_argument(x), finish.arguments(), finish.key, z, y, mean, rstd, scaling, m, n,
-            ALIGNED=n % 4 == 0, LOOPED=n > tile.columns, TILE=tile, **row_options(tile.warps),
+            row_argument(x), finish.arguments(), finish.key, z, values, exponents, mean, rstd, scaling, m, n,
+            ALIGNED=n % 4 == 0, LOOPED=n > tile.columns, TILE=tile, ROUNDED=triton_dtype(x.dtype),
+            INTERPRETED=is_interpreted(), **row_options(tile.warps),
         )  # fmt: skip
     return x if z is None else z, y, (mean, rstd)
 
 
 @replayed
-def norm_forward(x: Tensor | Packed, norm: Norm, *, widest: int = WIDEST_FORWARD) -> tuple[Tensor, Statistics]:
-    """Normalise each row of x, then scale (and shift): (y, (mean or None, rstd)).
+def norm_forward(
+    x: Tensor | Packed, norm: Norm, *, blocks: bool = False, widest: int = WIDEST_FORWARD
+) -> tuple[Any, Statistics]:
+    """Normalise each row of x, then scale (and shift): (y, (mean or None, rstd)). blocks: y in blocks of e4m3.
 
     Math:     norm_forward of reference.py
     Shapes:   x (M, N), any N >= 1, rows may lie apart, or packed, to be unpacked in registers; weight, bias (N,);
-              y (M, N); statistics (M, 1)
+              y (M, N), with blocks values and exponents as quantize_rows makes them; statistics (M, 1)
     Numerics: bfloat16, float16 or float32 in, computed in float32 with the variance around the mean, one rounding at
-              the store; statistics float32
+              the store; statistics float32. Blocks are those of y as it would be stored, to the byte
     Traffic:  norm_cost; rows of more than `widest` columns are read twice, the second time from L2
     Order:    one program per tile of rows; no communication, deterministic
     Source:   Ba et al. 2016 (arXiv:1607.06450); Zhang & Sennrich 2019 (arXiv:1910.07467); Chan et al. 1979 for the
               moments of rows in several tiles
     """
-    _, y, statistics = launch_forward(x, NOTHING, norm, widest)
+    _, y, statistics = launch_forward(x, NOTHING, norm, widest, blocks)
     return y, statistics
 
 
-def norm_rebuilt(x: Tensor | Packed, statistics: Statistics, norm: Norm) -> Tensor:
+def norm_rebuilt(x: Tensor | Packed, statistics: Statistics, norm: Norm, blocks: bool = False) -> Any:
     """norm_forward's y again: of a tensor to the bit, of packed rows as near as float32 sums in another order are.
 
     The statistics are computed again, because reading them saves no time.
     """
     check_operands(x, norm, statistics=statistics)
-    return norm_forward(x, norm)[0]
+    return norm_forward(x, norm, blocks=blocks)[0]
 
 
 @replayed
 def finish_norm_forward(
-    x: Tensor, finish: Finish, *, widest: int = WIDEST_FORWARD
-) -> tuple[Tensor, Tensor, Statistics]:
-    """(z, norm(z), statistics) of z = residual + dropout(x + bias), in one pass.
+    x: Tensor, finish: Finish, *, blocks: bool = False, widest: int = WIDEST_FORWARD
+) -> tuple[Tensor, Any, Statistics]:
+    """(z, norm(z), statistics) of z = residual + dropout(x + bias), in one pass. blocks: as in norm_forward.
 
     Math:     finish_norm_forward of reference.py
     Shapes:   as norm_forward; residual like x, bias (N,), dropout start (M,); z (M, N), x itself if nothing is added
@@ -318,7 +334,7 @@ def finish_norm_forward(
     Source:   the fused residual-dropout-norm of Apex and flash-attention; Philox as in kernels/philox
     """
     assert finish.norm is not None
-    return launch_forward(x, finish, finish.norm, widest)
+    return launch_forward(x, finish, finish.norm, widest, blocks)
 
 
 @replayed

@@ -3,6 +3,8 @@
 Letters: M rows (tokens), N columns (hidden).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,8 @@ from ..finish import Finish, Norm
 from ..operands import FLOATS, Operand, require, unknown, wide_dtype
 from ..pack.format import Packed
 from ..pack.reference import unpacked
+from ..quantize import reference as quantize
+from ..quantize.format import blocks_bytes
 
 NORMS = ("layernorm", "rmsnorm")
 
@@ -41,8 +45,8 @@ def check_operands(
     require(kind, x, *operands)
 
 
-def norm_forward(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
-    """Normalise each row of x, then scale (and shift): (y, statistics).
+def norm_forward(x: Tensor, norm: Norm, *, blocks: bool = False) -> tuple[Any, Statistics]:
+    """Normalise each row of x, then scale (and shift): (y, statistics). blocks: y by quantize_rows.
 
     Math:     layernorm y = (x - mean) * rstd * weight + bias, rstd = (var + eps)**-0.5 (biased variance);
               rmsnorm   y = x * rstd * weight, rstd = (mean(x**2) + eps)**-0.5
@@ -52,7 +56,8 @@ def norm_forward(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
     Source:   Ba et al. 2016 (arXiv:1607.06450); Zhang & Sennrich 2019 (arXiv:1910.07467), eps inside the root
     """
     check_operands(x, norm)
-    return _normalised(x, norm)
+    y, statistics = _normalised(x, norm)
+    return quantize.quantize_rows(y) if blocks else y, statistics
 
 
 def _normalised(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
@@ -64,11 +69,12 @@ def _normalised(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
         y, mean, rstd = torch.native_layer_norm(wide, (x.shape[-1],), cast(weight, dtype), cast(bias, dtype), eps)
         return cast(y, x.dtype), (mean, rstd)
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return norm_rebuilt(x, (None, rstd), norm), (None, rstd)
+    return _rebuilt(x, (None, rstd), norm), (None, rstd)
 
 
-def finish_norm_forward(x: Tensor, finish: Finish) -> tuple[Tensor, Tensor, Statistics]:
-    """(z, norm(z), statistics of z) with z = residual + dropout(x + bias); a part that is None is left out.
+def finish_norm_forward(x: Tensor, finish: Finish, *, blocks: bool = False) -> tuple[Tensor, Any, Statistics]:
+    """(z, norm(z), statistics of z) with z = residual + dropout(x + bias); a part that is None is left out. blocks: as
+    in norm_forward.
 
     Shapes:   as norm_forward and finish_forward, which says who checks them; z may take x's memory, and is x itself if
               nothing is added
@@ -77,15 +83,21 @@ def finish_norm_forward(x: Tensor, finish: Finish) -> tuple[Tensor, Tensor, Stat
     """
     assert finish.norm is not None
     z = finish_forward(x, finish)
-    return z, *_normalised(z, finish.norm)
+    y, statistics = _normalised(z, finish.norm)
+    return z, quantize.quantize_rows(y) if blocks else y, statistics
 
 
 # What is below takes what a forward has checked and saved, and a gradient whose shape autograd has compared. Launchers,
 # whose checks cost nothing when they are replayed, check it again.
 
 
-def norm_rebuilt(x: Tensor | Packed, statistics: Statistics, norm: Norm) -> Tensor:
+def norm_rebuilt(x: Tensor | Packed, statistics: Statistics, norm: Norm, blocks: bool = False) -> Any:
     """norm_forward's y again, bit for bit; from the statistics, where that is less work."""
+    y = _rebuilt(x, statistics, norm)
+    return quantize.quantize_rows(y) if blocks else y
+
+
+def _rebuilt(x: Tensor | Packed, statistics: Statistics, norm: Norm) -> Tensor:
     x = unpacked(x)
     if norm.kind == "layernorm":  # torch computes statistics and result in one call
         return _normalised(x, norm)[0]
@@ -126,9 +138,10 @@ def norm_backward(
 
 def norm_cost(
     m: int, n: int, itemsize: int, kind: str = "layernorm", backward: bool = False,
-    *, bias: bool = False, dropout: bool = False, residual: bool = False,
+    *, bias: bool = False, dropout: bool = False, residual: bool = False, blocks: bool = False,
 ) -> Cost:  # fmt: skip
-    """Forward reads x and writes y and the statistics; backward reads x and dy and writes dx. Each weight is one row.
+    """Forward reads x and writes y, with `blocks` as blocks of e4m3, and the statistics; backward reads x and dy and
+    writes dx. Each weight is one row.
 
     With bias, dropout or residual the forward is finish_norm_forward, which also reads them and writes z. In a backward
     `residual` means dresidual, and the other two change nothing.
@@ -138,4 +151,6 @@ def norm_cost(
     operands = 3 + residual if backward else 2 + residual + bool(added)
     flops_per_element = (11 if backward else 7) if kind == "layernorm" else (9 if backward else 4)
     vectors = (2 + (bias and not backward)) * n * itemsize + (8 * m if dropout and not backward else 0)
-    return Cost((flops_per_element + added) * m * n, operands * m * n * itemsize + statistics + vectors)
+    less = m * n * itemsize - blocks_bytes(m, n) if blocks else 0
+    flops = (flops_per_element + added + 2 * blocks) * m * n
+    return Cost(flops, operands * m * n * itemsize + statistics + vectors - less)

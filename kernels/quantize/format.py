@@ -48,6 +48,11 @@ def row_exponents(rows: int, columns: int) -> tuple[int, int]:
     return columns // BLOCK, rows
 
 
+def blocks_bytes(rows: int, columns: int) -> int:
+    """Bytes of rows (rows, columns) in blocks."""
+    return rows * columns + rows * (columns // BLOCK)
+
+
 def weight_exponents(rows: int, columns: int) -> tuple[int, int]:
     """The shape of the exponents of a weight (rows, columns)."""
     return rows // BLOCK, columns // BLOCK

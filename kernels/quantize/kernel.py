@@ -4,6 +4,8 @@ Belongs here: the passes, and device code by which other kernels quantise a tile
 Letters: a matrix of M rows and K columns; a weight has N rows.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +15,7 @@ from ..launch import is_interpreted, launch_options, triton_dtype
 from ..replay import launch, replayed
 from . import format as blocks_format
 from .format import EXPONENTS, VALUES, Blocks, row_exponents, weight_exponents
-from .reference import check_blocks, check_rows, check_weight, check_weight_blocks
+from .reference import check_blocks, check_rows, check_weight, check_weight_blocks, check_width
 
 ROWS, ROW_WARPS = 32, 4  # of a program: in 16 bits each thread has four loads of 16 bytes in flight
 WEIGHT_WARPS = 8
@@ -79,6 +81,25 @@ def quantize_rows_kernel(x, values, exponents, m, k, ROWS: tl.constexpr, INTERPR
     quantized = to_e4m3(tile * power(exponent, True)[:, None], INTERPRETED)
     tl.store(values + at, quantized, mask=inside[:, None])
     tl.store(exponents + block.to(tl.int64) * m + rows, exponent.to(tl.int8), mask=inside)
+
+
+@triton.jit
+def in_blocks(tile, INTERPRETED: tl.constexpr):
+    """(values, exponents int32) of float32 blocks, which are the last dim of a tile (ROWS, WIDTH, BLOCK)."""
+    exponent = exponent_of(tl.max(magnitude_bits(tile), 2))
+    return to_e4m3(tile * power(exponent, True)[:, :, None], INTERPRETED), exponent
+
+
+@triton.jit
+def store_blocks(values, exponents, tile, row, column, m, n, TILE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Store a float32 tile at (row, column) of rows (m, n) as blocks, of which it has whole ones."""
+    WIDTH: tl.constexpr = TILE.columns // BLOCK
+    quantized, exponent = in_blocks(tl.reshape(tile, (TILE.rows, WIDTH, BLOCK)), INTERPRETED)
+    rows, columns = row + tl.arange(0, TILE.rows), column + tl.arange(0, WIDTH) * BLOCK  # the first of each block
+    mask = (rows < m)[:, None] & (columns < n)[None, :]
+    at = rows.to(tl.int64)[:, None, None] * n + columns[None, :, None] + tl.arange(0, BLOCK)[None, None, :]
+    tl.store(values + at, quantized, mask=mask[:, :, None])
+    tl.store(exponents + (columns // BLOCK).to(tl.int64)[None, :] * m + rows[:, None], exponent.to(tl.int8), mask=mask)
 
 
 @triton.jit
@@ -172,14 +193,31 @@ def quantize_rows(x: Tensor) -> Blocks:
     check_rows(x)
     require_e4m3(x)
     m, k = x.shape
-    values, exponents = x.new_empty((m, k), dtype=VALUES), x.new_empty(row_exponents(m, k), dtype=EXPONENTS)
+    values, exponents = made = empty_rows(x, m, k)
     if x.numel():
         programs = triton.cdiv(m, ROWS) * (k // BLOCK.value)
         launch(
             quantize_rows_kernel, (programs,), x.contiguous(), values, exponents, m, k,
             ROWS=ROWS, INTERPRETED=is_interpreted(), **launch_options(ROW_WARPS, 1),
         )  # fmt: skip
-    return Blocks(values, exponents)
+    return made
+
+
+def empty_result(like: Any, m: int, k: int, blocks: bool) -> Any:
+    """A result (m, k) to be written, on the device of a tensor or of packed rows: in its dtype, or in blocks.
+
+    ValueError for blocks of a width that is not whole ones, or on a GPU before sm_89.
+    """
+    if not blocks:
+        return like.new_empty(m, k)
+    check_width("a result in blocks", "columns", k)
+    require_e4m3(like)
+    return empty_rows(like, m, k)
+
+
+def empty_rows(like: Tensor, m: int, k: int) -> Blocks:
+    """Blocks of rows (m, k) to be written, on the device of a tensor or of packed rows."""
+    return Blocks(like.new_empty(m, k, dtype=VALUES), like.new_empty(*row_exponents(m, k), dtype=EXPONENTS))
 
 
 @replayed

@@ -19,14 +19,15 @@ from turns import in_turns
 
 # the cases that reach a file's masks, fastest first
 REACH = {
-    "activation/kernel.py": ["activation"], "all_gather_grouped_matmul/kernel.py": ["all-gather groups"],
+    "activation/kernel.py": ["activation", "results in blocks"],
+    "all_gather_grouped_matmul/kernel.py": ["all-gather groups"],
     "all_gather_matmul/kernel.py": ["gather", "all-gather matmul"], "combine/kernel.py": ["combine"],
     "cross_entropy/kernel.py": ["targets outside", "cross entropy"], "dropout/kernel.py": ["dropout"],
     "grouped_matmul/kernel.py": ["groups"], "launch.py": ["matmul by descriptors"],
     "matmul_all_reduce/kernel.py": ["all-reduce"], "matmul_reduce_scatter/kernel.py": ["reduce-scatter"],
-    "norm/kernel.py": ["norm"], "pack/kernel.py": ["pack"], "philox/kernel.py": ["dropout"],
-    "quantize/kernel.py": ["quantize"], "quantized_grouped_matmul/kernel.py": ["quantized groups"],
-    "quantized_matmul/kernel.py": ["quantized matmul"],
+    "norm/kernel.py": ["norm", "results in blocks"], "pack/kernel.py": ["pack"], "philox/kernel.py": ["dropout"],
+    "quantize/kernel.py": ["quantize", "results in blocks"],
+    "quantized_grouped_matmul/kernel.py": ["quantized groups"], "quantized_matmul/kernel.py": ["quantized matmul"],
     "rope/kernel.py": ["rope"], "route/kernel.py": ["route"], "rows.py": ["dropout", "norm"],
     "tile.py": ["matmul", "reduce-scatter", "all-gather matmul", "all-reduce"],
     "update/kernel.py": ["update"], "weighted_activation/kernel.py": ["weighted activation"],

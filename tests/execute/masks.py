@@ -34,6 +34,7 @@ import test_pack_kernel as packs
 import test_quantize_kernel as quantizing
 import test_quantized_grouped_matmul_kernel as quantized_grouped
 import test_quantized_matmul_kernel as quantized_products
+import test_results_in_blocks as in_blocks
 import test_rope_kernel as ropes
 import test_route_kernel as routes
 import test_update_kernel as updates
@@ -265,6 +266,9 @@ CASES: dict[str, tuple[Callable[[Shape, Watch], object], list[Shape]]] = {
     "pack": (pack, [(GROUP - 1,), (GROUP + 3,), (2 * GROUP,), (5,), (50,), (4097,)]),
     "quantize": (lambda shape, watch: quantizing.check(kernel("quantize"), *shape, 2 * quantizing.BLOCK, FLOAT),
         [(3,), (5,), *[(n,) for n in (1, 2, 4, 130)]]),
+    "results in blocks": (
+        lambda shape, watch: in_blocks.check_small(kernel("activation"), kernel("norm"), *shape),
+        [(3,), (5,), *[(n,) for n in (1, 2, 4)]]),
     "quantized matmul": (
         lambda shape, watch: quantized_products.check(
             kernel("quantized_matmul"), *shape, 1, 2, FLOAT, "cpu", tile=quantized_products.WIDE._replace(m=4)

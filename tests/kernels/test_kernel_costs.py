@@ -37,6 +37,9 @@ CASES: list[tuple[str, tuple, dict, tuple[int, int]]] = [
     # x, residual, z, y: 4*8*4, statistics 16, weight, bias and the linear's bias 3*4*4, starts 8*2
     ("norm", (2, 4, 4), {"bias": True, "dropout": True, "residual": True}, (80, 208)),
     ("norm", (3, 10, 2, "rmsnorm"), {"bias": True}, (150, 252)),  # x, z, y: 3*30*2, 4*3, 3*10*2
+    # in blocks: x is read, 3 x 2 bytes of exponents and one a value are written; two flops a value more
+    ("norm", (3, 256, 2, "rmsnorm"), {"blocks": True}, (6 * 768, 2 * 768 + 768 + 6 + 12 + 2 * 512)),
+    ("activation", (3, 256, 2), {"gated": True, "blocks": True}, (22 * 768, 2 * 2 * 768 + 768 + 6)),
     # x, a byte a value, one for each of 3 x 2 blocks; then two copies of 2 x 1 blocks of 128 x 128
     ("quantize", (3, 256, 2), {}, (2 * 768, 3 * 768 + 6)),
     ("quantize", (256, 128, 4, 128, 2), {}, (2 * 32768, 6 * 32768 + 4)),

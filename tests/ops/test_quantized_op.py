@@ -226,9 +226,9 @@ def of_one_scale(x: Tensor) -> Blocks:
     return Blocks(nearest(x * 2.0**-exponent).to(torch.float8_e4m3fn), torch.full_like(exponents, exponent))
 
 
-def cut_off(x: Tensor) -> Blocks:
+def cut_off(x: Tensor | Blocks) -> Blocks:
     """Blocks whose values have lost their last bit."""
-    values, exponents = quantize_rows(x)
+    values, exponents = x if isinstance(x, Blocks) else quantize_rows(x)
     return Blocks((values.view(torch.uint8) & 0xFE).view(values.dtype), exponents)
 
 

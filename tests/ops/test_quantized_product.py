@@ -6,13 +6,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from testing import assert_same
+from testing import assert_identical, assert_same
 from torch import Tensor
 
-from tpformer.kernels.quantize.format import BLOCK, VALUES
-from tpformer.kernels.quantize.reference import quantize_rows, quantize_weight
+from tpformer.kernels.quantize.format import BLOCK, EXPONENTS, HIGHEST, LOWEST, VALUES
+from tpformer.kernels.quantize.reference import powers, quantize_rows, quantize_weight
 from tpformer.kernels.quantized_matmul import reference
-from tpformer.ops.quantized_product import library_product, quantized_product, served_by_library
+from tpformer.ops.quantized_product import float_scales, library_product, quantized_product, served_by_library
 
 
 def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, recipe_a, scale_b: Tensor, recipe_b, *, bias, output_dtype):
@@ -40,6 +40,18 @@ def test_torch_gets_blocks_as_it_takes_them(blocks: int) -> None:
         with mock.patch.object(F, "scaled_mm", scaled_mm):
             found = library_product(a, b, added, torch.float64)
         assert_same(found, reference.quantized_matmul(a, b, added, dtype=torch.float64))
+
+
+def test_scales_of_the_library_are_the_powers() -> None:
+    """Of every exponent. A block that is not a number has values that are none: its product is NaN with any scale."""
+    exponents = torch.arange(LOWEST, HIGHEST + 1).to(EXPONENTS)
+    assert_identical(float_scales(exponents), powers(exponents, torch.float32))
+    x = torch.ones(4, 2 * BLOCK)
+    x[1, 3] = torch.inf
+    a, b = quantize_rows(x), quantize_weight(torch.ones(BLOCK, 2 * BLOCK))
+    with mock.patch.object(F, "scaled_mm", scaled_mm):
+        found = library_product(a, b, None, torch.float64)
+    assert found.isnan().all(1).tolist() == [False, True, False, False] and found[0, 0] == 2 * BLOCK
 
 
 def test_who_multiplies() -> None:

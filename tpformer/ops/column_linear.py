@@ -6,6 +6,7 @@ from itertools import chain, compress
 from operator import and_
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tpformer.kernels.matmul.reference import check_linears
@@ -56,7 +57,7 @@ class ColumnLinearFunction(Function):
     def forward(ctx, x_shard, norm_weight, norm_bias, call: _Call, normed: Normed | None, *weights_and_biases):
         n = len(weights_and_biases) // 2
         weights, biases = weights_and_biases[:n], weights_and_biases[n:]
-        normed_shard, mean, rstd = normalised(x_shard, call.norm, normed)
+        normed_shard, mean, rstd = normalised(x_shard, call.norm, normed, call.transport.products.in_blocks)
         ctx.call, ctx.deferred = call, call.deferred
         ctx.set_materialize_grads(False)  # the weight of an output that nobody uses gets no gradient, not zeros
         keep(ctx, x_shard, norm_weight, norm_bias, mean, rstd, *weights, readable=call.norm is not None)
@@ -73,7 +74,8 @@ class ColumnLinearFunction(Function):
         normed_shard = x_shard
         if norm is not None:
             # one cheap pass over x; otherwise the forward would have kept norm(x)
-            normed_shard = implementation("norm", x_shard).norm_rebuilt(x_shard, (mean, rstd), norm)
+            rebuilt = implementation("norm", x_shard).norm_rebuilt
+            normed_shard = rebuilt(x_shard, (mean, rstd), norm, call.transport.products.in_blocks)
         n, needed = 5 + len(weights), ctx.needs_input_grad
         used = [dy is not None for dy in dys]
         wanted, wanted_biases = ([*map(and_, used, wants)] for wants in (needed[5:n], needed[n:]))
@@ -96,11 +98,13 @@ class ColumnLinearFunction(Function):
             make = partial(call.transport.products.weight_gradient, x=normed_gathered, dtype=x_shard.dtype)
             dweights = [make(dy) if wants else None for dy, wants in zip(factors, wanted, strict=True)]
         elif call.deferred is not None:
-            _defer(call, normed_shard, factors, wanted)
+            _defer(call, normed_shard, factors, wanted, x_shard.dtype)
         return dx_shard, dnorm_weight, dnorm_bias, None, None, *dweights, *dbiases
 
 
-def _defer(call: _Call, normed_shard: Tensor, dys: Sequence[Factor], wanted: Sequence[bool]) -> None:
+def _defer(
+    call: _Call, normed_shard: Factor, dys: Sequence[Factor], wanted: Sequence[bool], dtype: torch.dtype
+) -> None:
     """Queue the weight gradients, together with the gather that they need."""
     assert call.deferred is not None
     queue, sinks = call.deferred
@@ -110,10 +114,10 @@ def _defer(call: _Call, normed_shard: Tensor, dys: Sequence[Factor], wanted: Seq
     def make() -> None:
         normed_gathered = gather(normed_shard)()
         for sink, dy in pairs:
-            sink(call.transport.products.weight_gradient(dy, normed_gathered, normed_shard.dtype))
+            sink(call.transport.products.weight_gradient(dy, normed_gathered, dtype))
 
     if pairs:
-        queue.add(make, normed_shard, *chain.from_iterable(tensors_of(dy) for _, dy in pairs))
+        queue.add(make, *tensors_of(normed_shard), *chain.from_iterable(tensors_of(dy) for _, dy in pairs))
 
 
 @uncompiled

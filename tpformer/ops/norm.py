@@ -1,6 +1,6 @@
 """Normalisation as an operation of its own, and the parts of it that linears use (column_linear, row_linear)."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,13 +78,16 @@ def check_normed(rows: Tensor, norm: Norm | None, normed: Normed) -> None:
         raise ValueError(f"normed is not that of {norm.kind}: give the norm that made it")
 
 
-def normalised(x: Tensor, norm: Norm | None, normed: Normed | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(norm(x), mean, rstd): what was given, or made here; (x, None, None) without a norm."""
+def normalised(
+    x: Tensor, norm: Norm | None, normed: Normed | None, in_blocks: bool = False
+) -> tuple[Any, Tensor | None, Tensor | None]:
+    """(norm(x), mean, rstd): what was given, or made here; (x, None, None) without a norm. in_blocks: what is made
+    here is Blocks."""
     if norm is None:
         return x, None, None
     if normed is not None:
         return normed[:3]
-    y, (mean, rstd) = implementation("norm", x).norm_forward(x, norm)
+    y, (mean, rstd) = implementation("norm", x).norm_forward(x, norm, blocks=in_blocks)
     return y, mean, rstd
 
 

@@ -62,7 +62,8 @@ class RowLinearFunction(Function):
             return x.new_empty(len(x) // call.transport.sharing, len(weight))
         a = x
         if call.activation is not None:
-            a = implementation("activation", x).activation_forward(x, call.activation, gate)
+            forward = implementation("activation", x).activation_forward
+            a = forward(x, call.activation, gate, blocks=call.transport.products.in_blocks)
         a = call.transport.products.factor(a)
         finish = Finish(bias, call.dropout, residual_shard, next_norm)
         y_shard, normed = call.transport.matmul_reduce([a], [weight], transposed=True, finish=finish)
@@ -88,7 +89,8 @@ class RowLinearFunction(Function):
                 dy_shard, weight, x, gate, call.activation, keep=call.deferred is not None
             )
         elif wants_weight:
-            a = implementation("activation", x).activation_forward(unpacked(x), call.activation, unpacked(gate))
+            forward = implementation("activation", x).activation_forward
+            a = forward(unpacked(x), call.activation, unpacked(gate), blocks=call.transport.products.in_blocks)
             a = call.transport.products.factor(a)
 
         # what a queue keeps alive: one of the two, and a dtype in place of the other

@@ -16,7 +16,9 @@ from .devices import Device
 from .terms import Linear
 
 PASS = 2 + NUMBER_BYTES  # bytes of a number that a pass takes from 16 bits to blocks, or back
-SCALES = 4  # launches that make the scales of a product's two operands what cuBLASLt takes
+WRITTEN = NUMBER_BYTES - 2  # of one that a kernel writes in blocks in place of 16 bits
+ATTENTION = "o"  # the row linear without an activation
+SCALES = 6  # launches that make the scales of a product's two operands what cuBLASLt takes
 
 
 def check_fp8_device(device: Device) -> float:
@@ -46,22 +48,26 @@ def quantising_bytes(linear: Linear, own: float, gathered: bool) -> tuple[float,
     and a row linear's output gradient are: values and exponents are joined before, and parted behind.
 
     A weight is quantised in each use: 2 bytes read, 1 written, or 2 with the transposed copy for the gradient of its
-    input. What each weight of several adds to that gradient is added up in 16 bits. For weight gradients a column
-    linear's input is quantised again, and dequantised for each weight.
+    input. What each weight of several adds to that gradient is added up in 16 bits. Norms, also where a backward makes
+    them again, and the forwards of activations write blocks in place of 16 bits; a pass quantises attention's result,
+    output gradients, and an activation that a backward makes again. For weight gradients both factors are dequantised,
+    a column linear's input for each weight.
     """
     m, n, k, several = linear.rows, linear.n, linear.k, linear.weights - 1
-    shared = own * PASS + 2 * NUMBER_BYTES * (own + m) * gathered  # of one feature of what may be gathered
+    sent = 2 * NUMBER_BYTES * (own + m) * gathered  # of one feature of what may be gathered
     if linear.column:
         inputs = PASS * m * n + 4 * n * k + 6 * several * m * k
-        return shared * k + 3 * n * k, inputs, shared * k + PASS * m * (n + linear.weights * k)
-    return PASS * m * k + 3 * n * k, shared * n + 4 * n * k + PASS * m * k, PASS * m * (n + k)
+        normed = own * WRITTEN + sent
+        return normed * k + 3 * n * k, inputs, normed * k + PASS * m * (n + linear.weights * k)
+    read = PASS if linear.name == ATTENTION else WRITTEN
+    return read * m * k + 3 * n * k, (own * PASS + sent) * n + 4 * n * k + PASS * m * k, PASS * m * (n + k)
 
 
 def launches(linears: Sequence[Linear]) -> tuple[int, int]:
     """Kernels that FP8 adds to the forward and to the backward, to within those of a gather, which are three."""
     forward = backward = 0
     for linear in linears:
-        forward += 1 + linear.weights * (1 + SCALES)
-        # rows: of each output's gradient, and of the input again; a sum less than weights; two dequantised for each
-        backward += linear.weights + 1 + linear.weights * (1 + SCALES) + (linear.weights - 1) + 2 * linear.weights
+        forward += linear.weights * (1 + SCALES) + (linear.name == ATTENTION)
+        # rows of each output's gradient, and of an activation again; a sum less than weights; two dequantised for each
+        backward += linear.weights * (2 + SCALES) + (not linear.column) + (linear.weights - 1) + 2 * linear.weights
     return forward, backward

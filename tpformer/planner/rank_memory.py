@@ -132,7 +132,7 @@ def predicted_stage(config: RunConfig, stage: int, kept: Mapping[bool, Kept] | N
     if layout.pipeline_parallel > 1 and layout.schedule.splits_backward:
         q, kv = model.query_size / t, kv_heads(model, t)[0] * model.head_size
         kept_size = NUMBER_BYTES if config.train.precision == FP8 else item  # of what GEMMs of weight gradients read
-        rows = len(layers) * (tokens * 2 * (model.hidden_size + q + kv) * kept_size + 2 * stream)
+        rows = len(layers) * (tokens * 2 * (model.hidden_size + q + kv) * kept_size + 2 * stream * kept_size / item)
         waiting = sum(each.waiting for each in of_layer.values()) * kept_size / item
         queued = rows + waiting + (2 * stream if stage else 0)
         if shares and (model.position == "rope" or model.qk_norm):  # the other half of a storage of keys and values

@@ -70,7 +70,7 @@ class Transport(ABC):
 
     @abstractmethod
     def gather_matmul(
-        self, x_shard: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+        self, x_shard: Factor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> Sequence[Tensor]:
         """gather(x_shard) @ W_i^T + b_i for every weight, from one gather.
 
@@ -109,7 +109,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def start_gather(self, x_shard: Tensor) -> Callable[[], Factor]:
+    def start_gather(self, x_shard: Factor) -> Callable[[], Factor]:
         """Begin to gather x_shard (M / t, K); the function returned waits for x_gathered (M, K), a factor.
 
         A matmul_reduce of the same group may come between. The group's next gather may overwrite the rows.

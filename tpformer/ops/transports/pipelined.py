@@ -29,7 +29,7 @@ class Pipelined(Transport):
         super().__init__(group, sequence_parallel, products)
         self.gathering = self if sequence_parallel else local(products)
 
-    def arriving(self, x_shard: Tensor) -> tuple[Tensor, Iterator[tuple[slice, Factor]]]:
+    def arriving(self, x_shard: Factor) -> tuple[Tensor, Iterator[tuple[slice, Factor]]]:
         """(all ranks' rows as they travel, each rank's place among them and its factor, once it is there)."""
         sent = self.products.sent(x_shard)
         gathered = sent.new_empty(len(sent) * self.group.size(), sent.shape[1])
@@ -37,13 +37,13 @@ class Pipelined(Transport):
         return gathered, ((rows, self.products.received(gathered[rows])) for rows in chunks)
 
     def gather_matmul(
-        self, x_shard: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+        self, x_shard: Factor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> list[Tensor]:
         """Transport.gather_matmul: a GEMM for each weight and each rank's rows."""
         record_transport(GATHER, self.name)
         rights = [self.products.right(weight, True) for weight in weights]
         gathered, chunks = self.arriving(x_shard)
-        outputs = [x_shard.new_empty(len(gathered), len(weight)) for weight in weights]
+        outputs = [weight.new_empty(len(gathered), len(weight)) for weight in weights]
         for rows, x in chunks:
             for y, right, bias in zip(outputs, rights, biases, strict=True):
                 self.products.product(x, right, bias, y[rows])
@@ -84,7 +84,7 @@ class Pipelined(Transport):
         y = reduce(fill, shape, weights[0], self.group)
         return finish_rows(y, finish)
 
-    def start_gather(self, x_shard: Tensor) -> Callable[[], Factor]:
+    def start_gather(self, x_shard: Factor) -> Callable[[], Factor]:
         """Transport.start_gather: an asynchronous all-gather."""
         wait = start_all_gather(self.products.sent(x_shard), self.group)
         return lambda: self.products.received(wait())

@@ -24,12 +24,15 @@ class Products:
     """
 
     name = "plain"
+    in_blocks = False
+    """Whether they multiply blocks of e4m3. Norms and activations then write their results as blocks, which `factor`
+    and `sent` take as they take rows."""
 
-    def factor(self, x: Tensor) -> Factor:
+    def factor(self, x: Any) -> Any:
         """Rows x (M, K) as GEMMs take them: x itself, or its blocks. A weight gradient is made of factors, too."""
         return x
 
-    def sent(self, x: Tensor) -> Tensor:
+    def sent(self, x: Any) -> Tensor:
         """Rows x (M, K) as they travel: a row of the result for each row."""
         return x
 

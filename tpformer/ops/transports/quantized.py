@@ -25,7 +25,7 @@ from tpformer.kernels.quantize.format import BLOCK, EXPONENTS, VALUES, Blocks
 from ..implementation import implementation
 from ..quantized_product import quantized_product
 from .interface import REGISTRY
-from .products import Products
+from .products import Factor, Products
 
 
 class Right(NamedTuple):
@@ -42,12 +42,13 @@ class Quantized(Products):
     """
 
     name = "quantized"
+    in_blocks = True
 
-    def factor(self, x: Tensor) -> Blocks:
-        """Products.factor: the blocks of x."""
-        return _told(implementation("quantize", x).quantize_rows(x))
+    def factor(self, x: Factor) -> Blocks:
+        """Products.factor: the blocks of x, which a norm or an activation may have written."""
+        return _told(x if isinstance(x, Blocks) else implementation("quantize", x).quantize_rows(x))
 
-    def sent(self, x: Tensor) -> Tensor:
+    def sent(self, x: Factor) -> Tensor:
         """Products.sent: the bytes of the blocks of x."""
         return packed_rows(self.factor(x))
 

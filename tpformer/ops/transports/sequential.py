@@ -26,14 +26,14 @@ class Sequential(Transport):
         if self.group is not None:
             record_transport(op, self.name)
 
-    def _gathered(self, x_shard: Tensor) -> Factor:
+    def _gathered(self, x_shard: Factor) -> Factor:
         """The factor of all ranks' rows."""
         if self.group is None:
             return self.products.factor(x_shard)
         return self.products.received(all_gather(self.products.sent(x_shard), self.group))
 
     def gather_matmul(
-        self, x_shard: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+        self, x_shard: Factor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> list[Tensor]:
         """Transport.gather_matmul: all-gather, then a GEMM for each weight."""
         self._record(GATHER)
@@ -72,7 +72,7 @@ class Sequential(Transport):
             products.product(x, products.right(weight, transposed), y, y)
         return finish_rows((reduce_scatter if self.sequence_parallel else all_reduce)(y, self.group), finish)
 
-    def start_gather(self, x_shard: Tensor) -> Callable[[], Factor]:
+    def start_gather(self, x_shard: Factor) -> Callable[[], Factor]:
         """Transport.start_gather: gathers when it is waited for, so that one collective is under way at a time."""
         return lambda: self._gathered(x_shard)
 

@@ -1,0 +1,55 @@
+"""What linears in FP8 launch on an H100: norms and activations write blocks, and no pass quantises what they wrote."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+
+from checks.driver.stub import missing
+
+PROGRAM = """
+import torch
+from tpformer.kernels import replay
+
+launched = []
+
+def told(kernel, *arguments, launch=replay.launch, **options):
+    launched.append(kernel.fn.__name__.removesuffix("_kernel"))
+    return launch(kernel, *arguments, **options)
+
+replay.launch = told  # before a module of a kernel takes it
+
+from tpformer import ops
+from tpformer.kernels.finish import Norm
+from tpformer.layers import TensorParallel
+
+def empty(*shape):
+    return torch.empty(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+tp, x, norm = TensorParallel(precision="fp8"), empty(64, 256), Norm("rmsnorm", empty(256), None, 1e-5)
+y = ops.column_linear(x, empty(384, 256), norm=norm, transport=tp.column_transport(x, 384))
+z = ops.row_linear(y, empty(256, 384), activation="silu", transport=tp.row_transport(y, 384, 256))
+print(launched)
+launched.clear()
+z.backward(torch.empty_like(z))
+print(launched)
+"""
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"needs {missing()}")
+def test_no_pass_quantises_what_norms_and_activations_wrote(tmp_path: Path) -> None:
+    file = tmp_path / "linears.py"
+    file.write_text(PROGRAM)
+    call = [sys.executable, "-m", "checks.driver.pretend", str(file)]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    forward, backward = map(ast.literal_eval, done.stdout.splitlines())
+    weight = "quantize_weight"
+    assert forward == ["norm_forward", weight, "activation_blocks", weight]
+    # a call that is like an earlier one launches without this function: the norm again, and a pass over as many rows
+    assert [each for each in backward if each.startswith(("quantize", "norm", "activation"))] == [
+        "quantize_rows", weight, "activation_backward", "quantize_rows", weight, "norm_backward",
+    ]  # fmt: skip

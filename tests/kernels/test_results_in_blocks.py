@@ -1,0 +1,97 @@
+"""Norms and activations whose results are blocks of e4m3: the bytes that quantising their stored results gives."""
+
+from types import ModuleType
+from unittest import mock
+
+import blocks
+import pytest
+import torch
+from row_checks import FLOATS, draw, draw_dropout, draw_norm, everywhere
+from testing import assert_identical, poisoned_memory
+
+from tpformer.kernels.activation.reference import ACTIVATIONS
+from tpformer.kernels.finish import Finish
+from tpformer.kernels.quantize.format import BLOCK, Blocks
+from tpformer.kernels.quantize.reference import quantize_rows
+
+KINDS = ("layernorm", "rmsnorm")
+
+
+def scaled(rows: int, columns: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Rows of numbers at many scales."""
+    (x,) = draw(rows + columns, torch.float64, "cpu", (rows, columns))
+    return (x * torch.exp2(torch.arange(rows) % 17 - 8.0)[:, None]).to(device, dtype)
+
+
+def assert_quantised(found: Blocks, stored: torch.Tensor, what: str) -> None:
+    blocks.assert_blocks(found, quantize_rows(stored.cpu()), what)
+
+
+def check_norm(module: ModuleType, shape: tuple[int, int], dtype: torch.dtype, device: str, **options: int) -> None:
+    """Norms, rebuilt ones, and those of what is finished before; statistics and what is finished stay the same."""
+    x, what = scaled(*shape, dtype, device), f"{shape} {dtype} {options}"
+    for kind in KINDS:
+        norm = draw_norm(shape[1], shape[1], kind, dtype, device)
+        finish = Finish(norm.weight, draw_dropout(*shape, 0.4, device), scaled(*shape, dtype, device), norm)
+        with poisoned_memory():
+            y, statistics = module.norm_forward(x, norm, **options)
+            found, same = module.norm_forward(x, norm, blocks=True, **options)
+            z, of_z, others = module.finish_norm_forward(x.clone(), finish, **options)
+            z_again, blocks_of_z, others_again = module.finish_norm_forward(x.clone(), finish, blocks=True, **options)
+        assert_quantised(found, y, what)
+        assert_quantised(blocks_of_z, of_z, what)
+        assert_identical([same, z_again, others_again], [statistics, z, others])
+        rebuilt = module.norm_rebuilt(x, statistics, norm, True)
+        assert_quantised(rebuilt, module.norm_rebuilt(x, statistics, norm), what)
+
+
+def check_activation(module: ModuleType, shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    x, gate = scaled(*shape, dtype, device), scaled(*shape, dtype, device).flip(0)
+    for name in ACTIVATIONS:
+        for other in (None, gate):
+            with poisoned_memory():
+                found = module.activation_forward(x, name, other, blocks=True)
+            assert_quantised(found, module.activation_forward(x, name, other), f"{shape} {dtype} {name}")
+    assert_quantised(module.activation_forward(x, None, blocks=True), x, "no activation")
+
+
+@everywhere("norm", FLOATS)
+def test_norms(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+    """Several rows in a tile, one, a width that is no power of two, and rows of several tiles."""
+    for shape in ((0, BLOCK), (1, BLOCK), (33, BLOCK), (3, 3 * BLOCK), (5, 8 * BLOCK)):
+        check_norm(module, shape, dtype, device)
+    if module.__name__.endswith(".kernel"):
+        check_norm(module, (3, 5 * BLOCK), dtype, device, widest=2 * BLOCK)
+
+
+@everywhere("activation", FLOATS)
+def test_activations(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+    for shape in ((0, BLOCK), (1, BLOCK), (3, 3 * BLOCK), (17, 2 * BLOCK)):
+        check_activation(module, shape, dtype, device)
+
+
+@everywhere("norm", {**FLOATS, "interpreter": (torch.float32,)})
+def test_what_is_not_finite_makes_its_block_nan(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+    """A NaN weight reaches one block of every row, and an infinite element of x its whole row."""
+    x = scaled(3, 2 * BLOCK, dtype, device)
+    norm = draw_norm(0, 2 * BLOCK, "rmsnorm", dtype, device)
+    assert norm.weight is not None
+    norm.weight[BLOCK + 3] = float("nan")
+    x[1, 0] = float("inf")
+    found, _ = module.norm_forward(x, norm, blocks=True)
+    nan = found.exponents == 127
+    assert nan.tolist() == [[False, True, False], [True, True, True]], "by blocks, then rows"
+
+
+@everywhere("activation", {**FLOATS, "interpreter": (torch.float32,)})
+def test_widths_that_are_not_whole_blocks_are_refused(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+    with pytest.raises(ValueError, match="a multiple of 128, such as 256"):
+        module.activation_forward(scaled(3, BLOCK + 64, dtype, device), "silu", blocks=True)
+
+
+def check_small(activation: ModuleType, norm: ModuleType, rows: int) -> None:
+    """For tiles of a few rows and for programs of two blocks."""
+    check_norm(norm, (rows, 3 * BLOCK), torch.float32, "cpu", widest=BLOCK)
+    check_norm(norm, (rows, 3 * BLOCK), torch.float32, "cpu", widest=4 * BLOCK)
+    with mock.patch.object(activation, "FORWARD_BYTES", 2 * BLOCK * 4):
+        check_activation(activation, (rows, 3 * BLOCK), torch.float32, "cpu")
