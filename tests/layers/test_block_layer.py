@@ -200,8 +200,7 @@ KINDS_ALONE = [("attention",), ("mlp",), ("positions",), ("documents",)]
 
 
 @pytest.mark.parametrize("function, cases", [
-    (alone, KINDS_ALONE), (foreign, [(True, "none")]),
-    *in_turns([(foreign, [*product((True, False), RECOMPUTE)])], first=2),
+    (alone, KINDS_ALONE), (foreign, [(True, "none")]), *in_turns([(foreign, [*product((True, False), RECOMPUTE)])]),
 ])  # fmt: skip
 def test_a_layer_alone_and_an_attention_of_other_people_on_shards_equal_the_whole(ranks, function, cases):
     wanted = [expected for _, (expected,) in each_case(ranks, 1, function, cases)]
