@@ -19,6 +19,7 @@ from testing import differ_on_a_rank, on_every_rank
 from torch import Tensor
 
 from checks.quantized_blocks import digests
+from tpformer import ops
 from tpformer.kernels.quantize import reference
 from tpformer.kernels.quantize.format import Blocks
 from tpformer.ops.transports import quantized
@@ -217,6 +218,15 @@ def test_chunks_are_the_rows_of_their_ranks() -> None:
     whole = reference.quantize_rows(ROWS)
     for some in (slice(3, 7), torch.tensor([5, 0, 5]), slice(0, 0)):
         assert torch.equal(reference.dequantize(rows_of(whole, some), torch.float64), rounded(ROWS, 1, 128)[some])
+
+
+@on_every_rank(2)
+def test_ranks_of_two_precisions_are_told_so() -> None:
+    """Before one takes the other's numbers for bytes."""
+    x = ROWS.chunk(2)[dist.get_rank()]
+    transport = opened(dist.group.WORLD, x, transport=SEQUENTIAL if dist.get_rank() else "sequential")
+    with pytest.raises(RuntimeError, match="column_linear.*quantized"):
+        ops.column_linear(x, torch.ones(128, 256, dtype=torch.float64), transport=transport)
 
 
 def of_one_scale(x: Tensor) -> Blocks:
