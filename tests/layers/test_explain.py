@@ -220,8 +220,8 @@ def test_linears_of_blocks_have_their_own_rates_bytes_and_both_break_evens() -> 
         model = nn.ModuleList([MLP(8192, ffn_hidden_size=28672, activation="swiglu", bias=False, **options)])
         _, gate, down, note = explain(model, 8192).splitlines()
     # by hand: FLOPs / 1000e12; 8192 * (8192 + 64) / 2 / 380e9, and the reduction as in 16 bits
-    assert gate.split("quantized")[1].split()[:5] == ["3848", "89", "3848", "663", "28672"]
-    assert down.split("quantized")[1].split()[:5] == ["1924", "177", "1924", "1316", "14336"]
+    assert gate.split("sequential")[1].split()[:5] == ["3848", "89", "3848", "663", "28672"]
+    assert down.split("sequential")[1].split()[:5] == ["1924", "177", "1924", "1316", "14336"]
     for line in (gate, down):
         assert (
             "the GEMM multiplies what blocks stand for; break-even of its gather 663, of its reduction in bfloat16 1316"
@@ -230,7 +230,7 @@ def test_linears_of_blocks_have_their_own_rates_bytes_and_both_break_evens() -> 
     assert "for cpu (700 TFLOP/s, of blocks 1000, 380 GB/s), not measurements" in note
     with mock.patch.object(cost, "MACHINES", (h100._replace(fp8_flops=None),)):
         _, gate, _, note = explain(model, 8192).splitlines()
-    assert gate.split("quantized")[1].split()[:4] == ["-"] * 4 and "of blocks unknown" in note
+    assert gate.split("sequential")[1].split()[:4] == ["-"] * 4 and "of blocks unknown" in note
 
 
 @on_every_rank(2)
