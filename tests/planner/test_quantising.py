@@ -182,7 +182,7 @@ def test_a_devices_file_may_have_the_rate_of_blocks(tmp_path: Any, capsys: pytes
         load_device(str(file))
 
 
-def test_a_plan_in_fp8_says_what_it_gains_and_skips_layouts_that_cut_blocks(capsys: pytest.CaptureFixture) -> None:
+def test_a_plan_in_fp8_says_what_it_gains_and_skips_layouts_that_cut_blocks(tmp_path: Any, capsys: Any) -> None:
     """A file's precision is planned for, too. Everything that is printed is predicted, and MFU has its denominator."""
     options = ["--preset", "llama2-7b", "--gpus", "4", "--batch", "64", "--within", "pp=1,microbatch=1"]
     plan_command([*options, "--precision", "fp8", "--top", "2"])
@@ -192,6 +192,10 @@ def test_a_plan_in_fp8_says_what_it_gains_and_skips_layouts_that_cut_blocks(caps
     (line,) = [line for line in out.splitlines() if "in 16 bits this layout takes" in line]
     found = re.search(r"takes ([\d.]+) s for a step: FP8 is ([\d.]+) times as fast", line)
     assert found is not None and "FP8, predicted:" in out and "MFU is of the dense peak of 16 bits, 989" in out
+    html, values = tmp_path / "plan.html", tmp_path / "plan.json"
+    plan_command([*options, "--precision", "fp8", "--top", "1", "--html", str(html), "--json", str(values)])
+    assert "<th>MFU of 16 bits</th>" in html.read_text() and '"mfu_of_flops": 989' in values.read_text()
+    capsys.readouterr()
     explained = [*options[:6], "--explain", "tp=2,dp=2,zero=1"]
     plan_command([*explained, "--precision", "fp8"])
     # at 0.79 of 380 GB/s links' FLOP/s; test_break_even_widths has those of an H100 as it is

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from .candidates import Question
 from .layouts import layout_text
-from .plan_report import ITEMS, assumed, count_text, parts, why
+from .plan_report import ITEMS, assumed, count_text, mfu_name, parts, why
 from .report import size
 from .search import Choice, model_of, search
 from .timeline import timeline_svg
@@ -69,7 +69,7 @@ def page(question: Question, choices: Sequence[Choice], tokens: float, price: fl
         f"{assumed(question)}, and nodes of {device.gpus_per_node} GPUs with {size(device.memory)} each."
     )
     sections = {
-        "Layouts, fastest first": _choices_table(choices),
+        "Layouts, fastest first": _choices_table(question, choices),
         "Where a step's time goes": _step(choices),
         "Memory of the fullest rank": _memory(question, choices),
         "Timeline of the first layout's step": _timeline(question, choices[0]),
@@ -95,8 +95,9 @@ def _note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>'
 
 
-def _choices_table(choices: Sequence[Choice]) -> str:
-    head = "".join(f"<th>{name}</th>" for name in ("layout", "tokens/s", "MFU", "step", "memory"))
+def _choices_table(question: Question, choices: Sequence[Choice]) -> str:
+    names = "layout", "tokens/s", mfu_name(question), "step", "memory"
+    head = "".join(f"<th>{name}</th>" for name in names)
     rows = ""
     for number, choice in enumerate(choices, 1):
         cells = f"{choice.tokens:,.0f}", f"{choice.mfu:.1%}", f"{choice.step.seconds:.2f} s", size(choice.memory.total)

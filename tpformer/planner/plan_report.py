@@ -69,6 +69,11 @@ def assumed(question: Question) -> str:
     return f"steps of {train.global_batch_size:,} samples of {question.config.model.seq_length:,} tokens, {rates}"
 
 
+def mfu_name(question: Question) -> str:
+    """The heading of MFU, which in FP8 says what it is a share of: the peak of 16 bits."""
+    return "MFU of 16 bits" if question.config.train.precision == FP8 else "MFU"
+
+
 def plain_values(choice: Choice, question: Question, tokens: float, price: float | None) -> dict[str, Any]:
     """A layout as plain values: seconds, bytes, tokens/s, MFU, days for `tokens` tokens and their price."""
     cost, ends = cost_of(choice, question, tokens, price), cost_range(choice, question, tokens, price)
@@ -103,8 +108,7 @@ def table(
     of_training = [] if tokens is None else ["days"] if price is None else ["days", "price"]
     hidden = {item for item in ("cp", "ep") if not any(getattr(choice.step, item) for choice in choices)}
     items = {item: name for item, name in ITEMS.items() if item not in hidden}
-    share = "MFU of 16 bits" if question.config.train.precision == FP8 else "MFU"
-    for name in ("tokens/s", share, "step", *items.values(), "memory", *of_training):
+    for name in ("tokens/s", mfu_name(question), "step", *items.values(), "memory", *of_training):
         found.add_column(name, justify="right")
     for choice in choices:
         cells = [f"{choice.tokens:,.0f}", f"{choice.mfu:.1%}", f"{choice.step.seconds:.2f} s"]
