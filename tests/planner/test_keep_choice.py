@@ -13,7 +13,7 @@ import pytest
 from turns import in_turns
 
 from tpformer.config import PRESETS, SCHEDULES, RunConfig, build_config, keep_text, preset_config, to_toml
-from tpformer.planner import stage_mixes
+from tpformer.planner import memory_budget, stage_mixes
 from tpformer.planner.devices import load_device
 from tpformer.planner.keep_choice import FINEST, _ordered, _Step, choose, peak, ways_of
 from tpformer.planner.memory_budget import least, uniform, with_budget
@@ -256,6 +256,19 @@ def test_a_budget_becomes_keep_and_a_resumed_run_chooses_nothing_again(tmp_path)
     assert fewer.parallel.keep == config.parallel.keep and "the run kept keep, which needs" in lines[0]
     other, lines = with_budget(budgeted(f"{1.1 * high:.0f}", str(tmp_path), resume=True))
     assert other.parallel.keep == "keep" and lines, "another budget chooses"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_budget_is_for_the_device_that_a_run_without_one_gets(device):
+    """A GPU's bfloat16 takes half of a CPU's float32, and a CPU neither packs nor offloads."""
+    plain = budgeted("85MiB")
+    train = dataclasses.replace(plain.train, dtype=None)
+    unset, named = (dataclasses.replace(plain, train=dataclasses.replace(train, device=d)) for d in (None, device))
+    with mock.patch.object(memory_budget, "device_type", lambda config: device):
+        chosen, lines = with_budget(unset)
+    expected, said = with_budget(named)
+    assert (chosen.parallel, lines) == (expected.parallel, said)
+    assert chosen.train.device is None, "the run finds its own"
 
 
 def test_a_budget_that_nothing_fits_names_what_would_help():

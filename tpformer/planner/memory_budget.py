@@ -15,6 +15,7 @@ from rich.table import Table
 
 from tpformer.config import FP8, PLAIN, Layout, RunConfig, budget_bytes, build_config, keep_text, read_toml
 from tpformer.parallel import exchange_named
+from tpformer.training.setup import device_type
 
 from .candidates import MARGIN, check
 from .devices import Device, load_device
@@ -65,10 +66,10 @@ def with_budget(config: RunConfig) -> tuple[RunConfig, list[str]]:
     text = config.parallel.memory_budget
     if not text:
         return config, []
-    _check_modelled(config)
+    _check_modelled(_on_its_device(config))
     began = _began_with(config) if config.run.resume and not config.parallel.keep else ""
     config, asked = (with_keep(config, began) if began else config), config
-    planned = plan_config(dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, memory_budget="")))
+    planned = _planned(config)
     cuda = planned.train.device != "cpu"
     here = torch.cuda.get_device_properties(0).total_memory if cuda and torch.cuda.is_available() else None
     nbytes = budget_bytes(text, here)
@@ -95,7 +96,7 @@ def with_budget(config: RunConfig) -> tuple[RunConfig, list[str]]:
     bare = StepModel(with_keep(planned, PLAIN), device, ours(planned.parallel, device)).step().seconds
     line = (
         f"parallel.memory_budget = {text!r}: layers keep {found.keep}; predicted {size(found.memory)} of a rank at its "
-        f"peak, and steps {found.seconds / bare - 1:.1%} longer than with all kept"
+        f"peak, and steps {max(0.0, found.seconds / bare - 1):.1%} longer than with all kept"
     )
     if planned.model.n_experts is not None:
         ranks = range(planned.parallel.pipeline_parallel)
@@ -121,8 +122,19 @@ def _check_modelled(config: RunConfig) -> None:
 
 def predicted_bytes(config: RunConfig) -> float:
     """The predicted peak of the rank that needs most, of a run under a budget whose `keep` is chosen."""
+    return peak(_planned(config))
+
+
+def _planned(config: RunConfig) -> RunConfig:
+    """The configuration to count, which has no budget."""
     layout = dataclasses.replace(config.parallel, memory_budget="")
-    return peak(plan_config(dataclasses.replace(config, parallel=layout)))
+    return plan_config(dataclasses.replace(_on_its_device(config), parallel=layout))
+
+
+def _on_its_device(config: RunConfig) -> RunConfig:
+    """The configuration with the device that the run has here, as a dry run takes an unset one for a GPU."""
+    device = config.train.device or device_type(config)
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, device=device))
 
 
 def _began_with(config: RunConfig) -> str:
