@@ -332,6 +332,11 @@ def test_what_cannot_be_planned_is_refused():
         auto_plan(Between(), 2)
     with pytest.raises(ValueError, match="Between cannot run the example.*RuntimeError"):
         auto_plan(Between(), 2, example=torch.rand(3, 7))
+    for number in (0, 1.5):
+        with pytest.raises(ValueError, match=f"a plan for {number} ranks: give the number"):
+            auto_plan(model, number)
+        with pytest.raises(ValueError, match=f"gpus={number}: give the number of processes"):
+            parallelize(model, gpus=number)
 
 
 class Holding(nn.Module):

@@ -376,6 +376,7 @@ def test_what_does_not_fit_is_refused() -> None:
             lambda: (q, k, v, RankSegments([[0]] * 3, 48, 2, dist.get_rank())),
         ),
         ("a sliding window of 0", lambda: (q, k, v, None, 0)),
+        ("a sliding window of 2.5", lambda: (q, k, v, None, 2.5)),
     ):
         with pytest.raises(ValueError, match=words):
             ops.context_attention(*call(), group=group)

@@ -307,6 +307,8 @@ def test_names_that_are_no_matrices_are_refused(matrices, words):
         tpformer.Muon(nn.Linear(4, 3), ["weight"], newton_schulz="cubic")
     with pytest.raises(ValueError, match="scale='none': choose one of rms, spectral"):
         tpformer.Muon(nn.Linear(4, 3), ["weight"], scale="none")
+    with pytest.raises(ValueError, match="Muon got a list where the model belongs"):
+        tpformer.Muon(list(nn.Linear(4, 3).parameters()), matrices)
 
 
 MODEL = {"vocab_size": 60, "seq_length": 8, "n_layers": 2, "hidden_size": 16, "n_heads": 2, "dropout": 0.1}

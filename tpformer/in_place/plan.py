@@ -132,8 +132,10 @@ def auto_plan(model: nn.Module, t: int, *, example: Any = None) -> Plan:
     is cut. Output layers (lm_head) are cut over the vocabulary, and embeddings if they are tied to one, or if the
     model's own plan (transformers' tp_plan) says so; that plan also serves for linears that did not pass.
     example: arguments of the run, a tuple, or a dict of keyword arguments; None for transformers models.
-    Errors:  ValueError if there is no example, or if the model cannot run it.
+    Errors:  ValueError if there is no example, or if the model cannot run it, and for no number of ranks.
     """
+    if not isinstance(t, int) or t < 1:
+        raise ValueError(f"a plan for {t!r} ranks: give the number of tensor-parallel ranks, at least 1")
     with measuring(model):
         return _measured(model, record(model, describe(model), example), t)
 

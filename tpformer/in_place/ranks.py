@@ -34,9 +34,11 @@ def share_out(model: nn.Module, gpus: int, plan: str | Mapping[str, str], exampl
 
     The number of tensor-parallel ranks divides gpus, and is the one that leaves each rank the fewest weights to compute
     with; the largest if several do. The other ranks, along "dp_shard", compute with other samples.
-    Errors:  ValueError if another number of processes runs this program.
+    Errors:  ValueError if another number of processes runs this program, or none could.
     """
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if not isinstance(gpus, int) or gpus < 1:
+        raise ValueError(f"gpus={gpus!r}: give the number of processes, one for each GPU, at least 1")
     if world != gpus:
         raise ValueError(
             f"gpus={gpus}, but {world} {'process runs' if world == 1 else 'processes run'} this program: start it with "

@@ -12,11 +12,11 @@ from .autocast import autocast_dtype
 
 
 def check_window(window: int | None, is_causal: bool) -> None:
-    """ValueError for a window below 1, or one of attention that is not causal."""
-    if window is not None and (window < 1 or not is_causal):
+    """ValueError for a window that is no whole number above 0, or one of attention that is not causal."""
+    if window is not None and (not isinstance(window, int) or window < 1 or not is_causal):
         raise ValueError(
             f"a sliding window of {window} with is_causal={is_causal}: it has at least 1 token, the query itself, and "
-            f"the tokens before it; give sliding_window >= 1 and is_causal=True, or no window"
+            f"the tokens before it; give a whole sliding_window >= 1 and is_causal=True, or no window"
         )
 
 

@@ -260,6 +260,11 @@ def _check_numbers(momentum: float, weight_decay: float, dtype: torch.dtype | No
 
 def _checked(model: nn.Module, stacked: dict[str, int]) -> dict[str, int]:
     """The matrices by the names that named_parameters gives. ValueError for what is none, or not as many as said."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"Muon got a {type(model).__name__} where the model belongs: give Muon(model, names of its matrices), by "
+            f"which it finds all parameters"
+        )
     named = dict(model.named_parameters(remove_duplicate=False))
     if not stacked:
         raise ValueError("Muon got no matrices: name some, or take AdamW")
