@@ -75,7 +75,7 @@ GROUPED := (all_gather_grouped|quantized_grouped|grouped_matmul)
 ONE_TILE := ^(?!$(GROUPED)).* sm_90 (bfloat16($$| 128x128x(64|128) )|int32$$)|^$(IN_FLOAT32).* sm_90
 COMPILED_AS_ON_GPUS = if [ -s .venv/gpu/ready ]; then cat .venv/gpu/ready; else \
 	export PYTHONPATH=.; .venv/gpu/bin/python -m checks.compile --only '$(ONE_TILE)' && \
-	.venv/gpu/bin/python -m checks.compile --without loads_run_ahead --only '^$(GROUPED).* sm_90 bfloat16 128x128x64 '; fi
+	.venv/gpu/bin/python -m checks.compile --without loads_run_ahead --only '^$(GROUPED).* sm_90 bfloat16 128x128x(64|128) '; fi
 
 .venv/gpu/ready: .venv/ready
 	$(PYTHON) -m venv .venv/gpu

@@ -134,11 +134,13 @@ def predicted_stage(config: RunConfig, stage: int, kept: Mapping[bool, Kept] | N
         kept_size = NUMBER_BYTES if config.train.precision == FP8 else item  # of what GEMMs of weight gradients read
         rows = len(layers) * (tokens * 2 * (model.hidden_size + q + kv) * kept_size + 2 * stream * kept_size / item)
         waiting = sum(each.waiting for each in of_layer.values()) * kept_size / item
-        queued = rows + waiting + (2 * stream if stage else 0)
-        if shares and (model.position == "rope" or model.qk_norm):  # the other half of a storage of keys and values
-            queued += len(layers) * tokens * kv * item
-        if model.position == "rope":  # positions, and their cosines and sines in float32
-            queued += 8 * tokens + 4 * model.seq_length * model.head_size
+        queued = rows + waiting
+        if config.train.precision != FP8:  # attention's result itself waits, and with it the graph that made it
+            queued += 2 * stream if stage else 0
+            if shares and (model.position == "rope" or model.qk_norm):  # the other half of a storage of keys and values
+                queued += len(layers) * tokens * kv * item
+            if model.position == "rope":  # positions, and their cosines and sines in float32
+                queued += 8 * tokens + 4 * model.seq_length * model.head_size
     output = 0 if last else round(stream)
     return StageCount(stage, layers, round(saved), round(moved), output, round(queued))
 
