@@ -207,6 +207,15 @@ def test_what_needs_most_in_a_layers_backward_is_proven_too(zero_stage):
     assert found is not None and found.short == 0, found
 
 
+def test_a_room_just_below_what_the_fullest_rank_needs_has_the_least_step():
+    """Halving asks for one: the last rank's least is by a rounding more than the least step's memory."""
+    parallel = {"pipeline_parallel": 4, "pipeline_schedule": "ZBVZeroBubble", "tensor_parallel": 2}
+    config = of_preset("mistral-7b-v0.3", data_parallel_shard=4, zero_stage=1, **parallel)
+    low, high = least(config)[0], peak(with_keep(config, "keep"))
+    found = choose(config, H100, low + 0.3 * (high - low))
+    assert found is not None and found.short == 0, found
+
+
 def test_each_pipeline_rank_has_its_own_mix():
     """The last rank has one microbatch in flight, and keeps all."""
     config = configuration(LLAMA, 16, pipeline_parallel=4)
