@@ -28,12 +28,12 @@ WARPS = 8
 def forward_value(x, gate, mask, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
     """One block of y in float32. Pointers are to the block's first element; mask is None if the block is whole."""
     at = tl.arange(0, BLOCK)
-    value = tl.load(x + at, mask=mask).to(tl.float32)
-    if GATED:
-        value *= activate(tl.load(gate + at, mask=mask).to(tl.float32), KIND)
+    value = tl.load(x + at, mask=mask)
+    if GATED:  # both loads are under way before one is used
+        other = tl.load(gate + at, mask=mask)
+        return value.to(tl.float32) * activate(other.to(tl.float32), KIND)
     else:
-        value = activate(value, KIND)
-    return value
+        return activate(value.to(tl.float32), KIND)
 
 
 @triton.jit

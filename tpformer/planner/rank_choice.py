@@ -309,7 +309,7 @@ class Rank:
         """(seconds, each stage's ways) of the fastest mix that fits and takes at most `most` seconds, of all whose
         layers are at most sum(floors) + gap above the bound; inf if there is none. None if they are too many."""
         found: dict[int, StageMixes] = {}
-        least = self._lowest()
+        least = self._lowest.copy()
         for index in np.argsort(-np.array(floors), kind="stable").tolist():  # what must spend most has fewest mixes
             mixes = self._within(bound, index, floors[index] + gap, most * (1 + 1e-9), room, least)
             if mixes is None:
@@ -361,17 +361,18 @@ class Rank:
             row, column = row[fits], column[fits]
         return np.concatenate([rows[row], column[:, None]], 1)
 
+    @functools.cached_property
     def _lowest(self) -> np.ndarray:
         """Columns than which no mix of a stage has less, (stages, 5)."""
         least = np.zeros((len(self.stages), 5))
-        least[:, KEPT] = least[:, PLACE] = [stage.kept.min(0).sum() for stage in self.stages]
+        least[:, : PLACE + 1] = [mixes.values[:, : PLACE + 1].min(0) for mixes in self._smallest]
         return least
 
     def _may_fit(
         self, index: int, values: np.ndarray, room: float, most: float, least: np.ndarray | None = None
     ) -> np.ndarray:
         """Whether mixes of a stage fit, and take at most `most` seconds, if all other stages have the least columns."""
-        every = [np.broadcast_to(other, values.shape) for other in (self._lowest() if least is None else least)]
+        every = [np.broadcast_to(other, values.shape) for other in (self._lowest if least is None else least)]
         every[index] = values
         seconds = np.sum([stage.cost(each) for stage, each in zip(self.stages, every, strict=True)], 0)
         return (self._needs(every) <= room) & (seconds <= most)
