@@ -199,13 +199,24 @@ def undominated(points: np.ndarray) -> np.ndarray:
     """The indices of the points, (points, columns), than which no other one is as small in all columns but the last; of
     those that are alike in these the one with the smallest last stays. Some may be left that another one is as small
     as, where finding them would take longer than they do."""
-    order, points = np.lexsort(points.T[::-1]), points[:, :-1]
-    front, found = np.empty((0, points.shape[1])), []
-    for some in np.split(order, range(BLOCK, len(order), BLOCK)):
-        some = some[~(front[None] <= points[some][:, None]).all(-1).any(1)]
-        here = points[some]
-        some = some[~np.tril((here[None] <= here[:, None]).all(-1), -1).any(1)]
-        found.append(some)
-        if len(front) < FRONT or sum(map(len, found)) < PAYS * BLOCK * len(found):  # else comparing finds next to none
-            front = np.concatenate([front, points[some]])
+    order = np.lexsort(points.T[::-1])
+    # places in each column's order compare as its numbers do; those of the first column are in order
+    places = [np.unique(column[order], return_inverse=True)[1].astype(np.int32) for column in points.T[1:-1]]
+    front, found = np.empty((len(places), 0), np.int32), []
+    for first in range(0, max(1, len(order)), BLOCK):
+        here = np.stack([column[first : first + BLOCK] for column in places])
+        left = np.flatnonzero(~_as_small(front, here).any(1))
+        here = here[:, left]
+        left = left[~np.tril(_as_small(here, here), -1).any(1)]
+        found.append(order[first + left])
+        if front.shape[1] < FRONT or sum(map(len, found)) < PAYS * BLOCK * len(found):  # else it finds next to none
+            front = np.concatenate([front, np.stack([column[first + left] for column in places])], 1)
     return np.concatenate(found)
+
+
+def _as_small(front: np.ndarray, here: np.ndarray) -> np.ndarray:
+    """Whether points of the front, (columns, front), are as small in all columns as those here: (here, front)."""
+    small = np.ones((here.shape[1], front.shape[1]), bool)
+    for known, column in zip(front, here, strict=True):
+        small &= known <= column[:, None]
+    return small
