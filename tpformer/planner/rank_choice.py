@@ -372,9 +372,9 @@ class Rank:
         self, index: int, values: np.ndarray, room: float, most: float, least: np.ndarray | None = None
     ) -> np.ndarray:
         """Whether mixes of a stage fit, and take at most `most` seconds, if all other stages have the least columns."""
-        every = [np.broadcast_to(other, values.shape) for other in (self._lowest if least is None else least)]
+        every = list((self._lowest if least is None else least)[:, None])  # a row of each stage
         every[index] = values
-        seconds = np.sum([stage.cost(each) for stage, each in zip(self.stages, every, strict=True)], 0)
+        seconds = sum(stage.cost(each) for stage, each in zip(self.stages, every, strict=True))
         return (self._needs(every) <= room) & (seconds <= most)
 
     def _better(self, mixes: StageMixes) -> StageMixes:
@@ -386,7 +386,7 @@ class Rank:
         return StageMixes(*(each[better] for each in mixes))
 
     def _needs(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        """The bytes beside `base` that mixes need: values has each stage's columns, all with as many rows."""
+        """The bytes beside `base` that mixes need: values has each stage's columns, with as many rows, or one."""
         return (sum(self._holds(index, each) for index, each in enumerate(values)) + self.fixed).max(1)
 
     def _holds(self, index: int, values: np.ndarray) -> np.ndarray:
