@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain, compress
+from itertools import compress
 from operator import and_
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from .norm import norm as normalise
 from .packing import keep, kept
 from .sequence import flat_rows, with_leading_dims
 from .transports.interface import Transport
-from .transports.products import Factor, tensors_of
+from .transports.products import Factor, held
 from .transports.sequential import LOCAL
 from .uncompiled import uncompiled
 from .weight_gradients import Deferred, check_sinks
@@ -117,7 +117,7 @@ def _defer(
             sink(call.transport.products.weight_gradient(dy, normed_gathered, dtype))
 
     if pairs:
-        queue.add(make, *tensors_of(normed_shard), *chain.from_iterable(tensors_of(dy) for _, dy in pairs))
+        queue.add(make, *held(normed_shard, *(dy for _, dy in pairs)))
 
 
 @uncompiled

@@ -102,8 +102,7 @@ class ExpertsFunction(Function):
         )
         dense = []
         if own.shared_down is not None:
-            activated = implementation("activation", x).activation_forward(shared[1], call.activation, shared[0])
-            dense = [(products.factor(activated), own.shared_down)]
+            dense = [(products.activated(shared[1], call.activation, shared[0]), own.shared_down)]
         finish = Finish(None, call.dropout, x if call.carry else residual)
         y = experts_reduce(
             call.transport, products.factor(a), sent, own.down, dense, transposed=False, finish=finish

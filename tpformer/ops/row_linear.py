@@ -22,7 +22,7 @@ from .packing import keep, kept, unpacked
 from .recompute import leaves_out_end, made
 from .sequence import flat_rows, with_leading_dims
 from .transports.interface import Transport
-from .transports.products import tensors_of
+from .transports.products import held
 from .transports.sequential import LOCAL
 from .uncompiled import uncompiled
 from .unsaved import versions
@@ -60,11 +60,8 @@ class RowLinearFunction(Function):
         keep(ctx, x, gate, weight, readable=0 if call.activation is None else 2)
         if call.skip:
             return x.new_empty(len(x) // call.transport.sharing, len(weight))
-        a = x
-        if call.activation is not None:
-            forward = implementation("activation", x).activation_forward
-            a = forward(x, call.activation, gate, blocks=call.transport.products.in_blocks)
-        a = call.transport.products.factor(a)
+        products = call.transport.products
+        a = products.factor(x) if call.activation is None else products.activated(x, call.activation, gate)
         finish = Finish(bias, call.dropout, residual_shard, next_norm)
         y_shard, normed = call.transport.matmul_reduce([a], [weight], transposed=True, finish=finish)
         if normed is None:
@@ -89,20 +86,18 @@ class RowLinearFunction(Function):
                 dy_shard, weight, x, gate, call.activation, keep=call.deferred is not None
             )
         elif wants_weight:
-            forward = implementation("activation", x).activation_forward
-            a = forward(unpacked(x), call.activation, unpacked(gate), blocks=call.transport.products.in_blocks)
-            a = call.transport.products.factor(a)
+            a = call.transport.products.activated(unpacked(x), call.activation, unpacked(gate))
 
         # what a queue keeps alive: one of the two, and a dtype in place of the other
-        held, dtype = dy_shard if dy_gathered is None else dy_gathered, dy_shard.dtype
+        dy_held, dtype = dy_shard if dy_gathered is None else dy_gathered, dy_shard.dtype
 
         def weight_gradient() -> Tensor:
-            dy = gathering.start_gather(held)() if dy_gathered is None else held
+            dy = gathering.start_gather(dy_held)() if dy_gathered is None else dy_held
             return call.transport.products.weight_gradient(dy, a, dtype)
 
         if call.deferred is not None and wants_weight:
             queue, (sink,) = call.deferred
-            queue.add(lambda: sink(weight_gradient()), *tensors_of(held), *tensors_of(a))
+            queue.add(lambda: sink(weight_gradient()), *held(dy_held, a))
         elif wants_weight:
             dweight = weight_gradient()
         return dx, dgate, dweight, dbias, dresidual_shard, None, None

@@ -85,11 +85,10 @@ def choose(
     def mixes(most: float) -> list[Mixes]:
         return [each for each in (rank.choose(most) for rank in ranks) if each is not None]
 
-    def fastest(most: float) -> _Step:
-        found = mixes(most)
-        if len(found) < len(ranks):  # a rank that needs most may have no mix just below its least
-            found = mixes(max(rank.least for rank in ranks))
-        return _step(plain, _text(config, ranks, found))
+    floor = max(rank.least for rank in ranks)
+
+    def fastest(most: float) -> _Step:  # a border may lie just below what the fullest rank needs
+        return _step(plain, _text(config, ranks, mixes(max(most, floor))))
 
     steps, short = [], 0.0
     if len(found := mixes(room)) == len(ranks):
@@ -97,7 +96,7 @@ def choose(
         if len(ranks) == 1 or all(each.seconds <= rank.fastest for rank, each in zip(ranks, found, strict=True)):
             steps.append(fastest(room))  # no more room has faster ones
         else:
-            steps.append(_ordered(fastest, fastest(0.0), bare, room))
+            steps.append(_ordered(fastest, fastest(floor), bare, room))
     if len(ranks) > 1:
         steps += sorted(_step(plain, str(way)) for way in ways)
     # what does not depend on layers may need more, as an optimizer's workspace

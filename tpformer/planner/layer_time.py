@@ -121,12 +121,9 @@ class LayerModel:
         if not self.fp8:
             return 0.0, 0.0, 0.0
         gathered = self.t > 1 and self.layout.sequence_parallel
-        forward, inputs, weights = quantising_bytes(linear, self.rows, gathered)
-        return (
-            stream_seconds(forward, self.device),
-            stream_seconds(inputs, self.device),
-            stream_seconds(weights, self.device),
-        )
+        moved = quantising_bytes(linear, self.rows, gathered)
+        forward, inputs, weights = (stream_seconds(each, self.device) for each in moved)
+        return forward, inputs, weights
 
     @property
     def launches(self) -> tuple[int, int]:

@@ -32,6 +32,11 @@ class Products:
         """Rows x (M, K) as GEMMs take them: x itself, or its blocks. A weight gradient is made of factors, too."""
         return x
 
+    def activated(self, x: Tensor, activation: str | None, gate: Tensor | None) -> Any:
+        """The factor of act(x), or of act(gate) * x."""
+        forward = implementation("activation", x).activation_forward
+        return self.factor(forward(x, activation, gate, blocks=self.in_blocks))
+
     def sent(self, x: Any) -> Tensor:
         """Rows x (M, K) as they travel: a row of the result for each row."""
         return x
