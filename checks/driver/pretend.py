@@ -3,7 +3,7 @@
     python -m checks.driver.pretend -m bench norm --quick
 
 What tensors hold then means nothing, nor do times. Large tensors are memory that nobody touches, so that sizes of a GPU
-cost little here. This is for rehearsals of what needs a GPU, and to fill Triton's cache.
+cost little here. It serves rehearsals of what needs a GPU, and it fills Triton's cache.
 
 Belongs here: what of torch.cuda and of tensors has to seem otherwise, besides what Stub changes.
 """
