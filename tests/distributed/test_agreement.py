@@ -6,10 +6,11 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tpformer.distributed import agreement
-from tpformer.distributed.agreement import Decides, agree
+from tpformer.distributed.agreement import Decides, agree, digests
 
 SAME = {"command": "pretrain", "lr": 0.1, "file": "a", "version": "1", "environment": {}}
 
@@ -54,3 +55,11 @@ def test_ranks_that_differ_are_named_with_the_key_and_both_values(ranks, tmp_pat
     heard = ranks(3).run(joined, str(tmp_path), [first, first, last])
     assert len({*heard}) == 1 and (said in heard[0] if said else heard[0] == ""), heard
     assert "\n" not in heard[0] and str(tmp_path) not in heard[0]
+
+
+def test_digests_tell_values_in_another_order_apart():
+    x = torch.randn(3, 4)
+    given = [x, x[[1, 0, 2]], x[:, [1, 0, 2, 3]], -x, x.t(), x[0], x[0].roll(1), x[:0], x[0, 0], torch.zeros(())]
+    own, again = digests(given), digests([each.clone() for each in given])
+    assert torch.equal(own, again) and len(own.unique(dim=0)) == len(given) - 1, "nothing and zero are alike"
+    assert torch.equal(digests([x[0, 0], x.to("meta")])[1], torch.zeros(2, dtype=torch.float64))

@@ -65,7 +65,7 @@ REASONS = (
     "self_attn draws random numbers (torch, q_proj.lora_dropout.default.p is 0.1), and each rank has only a part",
     "attention draws random numbers (torch, output.dropout.p is 0.1), and each rank has only a part of its features",
     "output_attentions=True, but each rank",
-    "scale differs between tensor-parallel ranks",
+    "up.weight differs between tensor-parallel ranks",
     "up.weight has a gradient",
     "gpus=8, but 2 processes run this program: start it with torchrun --nproc-per-node 8",
 )
@@ -81,7 +81,7 @@ def test_what_would_be_silently_wrong_is_refused():
     calls += [lambda: parallelize(get_peft_model(llama, adapters)).train()(IDS), lambda: bert.train()(IDS)]
     calls.append(lambda: bert.eval()(IDS, output_attentions=True))
     other, graded = Scaled(), Scaled()
-    other.scale.data += rank
+    other.up.weight.data = other.up.weight.data.roll(rank, 0)
     graded.up.weight.grad = torch.ones(23, 16)
     calls += [lambda each=each: parallelize(each, mesh, example=torch.rand(2, 16)) for each in (other, graded)]
     calls.append(lambda: parallelize(Scaled(), gpus=8))

@@ -17,7 +17,7 @@ from tpformer.distributed.collectives import record_collectives
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.distributed.encodings import ENCODINGS
 from tpformer.parallel import exchange_named, exchange_of, local_part
-from tpformer.parallel.fragments import held_by, layer_of
+from tpformer.parallel.fragments import Fragment, Held, held_by, layer_of
 from tpformer.training.model import ModelParts
 
 BATCH, TOKENS = 8, MODEL["seq_length"] + 1
@@ -215,9 +215,22 @@ def test_nobody_in_a_round_changes_nothing():
 def test_replicas_that_begin_differently_are_told():
     model, optimizers = build(config_of("diloco"))
     if dist.get_rank() == 1:
-        model.parts[0].layers["1"].mlp.fc1.weight.data.mul_(1.5)
+        weight = model.parts[0].layers["1"].mlp.fc1.weight.data
+        weight.copy_(weight.roll(1, 0))
     with pytest.raises(RuntimeError, match=r"replicas begin with other values of layers\.1\.mlp\.fc1\.weight"):
         take_step(model, optimizers, rows_of(1))
+
+
+@pytest.mark.parametrize("weight", [0.0, 2.0])
+def test_a_replica_of_no_weight_goes_on_from_the_common_values(weight):
+    """And so does its copy in another part, such as a tied table's in the last stage."""
+    own, common = torch.randn(2, 3, 4, dtype=torch.float64)
+    copies = own.clone(), own.clone()
+    held = Held("wte.weight", copies[0], common.clone(), torch.zeros(3, 4), "stages", [copies[1]])
+    Fragment([held], dist.group.WORLD, None, torch.device("cpu")).rejoin(torch.tensor(weight, dtype=torch.float64))
+    for copy in copies:
+        assert_identical(copy, own if weight else common)
+    assert_identical(held.start, common)
 
 
 @pytest.mark.parametrize(("send", "dtype", "parallel"), [

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tpformer.version import __version__
 from tpformer.words import listed, shown
@@ -42,6 +43,26 @@ class Decides:
     command: str
     values: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, Path] = field(default_factory=dict)
+
+
+def digests(tensors: Sequence[Tensor]) -> Tensor:
+    """(len(tensors), 2) float64 of what ranks compare instead of values: sums weighted by row, and by column.
+
+    Equal tensors have equal ones; other values, or the same ones in another order, have others. On the first tensor's
+    device; a meta tensor has zeros. Memory: a row and a column of float64 numbers at a time.
+    """
+
+    def weighted(x: Tensor, dim: int) -> Tensor:
+        total = x.sum(dim, dtype=torch.float64)
+        return total @ torch.arange(1, len(total) + 1, dtype=torch.float64, device=x.device)
+
+    found = []
+    for each in tensors:
+        x = each.detach().flatten(1) if each.dim() > 1 else each.detach().reshape(-1, 1)
+        found.append(
+            torch.zeros(2, dtype=torch.float64) if x.is_meta else torch.stack([weighted(x, 1), weighted(x, 0)])
+        )
+    return torch.stack([each.to(found[0].device) for each in found])
 
 
 def agree(own: Decides) -> None:

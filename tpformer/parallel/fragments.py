@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from tpformer.distributed.agreement import digests
 from tpformer.distributed.collectives import all_gather, combine, start_all_gather, start_all_reduce
 from tpformer.distributed.dtensor import local_part
 from tpformer.distributed.encodings import Encoding
@@ -197,8 +198,7 @@ def check_equal(held: Sequence[Held], replicas: ProcessGroup, device: torch.devi
     """
     if not held:
         return
-    sums = torch.stack([torch.stack((x.sum(), x.square().sum())) for each in held for x in [each.own.double()]])
-    first, *others = all_gather(sums[None].to(device), replicas)
+    first, *others = all_gather(digests([each.own for each in held])[None].to(device), replicas)
     for other in others:
         same = (other == first) | (other.isnan() & first.isnan())  # what is no number everywhere is a step's to report
         for each, equal in zip(held, same.all(1).tolist(), strict=True):
