@@ -41,12 +41,12 @@ def shipped_cases(capability: int, shelf: Shelf) -> list[Any]:
     from checks.compile import cases
 
     cases.meta = shelf
-    from checks.compile import memory_bound, shipped
+    from checks.compile import memory_bound, quantized, shipped
 
     shipped.channel = cache(shipped.channel)  # what is kept of calls, a channel keeps
     shipped.channel(), shipped.channel(1), shipped.channel(shipped.WORLD)  # before a case takes memory
 
-    memory_bound.PROGRAMS = shipped.PROGRAMS = None
+    memory_bound.PROGRAMS = quantized.PROGRAMS = shipped.PROGRAMS = None
     ours = [case for case in shipped.cases() if case.capability == capability and case.dtype != torch.float16]
     ours.sort(key=lambda case: case.dtype == torch.bfloat16)
     groups: dict = {}

@@ -17,8 +17,9 @@ from turns import in_turns, of_turn
 from checks.driver.stub import VARIABLE, build, missing
 
 # programs that walk tiles or rows: more than are resident at once would do their work in two waves
-PERSISTENT = [f"{name}_kernel" for name in ("matmul", "grouped_matmul", "grouped_weight_gradient", "norm_backward",
-                                            "norm_weight_gradient", "finish_backward")]  # fmt: skip
+PERSISTENT = [f"{name}_kernel" for name in ("matmul", "grouped_matmul", "grouped_weight_gradient", "quantized_matmul",
+                                            "quantized_grouped_matmul", "norm_backward", "norm_weight_gradient",
+                                            "finish_backward")]  # fmt: skip
 FEW_TILES = "one-shot"  # the GEMM that has fewer tiles than a GPU has SMs
 
 
@@ -51,8 +52,9 @@ def expected_maps(case: dict) -> int:
 
     Pointers load rows that an index names, and both factors of a gradient of groups.
     """
-    grouped = {"grouped_matmul_kernel": 1 if "indexed" in case["name"] else 2, "grouped_weight_gradient_kernel": 0,
-               "all_gather_grouped_matmul_kernel": 1}  # fmt: skip
+    of_rows = 1 if "indexed" in case["name"] else 2
+    grouped = {"grouped_matmul_kernel": of_rows, "quantized_grouped_matmul_kernel": of_rows,
+               "grouped_weight_gradient_kernel": 0, "all_gather_grouped_matmul_kernel": 1}  # fmt: skip
     factors = 3 if "3 " in case["name"] else 1
     sources = {"matmul_kernel": 1, "all_gather_matmul_kernel": 3}.get(case["kernel"], factors)
     return grouped.get(case["kernel"], sources + factors) if case["tma"] else 0
