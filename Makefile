@@ -64,18 +64,18 @@ proofs: execute proofs-compiled proofs-together proofs-alone  ## the long checks
 proofs-compiled: .venv/ready $(if $(filter 2 all,$(TURN)),.venv/gpu/ready)
 	$(BIN)/python -m checks.compile --only '^(?!.* float16( |$$)).* sm_90 (\w+$$|.* 128x128x(64|128) )' \
 		$(if $(filter all,$(TURN)),,--share $(TURN)/$(TURNS))
-	$(if $(filter 2 all,$(TURN)),$(COMPILED_AS_ON_GPUS))
+	$(if $(filter 2 all,$(TURN)),$(call COMPILED_AS_ON_GPUS,bfloat16|int32))
 
-# The triton of many GPU images, beside this torch. It has to compile every variant of a kernel, too: one tile of it, in
-# bfloat16 if it takes that, for sm_90. It lets no loads run ahead in a loop that has both TMA and indexed rows, as
-# grouped GEMMs do. Where it cannot be installed, .venv/gpu/ready says so.
+# The triton of many GPU images, beside this torch. It has to compile every variant of a kernel, too: one tile of it for
+# sm_90, in proofs in bfloat16 if the kernel takes that, in the whole check in all dtypes. It lets no loads run ahead in a
+# loop that has both TMA and indexed rows, as grouped GEMMs do. Where it cannot be installed, .venv/gpu/ready says so.
 GPU_TRITON := 3.6.0
 IN_FLOAT32 := (route|combine_statistics)
 GROUPED := (all_gather_grouped|quantized_grouped|grouped_matmul)
-ONE_TILE := ^(?!$(GROUPED)).* sm_90 (bfloat16($$| 128x128x(64|128) )|int32$$)|^$(IN_FLOAT32).* sm_90
-COMPILED_AS_ON_GPUS = if [ -s .venv/gpu/ready ]; then cat .venv/gpu/ready; else \
-	export PYTHONPATH=.; .venv/gpu/bin/python -m checks.compile --only '$(ONE_TILE)' && \
-	.venv/gpu/bin/python -m checks.compile --without loads_run_ahead --only '^$(GROUPED).* sm_90 bfloat16 128x128x(64|128) '; fi
+ONE_TILE := ($$| 128x128x(64|128) )
+COMPILED_AS_ON_GPUS = if [ -s .venv/gpu/ready ]; then cat .venv/gpu/ready; else export PYTHONPATH=.; \
+	.venv/gpu/bin/python -m checks.compile --only '^(?!$(GROUPED)).* sm_90 ($(1))$(ONE_TILE)|^$(IN_FLOAT32).* sm_90' && \
+	.venv/gpu/bin/python -m checks.compile --without loads_run_ahead --only '^$(GROUPED).* sm_90 ($(1))$(ONE_TILE)'; fi
 
 .venv/gpu/ready: .venv/ready
 	$(PYTHON) -m venv .venv/gpu
@@ -98,8 +98,9 @@ coverage: .venv/ready  ## lines and branches that the test suite runs; build/cov
 mutations: .venv/ready  ## a fixed sample of wrong edits, each against the tests that reach it; after `make coverage`
 	$(BIN)/python tests/mutants.py
 
-compile-check: .venv/ready  ## every shipped kernel compiled for three GPU architectures, and its code checked; no GPU
+compile-check: .venv/ready .venv/gpu/ready  ## every shipped kernel compiled for three GPU architectures, and its code checked; no GPU
 	$(BIN)/python -m checks.compile
+	$(call COMPILED_AS_ON_GPUS,\w+)
 
 # the file that takes longest first
 execute: .venv/ready  ## compiled kernels executed on the CPU, against their references and for races; no GPU
