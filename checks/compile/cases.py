@@ -1,21 +1,24 @@
 """The type of a case of the compile check: one specialisation of one kernel, and what its code must show.
 
-Belongs here: the type, and the capabilities and dtypes that kernels are compiled for. shipped.py and memory_bound.py
-list the cases of the kernels that ship, rules.py judges them.
+Belongs here: the type, the capabilities and dtypes that kernels are compiled for, and operands without memory.
+shipped.py, quantized.py and memory_bound.py list the cases of the kernels that ship, rules.py judges them.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from tpformer.kernels.launch import Tile
 from tpformer.kernels.pack.format import RECORD, Packed, groups_of
+from tpformer.kernels.protocol import ERROR_WORDS, Channel
 
 CAPABILITIES = (80, 90, 100)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WORLD = 8  # ranks of a communicating kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,3 +75,27 @@ def meta(*shape: int, dtype: torch.dtype) -> Tensor:
 def meta_packed(*shape: int) -> Packed:
     """A packed tensor without memory."""
     return Packed(meta(groups_of(math.prod(shape)), RECORD, dtype=torch.uint8), shape)
+
+
+def channel(served: int = 1, world: int = WORLD, piece: int = 1) -> Channel:
+    """A workspace without memory, large enough for every case. It serves virtual ranks if `served` is above 1. piece:
+    bytes of which a slot holds a whole number."""
+    capacity, flags = (1 << 34) // piece * piece, 1 << 16
+    tables, words = partial(meta, dtype=torch.int64), partial(meta, dtype=torch.int32)
+    slots = (meta(served * capacity, dtype=torch.uint8), meta(served * capacity, dtype=torch.uint8))
+    return Channel(
+        rank=0,
+        served=served,
+        world=world,
+        data=tables(served, world),
+        flags=tables(served, world),
+        epoch=words(served),
+        error=words(served, ERROR_WORDS.value),
+        stopped=words(served, 2),
+        slots=slots,
+        parity_stride=served * capacity,
+        capacity=capacity,
+        writer_flags=flags,
+        limit=10**6,
+        counters=words(served, world * flags),
+    )

@@ -12,10 +12,23 @@ from torch import Tensor
 
 from tpformer.kernels.activation.kernel import activation_forward
 from tpformer.kernels.activation.reference import ACTIVATIONS
+from tpformer.kernels.all_gather_matmul.plan import IN_FLIGHT
+from tpformer.kernels.all_gather_quantized_matmul.kernel import (
+    all_gather_quantized_matmul,
+    all_gather_quantized_matmul_derivative,
+)
 from tpformer.kernels.configurations import TILES, tile_names
 from tpformer.kernels.finish import Norm
+from tpformer.kernels.launch import Tile
 from tpformer.kernels.norm.kernel import finish_norm_forward, norm_forward
-from tpformer.kernels.quantize.format import EXPONENTS, VALUES, Blocks, row_exponents, weight_exponents
+from tpformer.kernels.quantize.format import (
+    EXPONENTS,
+    VALUES,
+    Blocks,
+    row_exponents,
+    shard_bytes,
+    weight_exponents,
+)
 from tpformer.kernels.quantize.kernel import (
     dequantize,
     dequantize_weight,
@@ -26,7 +39,7 @@ from tpformer.kernels.quantize.kernel import (
 from tpformer.kernels.quantized_grouped_matmul.kernel import quantized_grouped_matmul
 from tpformer.kernels.quantized_matmul.kernel import quantized_matmul
 
-from .cases import CAPABILITIES, DTYPES, Case, meta
+from .cases import CAPABILITIES, DTYPES, WORLD, Case, channel, meta, meta_packed
 from .memory_bound import row_finish
 
 PROGRAMS = 132
@@ -117,9 +130,55 @@ def quantized_grouped_matmul_cases() -> Iterator[Case]:
                     )  # fmt: skip
 
 
+def all_gather_quantized_matmul_cases() -> Iterator[Case]:
+    """Gathers by copies and by pushes, of one rank and of virtual ranks, and with an activation's derivative."""
+    m, n, k = 8192, 4096, 2048
+    shard = partial(meta, dtype=torch.uint8)
+    nbytes = shard_bytes(m // WORLD, k)
+
+    def forward(push: bool, widths: tuple[int, ...] = (n,), served: int = 1, **options) -> None:
+        weights = [weight_of(served * width, k) for width in widths]
+        biases = [meta(len(w.values), dtype=options["dtype"]) for w in weights]
+        all_gather_quantized_matmul(
+            shard(served, nbytes), weights, channel(served, piece=nbytes), biases, push=push, keep=push,
+            programs=PROGRAMS, **options,
+        )  # fmt: skip
+
+    def derivative(gated: bool, dtype: torch.dtype, tile: Tile, packed: bool = False) -> None:
+        x = meta_packed(m, n) if packed else meta(m, n, dtype=dtype)
+        all_gather_quantized_matmul_derivative(
+            shard(1, nbytes), weight_of(n, k), channel(), x, "silu" if gated else "gelu_tanh", x if gated else None,
+            keep=True, tile=tile, programs=PROGRAMS,
+        )  # fmt: skip
+
+    launches: dict[str, Callable[..., object]] = {
+        "copies": partial(forward, False),
+        "3 weights, push": partial(forward, True, (n, n // 4, n // 4)),
+        "virtual ranks": partial(forward, True, served=WORLD),
+        "derivative": partial(derivative, False),
+        "gated derivative": partial(derivative, True),
+    }
+    packed = {
+        "packed derivative": partial(derivative, False, packed=True),
+        "packed gated derivative": partial(derivative, True, packed=True),
+    }
+    for capability in CAPABILITIES:
+        for dtype in DTYPES if capability >= 90 else ():
+            for tile in (TILES[name] for name in tile_names(capability, VALUES.itemsize)):
+                for name, launch in (launches | (packed if dtype == torch.bfloat16 else {})).items():
+                    pushes = name != "copies"
+                    yield Case(
+                        name=name, kernel="all_gather_quantized_matmul_kernel", dtype=dtype, capability=capability,
+                        tile=tile, launch=partial(launch, dtype=dtype, tile=tile), acquires=2, releases=1 + pushes,
+                        local_atomics=int(pushes), in_flight=IN_FLIGHT * pushes,
+                        own=frozenset(("shard", "a", "problem", "b0", "b1", "b2")),
+                    )  # fmt: skip
+
+
 QUANTIZED: tuple[Callable[[], Iterator[Case]], ...] = (
     quantize_cases,
     blocks_cases,
     quantized_matmul_cases,
     quantized_grouped_matmul_cases,
+    all_gather_quantized_matmul_cases,
 )

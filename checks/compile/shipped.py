@@ -27,13 +27,12 @@ from tpformer.kernels.launch import Tile
 from tpformer.kernels.matmul.kernel import matmul, matmul_derivative
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
-from tpformer.kernels.protocol import ERROR_WORDS, Channel, bump, poll_in_vain
+from tpformer.kernels.protocol import bump, poll_in_vain
 
-from .cases import CAPABILITIES, DTYPES, Case, meta, meta_packed
+from .cases import CAPABILITIES, DTYPES, WORLD, Case, channel, meta, meta_packed
 from .memory_bound import MEMORY_BOUND
 from .quantized import QUANTIZED
 
-WORLD = 8
 M, N, K = 8192, 4096, 2048
 ODD = 4001  # columns
 ODD_INNER = 2001  # of both factors
@@ -43,29 +42,6 @@ GROUPS = 16
 PROGRAMS = 132
 OWN = frozenset(("shard", "a", "problem"))
 OPERANDS = OWN | {f"{name}{i}" for name in ("a", "b") for i in range(3)}
-
-
-def channel(served: int = 1, world: int = WORLD) -> Channel:
-    """A workspace without memory, large enough for every case. It serves virtual ranks if `served` is above 1."""
-    capacity, flags = 1 << 34, 1 << 16
-    tables, words = partial(meta, dtype=torch.int64), partial(meta, dtype=torch.int32)
-    slots = (meta(served * capacity, dtype=torch.uint8), meta(served * capacity, dtype=torch.uint8))
-    return Channel(
-        rank=0,
-        served=served,
-        world=world,
-        data=tables(served, world),
-        flags=tables(served, world),
-        epoch=words(served),
-        error=words(served, ERROR_WORDS.value),
-        stopped=words(served, 2),
-        slots=slots,
-        parity_stride=served * capacity,
-        capacity=capacity,
-        writer_flags=flags,
-        limit=10**6,
-        counters=words(served, world * flags),
-    )
 
 
 Variant = tuple[str, Callable[[torch.dtype, Tile], object]]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -187,8 +188,9 @@ def gather_of(channel: Channel, shard: Tensor, push: bool, keep: bool, fence: bo
 
 
 def check_shard(channel: Channel, shard: Tensor) -> None:
-    """ValueError unless the shard is a matrix on the channel's device."""
-    require("a gather", channel.epoch, ("the shard", shard, (shard.shape[0], shard.shape[-1]), FLOATS))
+    """ValueError unless the shard is a matrix of numbers, or of the bytes of blocks, on the channel's device."""
+    dtypes = (*FLOATS, torch.uint8)
+    require("a gather", channel.epoch, ("the shard", shard, (shard.shape[0], shard.shape[-1]), dtypes))
 
 
 @replayed

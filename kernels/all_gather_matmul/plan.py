@@ -13,6 +13,7 @@ import torch
 from ..configurations import TILES, select_tile, tile_names
 from ..cost import MACHINES, RELEASE_SECONDS, Machine, machine_for, tile_seconds
 from ..launch import Tile, is_interpreted, packed_width, persistent_programs, resident_programs
+from ..quantize.format import shard_bytes
 
 # Bytes that a pusher has asked for before it stores the first of them: of each of 256 threads 8 loads of 16 bytes.
 IN_FLIGHT = 32 << 10
@@ -33,6 +34,8 @@ class Work(NamedTuple):
     """Tiles of the chunks of all ranks."""
     seconds: float
     """Seconds of the GEMM, by the model, on all SMs."""
+    itemsize: int = 2
+    """Bytes of a number of the GEMM's operands."""
 
 
 class Push(NamedTuple):
@@ -48,9 +51,16 @@ class Push(NamedTuple):
 NO_PUSH = Push(0, 0)
 
 
-def machine_of(device: torch.device) -> Machine:
-    """The machine of a CUDA device; the table's first one stands for what is not in it."""
-    return (machine_for(torch.cuda.get_device_name(device)) if device.type == "cuda" else None) or MACHINES[0]
+def machine_of(device: torch.device, itemsize: int = 2) -> Machine:
+    """The machine of a CUDA device; the table's first one stands for what is not in it. itemsize: of the GEMMs'
+    operands; 1 is for blocks of e4m3, at the rate of 16 bits where theirs is not known."""
+    found = (machine_for(torch.cuda.get_device_name(device)) if device.type == "cuda" else None) or MACHINES[0]
+    return found.of_blocks or found if itemsize == 1 else found
+
+
+def sent_bytes(rows: int, k: int, itemsize: int) -> int:
+    """Bytes of a shard of (rows, k) as a kernel sends it; itemsize 1 is of blocks of e4m3."""
+    return shard_bytes(rows, k) if itemsize == 1 else rows * packed_width(k, itemsize) * itemsize
 
 
 def filling_pushers(machine: Machine) -> int:
@@ -112,7 +122,7 @@ def plan_launch(
     for each pusher; no more than half of them push. programs, served, spare: as in persistent_programs."""
     machine = machine_of(device)
     pushers = pushers_of(work.nbytes, machine) if push and work.world > 1 else 0
-    room = persistent_programs(device, work.tiles + pushers, tile, programs, served, spare)
+    room = persistent_programs(device, work.tiles + pushers, tile, programs, served, spare, work.itemsize)
     if not pushers:
         return room, NO_PUSH
     if is_interpreted() and programs is None:
@@ -130,17 +140,17 @@ def select_gather_tile(
     chosen = select_tile(device, dtype, rows, *columns, chunks=world, operands=operands)
     if is_interpreted() or world == 1:
         return chosen
-    major, minor = torch.cuda.get_device_capability(device)
-    processors, machine = torch.cuda.get_device_properties(device).multi_processor_count, machine_of(device)
-    links = (world - 1) * rows * packed_width(k, dtype.itemsize) * dtype.itemsize / machine.link
+    (major, minor), itemsize = torch.cuda.get_device_capability(device), dtype.itemsize
+    processors, machine = torch.cuda.get_device_properties(device).multi_processor_count, machine_of(device, itemsize)
+    links = (world - 1) * sent_bytes(rows, k, itemsize) / machine.link
 
     def seconds(tile: Tile, chunks: int) -> float:
         tiles = chunks * math.ceil(rows / tile.m) * sum(math.ceil(n / tile.n) for n in columns)
-        programs = resident_programs(device, tile)
+        programs = resident_programs(device, tile, itemsize=itemsize)
         # beside the others on its SM: while the last chunk is multiplied, those of the one before still are
         return math.ceil(tiles / programs) * tile_seconds(tile[:2], k, programs // processors, machine, processors)
 
-    tiles = [TILES[name] for name in tile_names(10 * major + minor, dtype.itemsize, operands)]
+    tiles = [TILES[name] for name in tile_names(10 * major + minor, itemsize, operands)]
     hidden = [tile for tile in (chosen, *tiles) if seconds(tile, world) <= links]
     return min(hidden, key=lambda tile: seconds(tile, 1)) if chosen in hidden else chosen
 

@@ -53,6 +53,11 @@ def blocks_bytes(rows: int, columns: int) -> int:
     return rows * columns + rows * (columns // BLOCK)
 
 
+def shard_bytes(rows: int, columns: int) -> int:
+    """Bytes of the same as a rank sends them to a kernel: rounded up to those of the widest load."""
+    return -(-blocks_bytes(rows, columns) // 16) * 16
+
+
 def weight_exponents(rows: int, columns: int) -> tuple[int, int]:
     """The shape of the exponents of a weight (rows, columns)."""
     return rows // BLOCK, columns // BLOCK

@@ -14,8 +14,8 @@ from ..configurations import select_grouped_tile
 from ..grouped_matmul.kernel import GroupedForm, find_tile, load_rows, numbers, pointer_stages
 from ..launch import Tile, launch_options, operand, persistent_programs, triton_dtype
 from ..quantize.format import Blocks
-from ..quantize.kernel import power, require_capability
-from ..quantized_matmul.kernel import BLOCK, CAPABILITIES, NO_TILE
+from ..quantize.kernel import require_capability
+from ..quantized_matmul.kernel import BLOCK, CAPABILITIES, NO_TILE, add_scaled
 from ..replay import launch, replayed
 from ..tile import load_block, store_activated
 from .reference import check_operands
@@ -66,9 +66,7 @@ def quantized_grouped_matmul_kernel(
             else:
                 left = load_rows(a, rows, inside, at, k, k, BLOCK)
             right = load_block(weights, first, begin + at, height, width, width, BLOCK_N, BLOCK, TILE.tma)
-            scale = power(tl.load(a_exponents + step * m + rows, mask=inside, other=0).to(tl.int32), False)
-            scale *= power(tl.load(blocks + step).to(tl.int32), False)
-            result += tl.dot(left, right.T) * scale[:, None]
+            result = add_scaled(result, left, right, a_exponents + step * m + rows, inside, blocks + step)
         store_activated(y, result, None, row, column, row_end, n, "", BLOCK_M, BLOCK_N)
 
 

@@ -19,10 +19,22 @@ CAPABILITIES = (9, 0), (12, 0)  # with TMA, and enough shared memory for the til
 NO_TILE = "for which no tile of blocks of e4m3 ships: multiply on sm_90 or sm_100"
 
 
+@triton.jit
+def add_scaled(result, left, right, rows, inside, weight):
+    """result + left right^T of one block of K, scaled by the rows' exponents and the weight's, to which `rows` and
+    `weight` point; inside: which rows there are.
+
+    The product begins at zero, because tensor cores keep fewer digits of a sum of e4m3 than float32 has, and is scaled
+    and added in float32.
+    """
+    scale = power(tl.load(rows, mask=inside, other=0).to(tl.int32), False)
+    scale *= power(tl.load(weight).to(tl.int32), False)
+    return result + tl.dot(left, right.T) * scale[:, None]
+
+
 @triton.jit(do_not_specialize=["m"])
 def quantized_matmul_kernel(a, b, a_exponents, b_exponents, bias, out, m, n, k, TILE: tl.constexpr):
-    """C = A B^T + bias. A step of K is one block of both operands: its product begins at zero, because tensor cores
-    keep fewer digits of a sum of e4m3 than float32 has, and is scaled and added in float32."""
+    """C = A B^T + bias. A step of K is one block of both operands."""
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
     steps = k // BLOCK
@@ -36,9 +48,7 @@ def quantized_matmul_kernel(a, b, a_exponents, b_exponents, bias, out, m, n, k, 
         for step in range(steps):
             left = load_block(a, row, step * BLOCK, m, k, k, BLOCK_M, BLOCK, TILE.tma)
             right = load_block(b, column, step * BLOCK, n, k, k, BLOCK_N, BLOCK, TILE.tma)
-            scale = power(tl.load(a_exponents + step * m + rows, mask=rows < m, other=0).to(tl.int32), False)
-            scale *= power(tl.load(b_blocks + step).to(tl.int32), False)
-            result += tl.dot(left, right.T) * scale[:, None]
+            result = add_scaled(result, left, right, a_exponents + step * m + rows, rows < m, b_blocks + step)
         store_activated(out, result, bias, row, column, m, n, "", BLOCK_M, BLOCK_N)
 
 

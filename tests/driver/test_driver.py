@@ -56,7 +56,9 @@ def expected_maps(case: dict) -> int:
     grouped = {"grouped_matmul_kernel": of_rows, "quantized_grouped_matmul_kernel": of_rows,
                "grouped_weight_gradient_kernel": 0, "all_gather_grouped_matmul_kernel": 1}  # fmt: skip
     factors = 3 if "3 " in case["name"] else 1
-    sources = {"matmul_kernel": 1, "all_gather_matmul_kernel": 3}.get(case["kernel"], factors)
+    sources = {"matmul_kernel": 1, "all_gather_matmul_kernel": 3, "all_gather_quantized_matmul_kernel": 3}.get(
+        case["kernel"], factors
+    )
     return grouped.get(case["kernel"], sources + factors) if case["tma"] else 0
 
 
@@ -112,7 +114,7 @@ def test_every_launcher(commands, library, capability) -> None:
     assert again == {(f"{kernel}_kernel", name) for kernel, names in expected.items() for name in names}
     assert any(case["waits"] for case in cases) and any(case["tma"] for case in cases) == (capability >= 90)
     missing = uncovered(DEFAULT, {case["case"]: SimpleNamespace(kernel=case["kernel"]) for case in cases})
-    of_e4m3 = ("kernels/quantize", "activation_blocks_kernel")  # which sm_80 has not
+    of_e4m3 = ("kernels/quantize", "_quantized_", "activation_blocks_kernel")  # which sm_80 has not
     e4m3 = [text for text in missing if any(each in text for each in of_e4m3)]
     assert missing == e4m3 and bool(e4m3) == (capability < 90)
 

@@ -27,6 +27,7 @@ REACH = {
     "matmul_all_reduce/kernel.py": ["all-reduce"], "matmul_reduce_scatter/kernel.py": ["reduce-scatter"],
     "norm/kernel.py": ["norm", "results in blocks"], "pack/kernel.py": ["pack"], "philox/kernel.py": ["dropout"],
     "quantize/kernel.py": ["quantize", "results in blocks"],
+    "all_gather_quantized_matmul/kernel.py": ["all-gather blocks"],
     "quantized_grouped_matmul/kernel.py": ["quantized groups"], "quantized_matmul/kernel.py": ["quantized matmul"],
     "rope/kernel.py": ["rope"], "route/kernel.py": ["route"], "rows.py": ["dropout", "norm"],
     "tile.py": ["matmul", "reduce-scatter", "all-gather matmul", "all-reduce"],

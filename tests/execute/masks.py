@@ -22,6 +22,7 @@ import row_checks
 import test_activation_kernel as activations
 import test_all_gather_grouped_matmul_kernel as experts
 import test_all_gather_matmul_kernel as gathers
+import test_all_gather_quantized_matmul_kernel as quantized_gathers
 import test_combine_kernel as combinations
 import test_cross_entropy_kernel as losses
 import test_dropout_kernel as dropouts
@@ -186,7 +187,9 @@ def quantized_groups(shape: Shape, watch: Watch) -> None:
         quantized_grouped.check(kernel("quantized_grouped_matmul"), counts, *form, FLOAT, "cpu", tile=tile)
 
 
-def on_ranks(gemm: gemms.Gemm, world: int, shape: Shape, watch: Watch, flags: int = gemms.WRITER_FLAGS) -> None:
+def on_ranks(
+    gemm: gemms.Gemm, world: int, shape: Shape, watch: Watch, flags: int = gemms.WRITER_FLAGS, tile: Tile = TILE
+) -> None:
     """Run a communicating GEMM on the virtual ranks of a group. flags: of a writer, that the launcher asks for. No
     others may be set: in a channel without them they are those of the next writer."""
     made = []
@@ -197,7 +200,7 @@ def on_ranks(gemm: gemms.Gemm, world: int, shape: Shape, watch: Watch, flags: in
         return made[0]
 
     with mock.patch.object(gemms, "virtual_channel", channel):
-        gemms.run_on_virtual_ranks(gemm, world, TILE, FLOAT, [shape])
+        gemms.run_on_virtual_ranks(gemm, world, tile, FLOAT, [shape])
     words = storage_of(made[0].slots[0]).view(torch.int32)[-world * world * gemms.WRITER_FLAGS :]
     assert (words.view(-1, gemms.WRITER_FLAGS)[:, flags:] == gemms.BEFORE_WRAP).all(), "flags beyond those asked"
 
@@ -205,6 +208,12 @@ def on_ranks(gemm: gemms.Gemm, world: int, shape: Shape, watch: Watch, flags: in
 def all_gather_matmul(shape: Shape, watch: Watch) -> None:
     on_ranks(gathers.linear(2, "silu"), 2, shape, watch)
     on_ranks(gathers.derivative("silu", gated=True), 2, shape, watch)
+
+
+def all_gather_quantized_matmul(shape: Shape, watch: Watch) -> None:
+    tile = quantized_products.WIDE._replace(m=4)
+    on_ranks(quantized_gathers.linear(2), 2, (shape[0], 1, 2), watch, tile=tile)
+    on_ranks(quantized_gathers.derivative("silu", gated=True), 2, (shape[0], 1, 1), watch, tile=tile)
 
 
 def all_gather_grouped_matmul(shape: Shape, watch: Watch) -> None:
@@ -283,6 +292,7 @@ CASES: dict[str, tuple[Callable[[Shape, Watch], object], list[Shape]]] = {
     "groups": (grouped_matmul, [(7, 7, 5), (8, 9, 5), (10, 5, 4), *every_remainder(4, 4, 8)]),
     "all-gather matmul": (all_gather_matmul, [(5, 6, 8), (5, 6, 7), *every_remainder(4, 4, 4)]),
     "all-gather groups": (all_gather_grouped_matmul, [(5, 6, 8), (13, 6, 7), *every_remainder(4, 4, 4)]),
+    "all-gather blocks": (all_gather_quantized_matmul, [(3,), (5,), *[(n,) for n in range(1, 10)]]),
     "gather": (gather, [(5,), *[(n,) for n in range(1, 9)]]),
     "reduce-scatter": (matmul_reduce_scatter, [(11, 6, 7), *every_remainder(4, 4, 4)]),
     "all-reduce": (matmul_all_reduce, [(13, 6, 7), *every_remainder(4, 4, 4)]),

@@ -35,6 +35,7 @@ PATIENCE = 60  # seconds that the shared memory's own barrier waits
 # (rows per rank, N, K): one of everything, primes below and above the tile in each, three tiles of rows and of K
 SHAPES = ((1, 1, 1), (5, 7, 3), (17, 23, 19), (34, 5, 40))
 GPU_SHAPES = ((128, 256, 512), (200, 264, 136), (1, 8, 8), (300, 1000, 1024), (8, 256, 512))
+GPU_TILES = ("large", "medium", "small")
 FINISH = ("bias", "start", "residual")  # what finishes a sum; "start" is dropout's
 KEY = 0xF234567887654321  # of dropout: both halves are negative as int32
 
@@ -54,6 +55,8 @@ class Gemm(NamedTuple):
     """Names of inputs that are equal on all ranks."""
     exact: bool = True
     """Whether zeros and ones give whole numbers; then the last operation on processes is compared bit for bit."""
+    piece: Callable[[int, int], int] | None = None
+    """(rows, K) -> bytes of which a slot of virtual ranks holds a whole number; None: those of a row of K elements."""
 
 
 def shapes(**sizes: tuple[int, ...]) -> Tensors:
@@ -121,16 +124,16 @@ def compare(actual: Sequence[Tensor | None], gemm: Gemm, inputs: list[Tensors], 
             assert_kernel_close(x, wide, same, f"{where} output {number}")
 
 
-def on_gpu(*gemms: Gemm) -> Callable[..., None]:
-    """The tests of GEMMs on virtual ranks of one GPU: GPU_SHAPES in bfloat16, eight operations each, three tiles."""
+def on_gpu(*gemms: Gemm, sizes: Sequence = GPU_SHAPES, tiles: Sequence[str] = GPU_TILES) -> Callable[..., None]:
+    """The tests of GEMMs on virtual ranks of one GPU: shapes in bfloat16, eight operations each, with each tile."""
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("world", [2, 4, 8])
-    @pytest.mark.parametrize("name", ["large", "medium", "small"])
+    @pytest.mark.parametrize("name", tiles)
     def test(world: int, name: str) -> None:
-        sizes = {"capacity": 1 << 26, "flags": 1024, "repeat": 8}
+        options = {"capacity": 1 << 26, "flags": 1024, "repeat": 8}
         for gemm in gemms:
-            run_on_virtual_ranks(gemm, world, TILES[name], torch.bfloat16, GPU_SHAPES, "cuda", **sizes)
+            run_on_virtual_ranks(gemm, world, TILES[name], torch.bfloat16, sizes, "cuda", **options)
 
     return test
 
@@ -156,11 +159,13 @@ def run_on_processes(gemm: Gemm, tile: Tile = TILE, dtype=torch.float32, sizes: 
     assert not channel.error.any() and not channel.counters.any()
 
 
-def channel_for(world: int, k: int, dtype, device: str, capacity: int, flags: int, **options: int) -> Channel:
+def channel_for(
+    world: int, k: int, dtype, device: str, capacity: int, flags: int, piece: int | None = None, **options: int
+) -> Channel:
     """A virtual channel, for rows of k elements: a TMA descriptor covers all ranks' slots as one matrix, so a slot is a
-    whole number of rows."""
-    row = -(-k * dtype.itemsize // 16) * 16
-    return virtual_channel(world, capacity // row * row, flags, epoch=BEFORE_WRAP, device=device, **options)
+    whole number of rows, or of pieces of so many bytes."""
+    piece = piece or -(-k * dtype.itemsize // 16) * 16
+    return virtual_channel(world, capacity // piece * piece, flags, epoch=BEFORE_WRAP, device=device, **options)
 
 
 def stacked(inputs: list[Tensors]) -> Tensors:
@@ -174,7 +179,8 @@ def run_on_virtual_ranks(
 ) -> None:  # fmt: skip
     """Run all ranks in one launch. graph: a CUDA graph of one operation, so that parities alternate between replays."""
     for number, shape in enumerate(sizes):
-        channel = channel_for(world, shape[2], dtype, device, capacity, flags)
+        piece = None if gemm.piece is None else gemm.piece(shape[0], shape[2])
+        channel = channel_for(world, shape[2], dtype, device, capacity, flags, piece)
         given: Tensors = {}
 
         def operate(channel: Channel = channel, given: Tensors = given) -> Sequence[Tensor | None]:
@@ -220,12 +226,12 @@ def check_kept_rows(launch: Callable[[Tensor, Channel], object]) -> None:
         assert torch.equal(copy, whole)
 
 
-def pushers_that_join(gemm: Gemm) -> None:
+def pushers_that_join(gemm: Gemm, tile: Tile = TILE, sizes: Sequence = SHAPES[3:]) -> None:
     """The one pusher of a rank takes tiles from each of the chunks on. With several, this serial interpreter would have
     the first wait for peers that wait for the second."""
     for joins in range(dist.get_world_size() + 1):
         with mock.patch.object(plan, "plan_push", lambda work, *_, joins=joins: plan.Push(1, joins)):
-            run_on_processes(gemm, sizes=SHAPES[3:])
+            run_on_processes(gemm, tile, sizes=sizes)
 
 
 def check_shares(shares: list[list[range]], pushers: int, joins: int, counts: list[int]) -> None:

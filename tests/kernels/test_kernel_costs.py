@@ -61,6 +61,9 @@ CASES: list[tuple[str, tuple, dict, tuple[int, int]]] = [
     ("all_gather_matmul", (8, 3, 5, 4, 2), {}, (240, 2 * (40 + 15 + 24 + 30))),
     ("all_gather_grouped_matmul", (6, 3, 5), {"groups": 2, "tokens": 8, "world": 4, "itemsize": 2},
      (180, 2 * (6 * 8 + 4 * 2 * 15 + 30))),
+    # 8 rows of 2 blocks, 128 columns, of 4 ranks: 6 rows arrive
+    ("all_gather_quantized_matmul", (8, 128, 256, 4, 2), {},
+     (2 * 8 * 32768, 8 * 258 + 32768 + 2 + 2 * 8 * 128 + 6 * 258)),
     # partial sums once out and once in; then one shot, and two
     ("matmul_reduce_scatter", (8, 3, 5, 4, 2), {}, (240 + 24, 2 * (40 + 15 + 6) + 4 * 24)),
     ("matmul_all_reduce", (8, 3, 5, 4, 2), {"one_shot": True}, (240 + 24, 2 * (40 + 15 + 24 + 192))),

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from wrong_operands import call, changed, variants
 
 import tpformer.kernels
+from tpformer.kernels.all_gather_quantized_matmul.reference import packed_shard
 from tpformer.kernels.cross_entropy.reference import LossTerms, VocabSlice
 from tpformer.kernels.finish import Dropout, Finish, Norm
 from tpformer.kernels.norm.reference import norm_forward
@@ -86,8 +87,12 @@ OWN = {("all_gather_grouped_matmul", 1): 1}  # the dim of an operand whose size 
 SUMS: dict = {"tile": gemms.TILE}
 
 
-def channel() -> Any:
-    return virtual_channel(2, 1 << 14, 64)
+def channel(capacity: int = 1 << 14) -> Any:
+    return virtual_channel(2, capacity, 64)
+
+
+def shards() -> Tensor:
+    return torch.cat([packed_shard(quantize_rows(floats(2, 256) + rank)) for rank in range(2)])
 
 
 # (operation, launcher) -> (its arguments, its options), new ones in each call
@@ -153,6 +158,14 @@ ROWS: dict[tuple[str, str], Callable[[], tuple]] = {
     ),
     ("all_gather_matmul", "all_gather_matmul_derivative"): lambda: (
         (floats(T, 3), floats(6, N), channel(), floats(2 * T, N), "silu", floats(2 * T, N)), SUMS
+    ),
+    ("all_gather_quantized_matmul", "all_gather_quantized_matmul"): lambda: (
+        (shards(), [quantize_weight(floats(256, 256))], channel(64 * shards().shape[1]), [floats(256)]),
+        {**SUMS, "dtype": torch.float32},
+    ),
+    ("all_gather_quantized_matmul", "all_gather_quantized_matmul_derivative"): lambda: (
+        (shards(), quantize_weight(floats(256, 256)), channel(64 * shards().shape[1]), floats(8, 128), "silu",
+         floats(8, 128)), SUMS
     ),
     ("all_gather_matmul", "await_gathered"): lambda: ((channel(), floats(T, N), True), {}),
     ("all_gather_matmul", "gathered_copy"): lambda: ((virtual_channel(1, 1 << 14, 64), floats(T, N)), {}),

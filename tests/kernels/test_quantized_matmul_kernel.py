@@ -63,24 +63,28 @@ def test_what_is_not_a_number_stays_in_its_rows_and_columns(module: ModuleType, 
     assert torch.equal(found.cpu().nan_to_num(-1), expected.nan_to_num(-1))
 
 
-MISTAKES: dict[str, Edit] = {
+OF_A_STEP: dict[str, Edit] = {
     "scales folded into the sum": replace(
-        "result += tl.dot(left, right.T) * scale[:, None]", "result = (result + tl.dot(left, right.T)) * scale[:, None]"
+        "result + tl.dot(left, right.T) * scale[:, None]", "(result + tl.dot(left, right.T)) * scale[:, None]"
     ),
-    "no exponent of rows": replace("mask=rows < m, other=0).to(tl.int32)", "mask=rows < 0, other=0).to(tl.int32)"),
+    "no exponent of rows": replace("mask=inside", "mask=inside & (tl.program_id(0) < 0)"),
     "no exponent of the weight": replace("scale *= power(", "scale *= 0 * power("),
+}
+OF_THE_KERNEL: dict[str, Edit] = {
     "the rows' exponents of one block": replace("a_exponents + step * m + rows", "a_exponents + rows"),
     "exponents by rows": replace("a_exponents + step * m + rows", "a_exponents + rows * steps + step"),
     "the weight's exponents of one block": replace("b_blocks + step", "b_blocks"),
     "the first columns' exponents": replace("b_exponents + column // BLOCK * steps", "b_exponents + column * 0"),
     "a block less": replace("steps = k // BLOCK", "steps = tl.maximum(k // BLOCK - 1, 1)"),
 }
+MISTAKES = {name: ("add_scaled", edit) for name, edit in OF_A_STEP.items()}
+MISTAKES |= {name: ("quantized_matmul_kernel", edit) for name, edit in OF_THE_KERNEL.items()}
 
 
 @pytest.mark.parametrize("name", in_turns(MISTAKES))
 @in_interpreter(1)
 def test_a_mistake_is_caught(name: str) -> None:
-    with interpreting("quantized_matmul/kernel.py", "quantized_matmul_kernel", MISTAKES[name]):
+    with interpreting("quantized_matmul/kernel.py", *MISTAKES[name]):
         with pytest.raises(AssertionError):
             check(kernel, 3, 2, 3, torch.float32, "cpu", tile=WIDE)
             check(kernel, 40, 1, 2, torch.float32, "cpu", tile=WIDE)
