@@ -27,7 +27,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**EXPERTS, "model.first_dense_layers": 1, "model.ffn_hidden_size": 192}, "model.ffn_hidden_size=192"),
     ({"train.device": "cuda", "train.dtype": "float32"}, "FP8 with float32 on a GPU: its GEMMs give bfloat16"),
     ({"train.dtype": "float16"}, "FP8 with float16"),
-    ({"parallel.transport": "fused", "parallel.tensor_parallel": 2}, "FP8 with transport='fused'"),
+    (
+        {"parallel.transport": "fused", "parallel.tensor_parallel": 2, "parallel.sequence_parallel": False},
+        "FP8 with transport='fused' and sequence_parallel=False: its kernels fuse gathers of blocks",
+    ),
     ({"train.precision": "int8"}, "train.precision='int8': choose one of 16, fp8"),
 ]
 
@@ -43,9 +46,9 @@ def values(changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_gpus_that_have_no_gemm_of_blocks_are_refused() -> None:
     for capability in ((8, 0), (8, 9), (12, 0)):
         with pytest.raises(ValueError, match=f"FP8 on a GPU of sm_{capability[0]}{capability[1]}: .* sm_90 and sm_100"):
-            check_fp8_run("cuda", "bfloat16", "auto", capability)
+            check_fp8_run("cuda", "bfloat16", capability)
     for capability in ((9, 0), (10, 0), (10, 3)):
-        check_fp8_run("cuda", "bfloat16", "auto", capability)
+        check_fp8_run("cuda", "bfloat16", capability)
 
 
 @pytest.mark.parametrize("changes, message", REFUSED)

@@ -120,7 +120,7 @@ def cases(t: int) -> list[Fp8Column | Fp8Row]:
     ]
 
 
-SEQUENTIAL, PIPELINED = "quantized sequential", "quantized pipelined"
+SEQUENTIAL, PIPELINED, FUSED = "quantized sequential", "quantized pipelined", "quantized fused"
 
 
 @pytest.mark.parametrize("t, transport", [(1, SEQUENTIAL), *product((2, 4), (SEQUENTIAL, PIPELINED))])

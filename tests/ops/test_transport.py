@@ -20,13 +20,14 @@ from tpformer.planner.devices import as_if_on, load_device
 H100 = "NVIDIA H100 80GB HBM3"
 CUDA, CPU = device("cuda"), device("cpu")
 BF16 = torch.bfloat16
-T4 = {"name": "NVIDIA T4"}
+T4, B200 = {"name": "NVIDIA T4"}, {"name": "NVIDIA B200"}
 TWO_HOSTS = {"fused": "ranks 0 and 4 are on two hosts"}
 NO_PEERS = {"fused": "no peer access", "backend": "gloo"}
 COPIED = {"copied_flags": "torch lacks the operation"}
 FLAGS = "; copy engines set flags by copies: torch lacks the operation"
 GATHERS = "blocks are gathered, and "
-FP8, NO_BLOCKS = {"precision": "fp8"}, {"fused": "its kernels take no blocks"}
+FP8 = {"precision": "fp8"}
+ONLY = "; only the gather is fused, the reduction is sequential"
 EVENS = "; break-even of its gather 1160, of its reduction in bfloat16 2303"
 BLOCKS = tuple(
     f"; FP8: {gathers}the GEMM multiplies what blocks stand for{evens}"
@@ -89,8 +90,18 @@ def choice(*args, **options) -> tuple[str, str]:
     ({}, {"where": CPU, **FP8}, "sequential", "on cpu the collective, then the GEMM" + BLOCKS[1]),
     ({}, {"where": CPU, "op": ALL_REDUCE, **FP8}, "sequential", "on cpu the collective, then the GEMM" + BLOCKS[0]),
     ({}, {"where": CPU, "choice": "pipelined", **FP8}, "pipelined", "as asked for" + BLOCKS[1]),
-    (NO_BLOCKS, FP8, "pipelined", "1024 rows per rank >= 1024; not fused: its kernels take no blocks" + BLOCKS[1]),
-    (NO_BLOCKS, {"m": 8, **FP8}, "sequential", "1 rows per rank < 1024; not fused: its kernels.*" + BLOCKS[1]),
+    # fused where the model says that it pays
+    *((COPIED, {"op": op, "n": n, "k": k, **FP8}, "fused", "predicted of its gather: .*" + BLOCKS[1] + ONLY + FLAGS)
+      for op, n, k in ((GATHER, 1792, 4096), (SCATTER, 4096, 1792))),
+    ({}, {"n": 7168, "ranks": 2, **FP8}, "sequential", "predicted of its gather: .*; break-even of its gather 663, .*"),
+    ({}, {"choice": "fused", **FP8}, "fused", "as asked for" + BLOCKS[1] + ONLY),
+    (TWO_HOSTS, FP8, "pipelined", "1024 rows per rank >= 1024; not fused: ranks 0 and 4 are on two hosts" + BLOCKS[1]),
+    (B200, FP8, "pipelined", "1024 rows .*; not fused: the rate of blocks on NVIDIA B200 is not known; FP8: .*"),
+    # what no kernel fuses
+    ({}, {"op": ALL_REDUCE, "choice": "fused", **FP8}, "sequential", "fused was asked for, but its kernels reduce.*"),
+    ({}, {"grouped": Grouped(8, 16, 1536), "choice": "fused", **FP8}, "sequential", "fused was asked.* experts; .*"),
+    ({}, {"op": ALL_REDUCE, **FP8}, "pipelined", "1024 rows .*; not fused: its kernels reduce no products.*"),
+    ({}, {"grouped": Grouped(8, 16, 1536), "m": 8, **FP8}, "sequential", ".* not fused: its kernels gather no blocks .*"),
 ])  # fmt: skip
 def test_what_is_chosen_and_why(node, described, options, name, reason):
     node(**described)
@@ -127,14 +138,9 @@ def test_where_there_are_other_groups_their_collectives_find_free_processors(nod
     assert Fused(SimpleNamespace(size=lambda: 2)).spare == 32  # type: ignore[arg-type]
 
 
-def test_fused_kernels_and_measured_times_are_not_of_blocks(node, table, monkeypatch):
+def test_measured_times_are_not_of_blocks(node, table):
     ops.use_measured_table(table(row(ranks=8, sequential_us=1)))
-    assert choice()[0] == "sequential"
-    node(**NO_BLOCKS)
-    assert choice(**FP8)[0] == "pipelined"
-    refused("FP8 with transport='fused': its kernels gather no blocks", "fused", **FP8)
-    monkeypatch.undo()
-    assert choose.why_not_fused(request(**FP8)) == NO_BLOCKS["fused"]
+    assert choice()[0] == "sequential" and choice(**FP8)[0] == "fused"
 
 
 def refused(words: str, name: str, **options) -> None:

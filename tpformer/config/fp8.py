@@ -28,8 +28,8 @@ def check_fp8_sizes(sizes: Mapping[str, tuple[int, int]]) -> None:
             )
 
 
-def check_fp8_run(device: str, dtype: str, transport: str, capability: tuple[int, int] | None = None) -> None:
-    """ValueError for a device, a dtype of activations or a transport that no linear in FP8 has.
+def check_fp8_run(device: str, dtype: str, capability: tuple[int, int] | None = None) -> None:
+    """ValueError for a device or a dtype of activations that no linear in FP8 has.
 
     capability: of the GPU, where it is known.
     """
@@ -48,17 +48,17 @@ def check_fp8_run(device: str, dtype: str, transport: str, capability: tuple[int
             "FP8 with float16: a block's scale may be beyond its range; use bfloat16, float32 or float64, or leave FP8 "
             "out"
         )
-    if transport == "fused":
-        raise ValueError(
-            "FP8 with transport='fused': its kernels gather no blocks; set transport to auto, sequential or pipelined, "
-            "or leave FP8 out"
-        )
 
 
 def check_precision(model: GPTConfig, layout: Layout, device: str | None, dtype: str | None) -> None:
     """ValueError for a run in FP8 that cannot be. device, dtype: None where the configuration names none yet."""
-    check_fp8_run(device or "cpu", dtype or ("bfloat16" if device == "cuda" else "float32"), layout.transport)
+    check_fp8_run(device or "cpu", dtype or ("bfloat16" if device == "cuda" else "float32"))
     tp = layout.tensor_parallel
+    if layout.transport == "fused" and tp > 1 and not layout.sequence_parallel:
+        raise ValueError(
+            "FP8 with transport='fused' and sequence_parallel=False: its kernels fuse gathers of blocks, and there is "
+            "none; set sequence_parallel, another transport, or leave FP8 out"
+        )
     sizes = {"model.hidden_size": (model.hidden_size, 1), "model.n_heads * head_dim": (model.query_size, tp)}
     if model.kv_heads % tp:  # ranks share key-value heads, each of which is whole blocks
         sizes["model.head_dim"] = model.head_size, 1

@@ -24,7 +24,7 @@ SCALES = 6  # launches that make the scales of a product's two operands what cuB
 def check_fp8_device(device: Device) -> float:
     """The FLOP/s of GEMMs of blocks on a device. ValueError for one of which it is not known."""
     if device.capability is not None:
-        check_fp8_run("cuda", "bfloat16", "auto", device.capability)
+        check_fp8_run("cuda", "bfloat16", device.capability)
     if (rate := device.machine.fp8_flops) is not None:
         return rate
     known = ", ".join(machine.name for machine in MACHINES if machine.fp8_flops)

@@ -128,7 +128,7 @@ def build_parts(config: RunConfig, mesh: DeviceMesh, exchange: Exchange | None =
         check_packing(dtype_name(compute))  # of the device's own dtype, if the configuration names none
     if config.train.precision == FP8:
         capability = torch.cuda.get_device_capability() if mesh.device_type == "cuda" else None
-        check_fp8_run(mesh.device_type, dtype_name(compute), layout.transport, capability)  # likewise, and of the GPU
+        check_fp8_run(mesh.device_type, dtype_name(compute), capability)  # likewise, and of the GPU
     architecture = config.model.architecture
     ranges = split_stages(architecture.layer_costs(layout.pipeline_split), layout.n_stages)
     tp = tensor_parallel(mesh, layout, group_timeout(config), config.train.precision)

@@ -25,7 +25,7 @@ from ..transports.pipelined import Pipelined
 from ..transports.products import PLAIN
 from ..transports.quantized import BLOCKS
 from ..transports.sequential import Sequential, local
-from .prediction import Times, chosen_launch, fused_times, grouped_seconds, sequential_times
+from .prediction import Times, chosen_launch, fused_times, grouped_seconds, sequential_times, times_of_blocks
 from .request import Request
 from .spare import spare_processors
 
@@ -58,6 +58,10 @@ def open_transport(request: Request) -> Transport:
         return Sequential(request.group, request.sequence_parallel, products)
     if name == "pipelined":
         return Pipelined(request.group, request.sequence_parallel, products)
+    if request.precision == FP8:
+        from ..transports.fused_blocks import FusedBlocks  # imports triton
+
+        return FusedBlocks(request.group)
     from ..transports.fused import Fused  # imports triton
 
     return Fused(request.group, request.sequence_parallel)
@@ -73,7 +77,8 @@ def choose_transport(request: Request) -> Decision:
         the faster one of "fused" and "sequential" by the performance model, if topology and dtype (16 bits) allow both
         "pipelined", if the topology forbids "fused" and the chunks of the GEMM are large
         "sequential"
-    In FP8 nothing is fused or measured. ValueError where FP8 cannot be.
+    In FP8 nothing is measured, and only gathers are fused: what no fused kernel serves, `sequential` does, though
+    "fused" is asked for, and the reason says so. ValueError where FP8 cannot be.
     """
     check_choice("transport", request.transport, TRANSPORTS)
     if request.precision == FP8:
@@ -83,7 +88,10 @@ def choose_transport(request: Request) -> Decision:
     if request.transport == "auto":
         decision = _automatic(request)
     elif (reason := why_not(request.transport, request)) is None:
+        left = left_to_sequential(request) if request.transport == "fused" else None
         decision = Decision(request.transport, "as asked for")
+        if left is not None:
+            decision = Decision("sequential", f"fused was asked for, but {left}")
     else:
         raise ValueError(f'{NEEDS[request.transport]}: {reason}; use transport="auto" to have one chosen')
     return _with_notes(decision, request)
@@ -91,7 +99,7 @@ def choose_transport(request: Request) -> Decision:
 
 def _check_fp8(request: Request) -> None:
     capability = torch.cuda.get_device_capability(request.device) if request.device.type == "cuda" else None
-    check_fp8_run(request.device.type, dtype_name(request.dtype), request.transport, capability)
+    check_fp8_run(request.device.type, dtype_name(request.dtype), capability)
 
 
 def _break_evens(request: Request) -> str:
@@ -106,16 +114,16 @@ def _break_evens(request: Request) -> str:
 def _with_notes(decision: Decision, request: Request) -> Decision:
     """The decision, whose reason also says what FP8 sends and multiplies; and if copy engines may send a fused linear's
     rows and cannot fence their flags, that."""
+    reason = decision.reason
     if request.precision == FP8:
         gathers = "blocks are gathered, and " * (request.ranks > 1 and request.sequence_parallel)
-        blocks = f"FP8: {gathers}the GEMM multiplies what blocks stand for{_break_evens(request)}"
-        return decision._replace(reason=f"{decision.reason}; {blocks}")
+        reason += f"; FP8: {gathers}the GEMM multiplies what blocks stand for{_break_evens(request)}"
+        reason += "; only the gather is fused, the reduction is sequential" * (decision.transport == "fused")
     if decision.transport == "fused" and request.op != ALL_REDUCE:
         assert request.group is not None
-        why = why_copied_flags(request.group, request.device)
-        if why is not None:
-            return decision._replace(reason=f"{decision.reason}; copy engines set flags by copies: {why}")
-    return decision
+        if (why := why_copied_flags(request.group, request.device)) is not None:
+            reason += f"; copy engines set flags by copies: {why}"
+    return decision._replace(reason=reason)
 
 
 def why_not(transport: str, request: Request) -> str | None:
@@ -131,14 +139,21 @@ def why_not_fused(request: Request) -> str | None:
     Collective over the group at its first use.
     """
     assert request.group is not None
-    if request.precision == FP8:
-        return "its kernels take no blocks"
     obstacle = why_no_kernels(request.group, request.device)
     if obstacle is None and request.dtype not in KERNEL_DTYPES:
         return f"the operands are {request.dtype}, and the kernels take bfloat16, float16 and float32"
     if obstacle is None and request.m == 0:
         return "there is no row, and the kernels take at least one row"
     return obstacle
+
+
+def left_to_sequential(request: Request) -> str | None:
+    """Why the fused transport would leave a request to `sequential`; None if it has a kernel. In 16 bits it has all."""
+    if request.precision == FP8 and request.grouped is not None:
+        return "its kernels gather no blocks for experts"
+    if request.precision == FP8 and request.op == ALL_REDUCE:
+        return "its kernels reduce no products of blocks, and without sequence shards there is no gather"
+    return None
 
 
 def why_not_pipelined(request: Request) -> str | None:
@@ -188,7 +203,9 @@ def _automatic(request: Request) -> Decision:
         return measured
     if request.dtype not in FUSED_DTYPES:
         return Decision("sequential", f"{dtype_name(request.dtype)} is for verification, not for speed")
-    obstacle = why_not_fused(request)
+    obstacle = why_not_fused(request) or left_to_sequential(request)
+    if request.precision == FP8 and machine_of_request(request) is None:
+        obstacle = obstacle or f"the rate of blocks on {device_name(request.device)} is not known"
     if obstacle is None:
         return _fused_or_sequential(request)
     rows = request.m // request.ranks
@@ -209,15 +226,22 @@ def _fused_or_sequential(request: Request) -> Decision:
         )
     times = predicted_times(request, machine)
     fastest = min(times, key=lambda name: times[name].seconds)
-    return Decision(fastest, "predicted: " + ", ".join(f"{name} {time}" for name, time in times.items()))
+    what = "predicted of its gather: " if request.precision == FP8 else "predicted: "
+    return Decision(fastest, what + ", ".join(f"{name} {time}" for name, time in times.items()))
 
 
 def predicted_times(request: Request, machine: Machine, spare: int | None = None) -> dict[str, Times]:
-    """What "auto" compares, by transport. spare: SMs that the fused kernel leaves free, by default as it does."""
+    """What "auto" compares, by transport. spare: SMs that the fused kernel leaves free, by default as it does.
+
+    In FP8 it is the gather, in the forward or in the backward, because reductions are alike."""
     assert request.group is not None
-    sizes = (request.m, request.n, request.k)
+    op, sizes = request.op, (request.m, request.n, request.k)
     spare = spare_processors(request.group) if spare is None else spare
     t, dtype, device = request.ranks, request.dtype, request.device
+    if request.precision == FP8:
+        if op != GATHER:
+            sizes = (request.m, request.k, request.n)
+        return times_of_blocks(sizes, t, device, machine.of_blocks or machine, spare)
 
     def gemm(sources: int, spare: int) -> float | None:
         """Seconds of the experts' GEMM; None for a linear, whose GEMM the model knows."""
@@ -226,8 +250,8 @@ def predicted_times(request: Request, machine: Machine, spare: int | None = None
         return grouped_seconds(request.grouped, request.m, request.k, t, sources, dtype, device, machine, spare)
 
     return {
-        "fused": fused_times(request.op, sizes, t, dtype, device, machine, spare, gemm(t, spare)),
-        "sequential": sequential_times(request.op, sizes, t, dtype.itemsize, machine, gemm(1, 0)),
+        "fused": fused_times(op, sizes, t, dtype, device, machine, spare, gemm(t, spare)),
+        "sequential": sequential_times(op, sizes, t, dtype.itemsize, machine, gemm(1, 0)),
     }
 
 

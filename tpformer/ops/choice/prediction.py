@@ -19,11 +19,13 @@ from tpformer.kernels.cost import (
     POLL_SECONDS,
     RELEASE_SECONDS,
     Machine,
+    as_sent,
     collective_seconds,
     gemm_seconds,
     staged_seconds,
     tile_seconds,
 )
+from tpformer.kernels.quantize.format import NUMBER_BYTES, VALUES
 
 from ..transports.interface import GATHER, REGISTRY
 from .request import Grouped
@@ -101,6 +103,19 @@ def fused_times(
     return Times(gemm, links, total, HOST_SECONDS["fused"])
 
 
+def times_of_blocks(
+    sizes: tuple[int, int, int], t: int, device: torch.device, machine: Machine, spare: int = 0
+) -> dict[str, Times]:
+    """By transport, a gather of blocks of e4m3 and the GEMM that multiplies them into 16 bits, at `machine`'s rate of
+    blocks. sizes: as above."""
+    gemm = gemm_seconds(*sizes, 2, machine, NUMBER_BYTES)
+    sent, itemsize = as_sent(GATHER, sizes, 1, True)
+    return {
+        "fused": fused_times(GATHER, sizes, t, VALUES, device, machine, spare),
+        "sequential": sequential_times(GATHER, sent, t, itemsize, machine, gemm),
+    }
+
+
 def all_reduce_seconds(found: Traffic, sums: Sums, gemm: float, links: float, machine: Machine) -> float:
     """Seconds of a fused all-reduce, by the programs that take longest.
 
@@ -172,10 +187,11 @@ def kernel_gemm_seconds(
 
     m, n, k = sizes
     processors = processors_of(device)
-    programs = min(-(-launch.programs // processors), resident_programs(device, launch.tile) // processors)
+    resident = resident_programs(device, launch.tile, itemsize=itemsize)
+    programs = min(-(-launch.programs // processors), resident // processors)
     waves = launch.traffic.tiles * tile_seconds(launch.tile[:2], k, programs, machine, processors)
     usable = machine._replace(flops=machine.flops * (processors - spare) / processors)
-    return max(waves, gemm_seconds(m, n, k, itemsize, usable))
+    return max(waves, gemm_seconds(m, n, k, max(itemsize, 2), usable, itemsize))  # of blocks, results have 16 bits
 
 
 @functools.lru_cache(maxsize=1024)  # "auto" asks before each operation, and each gather
@@ -196,7 +212,7 @@ def chosen_launch(
     row = REGISTRY.table and REGISTRY.table.nearest(GATHER, t, str(dtype).removeprefix("torch."), *sizes)
     if row is not None and len(row.ways) == len(WAYS):
         return launch(row.ways["copy"] < row.ways["push"])
-    machine = machine_of(device)
+    machine = machine_of(device, dtype.itemsize)
 
     def seconds(launch: Launch) -> float:
         gemm = kernel_gemm_seconds(launch, sizes, dtype.itemsize, device, machine, spare)
@@ -216,10 +232,9 @@ def send_by_copies(sizes: tuple[int, int | None, int], t: int, dtype: torch.dtyp
         return False
     if n is not None:
         return not chosen_launch(GATHER, (m, n, k), t, dtype, device).push.pushers
-    from tpformer.kernels.all_gather_matmul.plan import copies_hide_more, machine_of
-    from tpformer.kernels.launch import packed_width
+    from tpformer.kernels.all_gather_matmul.plan import copies_hide_more, machine_of, sent_bytes
 
-    return copies_hide_more(m // t * packed_width(k, dtype.itemsize) * dtype.itemsize, t, machine_of(device))
+    return copies_hide_more(sent_bytes(m // t, k, dtype.itemsize), t, machine_of(device))
 
 
 def processors_of(device: torch.device) -> int:

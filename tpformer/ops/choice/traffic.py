@@ -206,7 +206,7 @@ def tiled_traffic(
 ) -> Traffic:  # fmt: skip
     """The closed form of an operation; sizes: M of all ranks, N and K of this rank's GEMM. push: of a gather. band: of
     an all-reduce; None: what is best for these programs."""
-    from tpformer.kernels.launch import packed_width
+    from tpformer.kernels.all_gather_matmul.plan import sent_bytes
     from tpformer.kernels.matmul_all_reduce.kernel import band_rows
 
     m, n, k = sizes
@@ -216,7 +216,7 @@ def tiled_traffic(
         return all_reduce_traffic(sizes, itemsize, t, tile, band, programs, one_shot, machine)
     if op == SCATTER:
         return scatter_traffic(m // t, n, itemsize, t, tile, programs)
-    return gather_traffic(m // t, n, m // t * packed_width(k, itemsize) * itemsize, t, tile, programs, *push)
+    return gather_traffic(m // t, n, sent_bytes(m // t, k, itemsize), t, tile, programs, *push)
 
 
 class Launch(NamedTuple):
@@ -236,12 +236,19 @@ def planned_launch(
 
     spare: SMs that stay free. copies: copy engines send the shards of a gather.
     """
-    from tpformer.kernels.all_gather_matmul.plan import NO_PUSH, Work, machine_of, plan_launch, select_gather_tile
+    from tpformer.kernels.all_gather_matmul.plan import (
+        NO_PUSH,
+        Work,
+        machine_of,
+        plan_launch,
+        select_gather_tile,
+        sent_bytes,
+    )
     from tpformer.kernels.configurations import select_tile
-    from tpformer.kernels.launch import packed_width, persistent_programs
+    from tpformer.kernels.launch import persistent_programs
     from tpformer.kernels.matmul_all_reduce.kernel import band_rows, select_all_reduce_tile
 
-    m, n, k = sizes
+    (m, n, k), itemsize = sizes, dtype.itemsize
     if op == ALL_REDUCE:
         tile = select_all_reduce_tile(device, dtype, m, n, t)
     elif op == GATHER:
@@ -252,8 +259,8 @@ def planned_launch(
     chunks, band = 1 if one_shot else t, None
     tiles = chunks * tile_count(share(m, chunks), n, tile)
     if op == GATHER:
-        seconds = gemm_seconds(m, n, k, dtype.itemsize, machine_of(device))
-        work = Work(m // t * packed_width(k, dtype.itemsize) * dtype.itemsize, t, tiles, seconds)
+        seconds = gemm_seconds(m, n, k, max(itemsize, 2), machine_of(device, itemsize), itemsize)
+        work = Work(sent_bytes(m // t, k, itemsize), t, tiles, seconds, itemsize)
         programs, push = plan_launch(work, device, tile, not copies, None, 1, spare)
     else:
         programs, push = persistent_programs(device, tiles, tile, spare=spare), NO_PUSH

@@ -61,16 +61,25 @@ class Fused(Transport):
         columns: of the GEMM's result; None if the gather runs under another kernel. keep: somebody reads all gathered
         rows from the slot, so the own ones, which no copy engine sends, have to be put there.
         """
-        world = self.group.size()
-        record("all_gather", world * x_shard.nbytes)
-        workspace = kernel_workspace(self.group, "gather", x_shard.device)
         rows, k = x_shard.shape
-        space = all_gather_matmul_space(rows, k, world, x_shard.element_size())
-        channel = workspace.begin(operation, *space, x_shard.shape, x_shard.dtype)
-        sizes = (rows * world, columns, k)
-        if not workspace.copies_allowed or not send_by_copies(sizes, world, x_shard.dtype, x_shard.device):
+        sizes = (rows * self.group.size(), columns, k)
+        return self._begin(operation, x_shard, x_shard.nbytes, sizes, x_shard.dtype, keep)
+
+    def _begin(
+        self, operation: str, shard: Tensor, nbytes: int, sizes: tuple[int, int | None, int], dtype: torch.dtype,
+        keep: bool,
+    ) -> tuple[Channel, KernelWorkspace, Tensor | None]:  # fmt: skip
+        """_begin_gather of a matrix as it travels. nbytes: of it, without what only fills it up. sizes, dtype: of the
+        GEMM's operands, as in send_by_copies."""
+        world = self.group.size()
+        record("all_gather", world * nbytes)
+        workspace = kernel_workspace(self.group, "gather", shard.device)
+        rows, k = shard.shape
+        space = all_gather_matmul_space(rows, k, world, shard.element_size())
+        channel = workspace.begin(operation, *space, shard.shape, shard.dtype)
+        if not workspace.copies_allowed or not send_by_copies(sizes, world, dtype, shard.device):
             return channel, workspace, None
-        sent = packed(x_shard)
+        sent = packed(shard)
         workspace.copy_gather(sent, keep)
         return channel, workspace, sent
 
@@ -85,9 +94,7 @@ class Fused(Transport):
         self, x_shard: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> list[Tensor]:
         """Transport.gather_matmul: own rows first; a fourth weight and later ones get a GEMM of their own."""
-        missing = [bias is None for bias in biases]
-        if any(missing) and not all(missing):
-            biases = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
+        biases = for_all(weights, biases)
         first, rest = slice(MAXIMUM_WEIGHTS), slice(MAXIMUM_WEIGHTS, None)
         more = len(weights) > MAXIMUM_WEIGHTS
         require_matrices(x_shard, *weights)
@@ -184,6 +191,14 @@ class Fused(Transport):
             return self._gathered(channel, workspace, x_shard)
 
         return wait
+
+
+def for_all(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """The biases, with zeros for missing ones if there are others: a launch has one for each weight, or none."""
+    missing = [bias is None for bias in biases]
+    if all(missing) or not any(missing):
+        return biases
+    return [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
 
 
 @functools.lru_cache(maxsize=1024)

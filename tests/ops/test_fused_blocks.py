@@ -1,0 +1,129 @@
+"""Fused linears in FP8 compute the recipe of test_quantized_op.py, from the blocks that sequential gathers, in Triton's
+interpreter; what no kernel fuses is sequential's, and says so. Each mistake with what was gathered is caught."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from opened import opened
+from pool import WorkerPool
+from shards import check, on_ranks, on_transport
+from test_quantized_op import FUSED, SEQUENTIAL, Fp8Column, Fp8Row
+from testing import on_every_rank
+from torch import Tensor
+from turns import in_turns
+
+pytest.importorskip("triton")
+
+from checks.quantized_blocks import digests
+from tpformer import ops
+from tpformer.kernels.quantize import reference
+from tpformer.kernels.quantize.format import Blocks
+from tpformer.ops.transports import fused, fused_blocks
+from tpformer.ops.transports.quantized import record_blocks
+from tpformer.ops.transports.sequential import Sequential
+
+
+def cases(t: int) -> list[Fp8Column | Fp8Row]:
+    """A rank has one block of features, or two; 3 or 1 rows. What is quantised is given: no activation, no norm."""
+    return [
+        Fp8Column(t, 3, 256, (128, 256)),
+        Fp8Row(t, 3, 128, 256, drop=False, residual=False),
+    ]
+
+
+def more(t: int) -> list[Fp8Column | Fp8Row]:
+    """More weights than a launch takes, no biases, and one row."""
+    return [Fp8Column(t, 1, 128, (128,) * 4, bias=False), Fp8Row(t, 1, 128, 128, bias=False)]
+
+
+def sent_by(copies: bool, function: Callable, *args: Any) -> Any:
+    """Call the function with the copy engines' path for every gather, or with none."""
+    with mock.patch.object(fused, "send_by_copies", lambda *_: copies):
+        return function(*args)
+
+
+@pytest.mark.parametrize("t, copies", [(2, False), *in_turns([(2, True), (3, False), (4, False), (4, True)])])
+def test_fused_gathers_compute_the_recipe(interpreted: WorkerPool, t: int, copies: bool) -> None:
+    several = cases(t) if (t, copies) == (2, False) else cases(t) + more(t)
+    check(partial(interpreted(t).run, sent_by, copies, on_transport, FUSED), several, torch.float32)
+
+
+ROWS = torch.randn(6, 256, generator=torch.Generator().manual_seed(0))
+ROWS *= 2.0 ** torch.arange(-30, 30, 5).view(6, 2).repeat_interleave(128, 1)  # each block has a scale of its own
+
+
+def shard_of(step: int, rank: int) -> Tensor:
+    """New rows in each step, with other scales."""
+    return ROWS.roll(step, 0).chunk(2)[rank] * 2.0 ** (7 * step)
+
+
+unpacked_shards = fused_blocks.unpacked_shards
+
+
+def own_exponents(shards: Tensor, columns: int) -> Blocks:
+    """A receiver that takes its own rows' exponents for everyone's."""
+    values, exponents = unpacked_shards(shards, columns)
+    return Blocks(values, exponents.chunk(2, 1)[dist.get_rank()].repeat(1, 2))
+
+
+kept: list[Tensor] = []
+
+
+def stale_exponents(shards: Tensor, columns: int) -> Blocks:
+    """A receiver whose exponents are those of the slot's epoch before."""
+    values, exponents = unpacked_shards(shards, columns)
+    kept.append(exponents)
+    return Blocks(values, kept[max(0, len(kept) - 3)])
+
+
+GATHERS: dict[str, Callable] = {
+    "right": unpacked_shards, "own exponents": own_exponents, "stale exponents": stale_exponents
+}  # fmt: skip
+
+
+@on_every_rank(2, pool="interpreted")
+def test_gathered_blocks_are_what_their_ranks_quantised() -> None:
+    """For three epochs, the third in the first one's slot; and later gathers do not touch them."""
+    for name, function in GATHERS.items():
+        with mock.patch.object(fused_blocks, "unpacked_shards", function):
+            transport, right, gathered = opened(dist.group.WORLD, shard_of(0, 0), transport=FUSED), True, []
+            for step in range(3):
+                gathered.append(transport.start_gather(shard_of(step, dist.get_rank()))())
+            for step, each in enumerate(gathered):
+                wanted = reference.quantize_rows(torch.cat([shard_of(step, rank) for rank in range(2)]))
+                right &= torch.equal(*(reference.dequantize(x, torch.float32) for x in (each, wanted)))
+            assert right == (name == "right"), name
+
+
+def blocks_of(t: int) -> list[frozenset[bytes]]:
+    """What this rank quantises in each case, forward and backward."""
+    found = []
+    for case in cases(t):
+        with record_blocks() as made:
+            on_ranks([case], torch.float32)
+        found.append(digests(made))
+    return found
+
+
+def test_fused_quantises_what_sequential_does(interpreted: WorkerPool) -> None:
+    run = interpreted(2).run
+    assert run(on_transport, FUSED, blocks_of, 2) == run(on_transport, SEQUENTIAL, blocks_of, 2)
+
+
+@on_every_rank(2, pool="interpreted")
+def test_what_no_kernel_fuses_is_sequential_and_says_so() -> None:
+    x = shard_of(0, dist.get_rank())
+    weight, transport = torch.ones(128, 256), opened(dist.group.WORLD, x, transport=FUSED)
+    with ops.record_transports() as ran:
+        y = ops.column_linear(x.requires_grad_(), weight.requires_grad_(), transport=transport)
+        ops.row_linear(y, torch.ones(256, 128), transport=transport).sum().backward()
+    gather, scatter = ("all_gather_matmul", "fused"), ("matmul_reduce_scatter", "sequential")
+    assert list(ran) == [gather, scatter, gather, scatter]
+    whole = opened(dist.group.WORLD, x, False, FUSED)
+    assert type(whole) is Sequential and whole.agreed == ("sequential", "quantized")
+    assert transport.agreed == ("fused", "quantized")

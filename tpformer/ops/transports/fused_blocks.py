@@ -1,0 +1,125 @@
+"""GEMMs of blocks of e4m3 fused with their gather in one Triton kernel over symmetric memory; imports triton.
+
+Belongs here: what a gather of blocks does otherwise than one of 16 bits. Its reductions are sequential's.
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpformer.distributed.kernel_workspace import KernelWorkspace
+from tpformer.kernels.all_gather_matmul.kernel import await_gathered
+from tpformer.kernels.all_gather_quantized_matmul.kernel import (
+    all_gather_quantized_matmul,
+    all_gather_quantized_matmul_derivative,
+)
+from tpformer.kernels.all_gather_quantized_matmul.reference import packed_shard, unpacked_shards
+from tpformer.kernels.arguments import MAXIMUM_WEIGHTS
+from tpformer.kernels.finish import NOTHING, Finish
+from tpformer.kernels.launch import require_matrices
+from tpformer.kernels.protocol import Channel
+from tpformer.kernels.quantize.format import VALUES, Blocks, blocks_bytes
+
+from ..dispatch import Dispatch
+from ..norm import Normed
+from .experts import gather_experts
+from .fused import Fused, for_all
+from .interface import GATHER, Kept, record_transport
+from .products import Factor
+from .quantized import BLOCKS
+from .sequential import Sequential
+
+OPERATION = "all_gather_quantized_matmul"
+
+
+class FusedBlocks(Fused):
+    """Fused for products of blocks. A rank sends one piece of memory, its rows' values and then their exponents. What
+    it has gathered is copied out of the slot, so no later operation overwrites it.
+
+    No kernel fuses such products with their reduction, or gathers for experts: these are sequential's.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(group)
+        self.products, self.sequential = BLOCKS, Sequential(group, products=BLOCKS)
+        self.untold = group  # a reduction begins no fused operation, which would tell the other ranks of the linear
+
+    def _begin_blocks(
+        self, operation: str, blocks: Blocks, columns: int | None, keep: bool
+    ) -> tuple[Tensor, Channel, KernelWorkspace, bool]:
+        """(the rank's rows as they travel, channel, workspace, whether the kernel has to push), as _begin_gather. Keep
+        the rows until the copies are joined."""
+        rows, k = blocks.values.shape
+        shard, sizes = packed_shard(blocks), (rows * self.group.size(), columns, k)
+        channel, workspace, sent = self._begin(operation, shard, blocks_bytes(rows, k), sizes, VALUES, keep)
+        return shard if sent is None else sent, channel, workspace, sent is None
+
+    def gather_matmul(
+        self, x_shard: Factor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Transport.gather_matmul: own rows first; a fourth weight and later ones get a product of their own."""
+        blocks, biases = BLOCKS.factor(x_shard), for_all(weights, biases)
+        first, rest = slice(MAXIMUM_WEIGHTS), slice(MAXIMUM_WEIGHTS, None)
+        require_matrices(blocks.values, *weights)
+        rights = [BLOCKS.right(weight, True) for weight in weights]
+        record_transport(GATHER, self.name)
+        columns, more = sum([len(w) for w in weights[first]]), len(weights) > MAXIMUM_WEIGHTS
+        shard, channel, workspace, push = self._begin_blocks(OPERATION, blocks, columns, keep=more)
+        outputs = all_gather_quantized_matmul(
+            shard, [right.blocks for right in rights[first]], channel, biases[first], dtype=weights[0].dtype,
+            push=push, keep=push and more, spare=self.spare,
+        )  # fmt: skip
+        workspace.end()
+        if more:
+            x = unpacked_shards(self._gathered(channel, workspace, shard), blocks.values.shape[1])
+            outputs += [BLOCKS.product(x, *pair) for pair in zip(rights[rest], biases[rest], strict=True)]
+        return outputs
+
+    def gather_matmul_derivative(
+        self, dy_shard: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
+    ) -> tuple[Tensor, Tensor | None, Blocks, Blocks]:
+        """Transport.gather_matmul_derivative, with the activation's derivative in the GEMM's epilogue."""
+        blocks = BLOCKS.factor(dy_shard)
+        require_matrices(blocks.values, weight)
+        right = BLOCKS.right(weight, False).blocks
+        record_transport(GATHER, self.name)
+        shard, channel, workspace, push = self._begin_blocks(OPERATION, blocks, weight.shape[1], keep=True)
+        options: dict = {"push": push, "keep": push, "spare": self.spare}
+        if activation is None:
+            (dx,) = all_gather_quantized_matmul(shard, [right], channel, dtype=dy_shard.dtype, **options)
+            dgate, a = None, x
+        else:
+            dx, dgate, a = all_gather_quantized_matmul_derivative(shard, right, channel, x, activation, gate, **options)
+        workspace.end()
+        dy_gathered = unpacked_shards(self._gathered(channel, workspace, shard), blocks.values.shape[1])
+        return dx, dgate, BLOCKS.factor(a), dy_gathered
+
+    def gather_grouped(
+        self, x_shard: Factor, dispatch: Dispatch, weights: Tensor, *, transposed: bool, keep: bool
+    ) -> tuple[Tensor, Factor]:
+        """What experts.gather_experts returns, by sequential."""
+        return gather_experts(self.sequential, x_shard, dispatch, weights, transposed=transposed, keep=keep)
+
+    def matmul_reduce(
+        self,
+        inputs: Sequence[Factor],
+        weights: Sequence[Tensor],
+        *,
+        transposed: bool,
+        finish: Finish = NOTHING,
+    ) -> tuple[Tensor, Normed | None]:
+        """Transport.matmul_reduce, by sequential."""
+        return self.sequential.matmul_reduce(inputs, weights, transposed=transposed, finish=finish)
+
+    def start_gather(self, x_shard: Factor) -> Callable[[], Factor]:
+        """Transport.start_gather: copy engines begin at once; shards that they would be slow with, the wait pushes."""
+        blocks = BLOCKS.factor(x_shard)
+        shard, channel, workspace, push = self._begin_blocks("all_gather", blocks, None, keep=True)
+
+        def wait() -> Blocks:
+            await_gathered(channel, shard, push=push)
+            workspace.end()
+            return unpacked_shards(self._gathered(channel, workspace, shard), blocks.values.shape[1])
+
+        return wait
