@@ -196,19 +196,18 @@ def of_other_experts(self: Quantized, weights: Tensor, transposed: bool) -> Any:
     return (quantized.Right(Blocks(blocks.values, exponents), weight), turned)
 
 
-def of_ones(self: Quantized, dy: Blocks, x: Blocks, *more: Any) -> Tensor:
-    return expert_gradient(self, Blocks(dy.values, torch.zeros_like(dy.exponents)), x, *more)
+def of_ones(self: Quantized, factor: Blocks, dtype: torch.dtype) -> Tensor:
+    return factor.values.to(dtype)
 
 
 expert_product, expert_right = Quantized.expert_product, Quantized.expert_right
-expert_gradient = Quantized.expert_gradient
 MISTAKES: dict[str, tuple[Any, str, Callable]] = {
     "right": (quantized, "unpacked_rows", unpacked_rows),
     "the own rank's exponents for all": (quantized, "unpacked_rows", own_exponents),
     "another row's exponents": (Quantized, "expert_product", of_other_rows),
     "the first expert's matrix": (Quantized, "expert_right", of_the_first_expert),
     "another expert's scales": (Quantized, "expert_right", of_other_experts),
-    "weight gradients without scales": (Quantized, "expert_gradient", of_ones),
+    "weight gradients without scales": (Quantized, "matrix", of_ones),
 }
 
 

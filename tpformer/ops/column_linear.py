@@ -94,9 +94,10 @@ class ColumnLinearFunction(Function):
         dbiases = [dy.sum(0) if wants else None for dy, wants in zip(dys, wanted_biases, strict=True)]
         dweights = [None] * len(dys)
         if gathering is not None:
-            normed_gathered = gathering()
-            make = partial(call.transport.products.weight_gradient, x=normed_gathered, dtype=x_shard.dtype)
-            dweights = [make(dy) if wants else None for dy, wants in zip(factors, wanted, strict=True)]
+            matrix = partial(call.transport.products.matrix, dtype=x_shard.dtype)
+            normed_gathered = matrix(gathering())
+            pairs = zip(factors, wanted, strict=True)
+            dweights = [matrix(dy).t() @ normed_gathered if wants else None for dy, wants in pairs]
         elif call.deferred is not None:
             _defer(call, normed_shard, factors, wanted, x_shard.dtype)
         return dx_shard, dnorm_weight, dnorm_bias, None, None, *dweights, *dbiases
@@ -108,13 +109,13 @@ def _defer(
     """Queue the weight gradients, together with the gather that they need."""
     assert call.deferred is not None
     queue, sinks = call.deferred
-    gather = call.transport.gathering.start_gather
+    gather, matrix = call.transport.gathering.start_gather, partial(call.transport.products.matrix, dtype=dtype)
     pairs = [pair for pair, wants in zip(zip(sinks, dys, strict=True), wanted, strict=True) if wants]
 
     def make() -> None:
-        normed_gathered = gather(normed_shard)()
+        normed_gathered = matrix(gather(normed_shard)())
         for sink, dy in pairs:
-            sink(call.transport.products.weight_gradient(dy, normed_gathered, dtype))
+            sink(matrix(dy).t() @ normed_gathered)
 
     if pairs:
         queue.add(make, *held(normed_shard, *(dy for _, dy in pairs)))

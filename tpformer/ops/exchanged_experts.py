@@ -176,13 +176,17 @@ def _backward(saved: _Saved, dy: Tensor | None, dbalance: Tensor | None) -> tupl
 
 def _down_gradient(saved: _Saved, arrived: Factor, a: Factor) -> Tensor | None:
     """The gradient of `down` from the rows of dy that have arrived; None if it is made later, or not wanted."""
-    given = saved.call.transport.products, arrived, a, saved.own.down.dtype, saved.exchange.arrived
-    deferred = saved.call.deferred
+    matrix = partial(saved.call.transport.products.matrix, dtype=saved.own.down.dtype)
+    deferred, dispatch = saved.call.deferred, saved.exchange.arrived
+
+    def gradient() -> Tensor:
+        return weight_gradient(matrix(arrived), matrix(a), dispatch, dy_of_tokens=True)
+
     if not saved.wants.down:
         return None
     if deferred is None:
-        return weight_gradient(*given, dy_of_tokens=True)
-    deferred.queue.add(lambda: deferred.sinks[1](weight_gradient(*given, dy_of_tokens=True)), *held(arrived, a))
+        return gradient()
+    deferred.queue.add(lambda: deferred.sinks[1](gradient()), *held(arrived, a))
     return None
 
 
@@ -193,7 +197,8 @@ def _gate_up_gradient(
     exchange, deferred, products = saved.exchange, saved.call.deferred, saved.call.transport.products
 
     def gradient(arrived: Factor) -> Tensor:
-        return weight_gradient(products, dhidden, arrived, rows.dtype, exchange.arrived, x_of_tokens=True)
+        dy, x = (products.matrix(each, rows.dtype) for each in (dhidden, arrived))
+        return weight_gradient(dy, x, exchange.arrived, x_of_tokens=True)
 
     if arriving is not None:
         return gradient(arriving())

@@ -6,6 +6,8 @@ communication in transports/experts.py. No expert is cut over ranks: its part's 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -33,7 +35,7 @@ from .transports.products import Factor, held
 from .transports.sequential import LOCAL
 from .uncompiled import uncompiled
 from .unsaved import versions
-from .weight_gradients import Deferred, check_sinks
+from .weight_gradients import Deferred, GradientSink, check_sinks
 
 
 class _Call(NamedTuple):
@@ -222,52 +224,48 @@ def _routing_gradients(
 def _down_gradients(saved: _Saved, whole: Factor, a: Factor, activated: Factor | None) -> tuple:
     """Gradients of (down, shared_down) from the gathered rows of dy; (None, None) if a queue makes them later."""
     sent, wants, deferred = saved.sent, saved.wants, saved.call.deferred
-    products, dtype = saved.call.transport.products, saved.own.down.dtype
+    matrix = partial(saved.call.transport.products.matrix, dtype=saved.own.down.dtype)
 
-    def down() -> Tensor:
-        return weight_gradient(products, whole, a, dtype, sent, dy_of_tokens=True)
+    def make() -> Iterator[Tensor | None]:
+        dy = matrix(whole)
+        yield weight_gradient(dy, matrix(a), sent, dy_of_tokens=True) if wants.down else None
+        yield dy.t() @ matrix(activated) if wants.shared_down else None
 
-    def shared_down() -> Tensor:
-        assert activated is not None
-        return products.weight_gradient(whole, activated, dtype)
-
+    if not (wants.down or wants.shared_down):
+        return None, None
     if deferred is None:
-        return down() if wants.down else None, shared_down() if wants.shared_down else None
-
-    def run() -> None:
-        if wants.down:
-            deferred.sinks[1](down())
-        if wants.shared_down:
-            deferred.sinks[4](shared_down())
-
-    if wants.down or wants.shared_down:
-        deferred.queue.add(run, *held(whole, a, activated))
+        return tuple(make())
+    deferred.queue.add(lambda: _sunk(make(), deferred.sinks[1::3]), *held(whole, a, activated))
     return None, None
+
+
+def _sunk(gradients: Iterator[Tensor | None], sinks: Sequence[GradientSink]) -> None:
+    """Give each gradient that is wanted to its sink, before the next one is made."""
+    for place, gradient in enumerate(gradients):
+        if gradient is not None:
+            sinks[place](gradient)
 
 
 def _up_gradients(saved: _Saved, rows: Tensor, dhidden: Factor, dshared: list[Factor], whole: Factor | None) -> tuple:
     """Gradients of (gate_up, shared_gate, shared_up) from the gathered rows `whole`; a queue gathers them later."""
     call, sent, wants = saved.call, saved.sent, saved.wants
-    wanted = (wants.gate_up, wants.shared_gate, wants.shared_up)
-    products, dtype = call.transport.products, rows.dtype
+    shared = (wants.shared_gate, wants.shared_up)
+    matrix = partial(call.transport.products.matrix, dtype=rows.dtype)
 
-    def make(index: int, gathered: Factor) -> Tensor:
-        if index == 0:
-            return weight_gradient(products, dhidden, gathered, dtype, sent, x_of_tokens=True)
-        return products.weight_gradient(dshared[index - 1], gathered, dtype)
+    def make(gathered: Factor) -> Iterator[Tensor | None]:
+        x = matrix(gathered)
+        yield weight_gradient(matrix(dhidden), x, sent, x_of_tokens=True) if wants.gate_up else None
+        for index, wanted in enumerate(shared):
+            yield matrix(dshared[index]).t() @ x if wanted else None
 
     if whole is not None:
-        return tuple(make(index, whole) if wants else None for index, wants in enumerate(wanted))
-    if call.deferred is not None and any(wanted):
+        return tuple(make(whole))
+    if call.deferred is not None and (wants.gate_up or any(shared)):
         sinks, transport = [call.deferred.sinks[0], *call.deferred.sinks[2:4]], call.transport.gathering
-
-        def run() -> None:  # without the call, whose router has each token's sample
-            gathered = transport.start_gather(rows)()
-            for index, wants in enumerate(wanted):
-                if wants:
-                    sinks[index](make(index, gathered))
-
-        call.deferred.queue.add(run, *held(rows, dhidden, *dshared))
+        # without the call, whose router has each token's sample
+        call.deferred.queue.add(
+            lambda: _sunk(make(transport.start_gather(rows)()), sinks), *held(rows, dhidden, *dshared)
+        )
     return None, None, None
 
 

@@ -93,7 +93,8 @@ class RowLinearFunction(Function):
 
         def weight_gradient() -> Tensor:
             dy = gathering.start_gather(dy_held)() if dy_gathered is None else dy_held
-            return call.transport.products.weight_gradient(dy, a, dtype)
+            matrix = call.transport.products.matrix
+            return matrix(dy, dtype).t() @ matrix(a, dtype)
 
         if call.deferred is not None and wants_weight:
             queue, (sink,) = call.deferred

@@ -50,15 +50,14 @@ def quantising_bytes(linear: Linear, own: float, gathered: bool) -> tuple[float,
     A weight is quantised in each use: 2 bytes read, 1 written, or 2 with the transposed copy for the gradient of its
     input. What each weight of several adds to that gradient is added up in 16 bits. Norms, also where a backward makes
     them again, and the forwards of activations write blocks in place of 16 bits; a pass quantises attention's result,
-    output gradients, and an activation that a backward makes again. For weight gradients both factors are dequantised,
-    a column linear's input for each weight.
+    output gradients, and an activation that a backward makes again. For weight gradients both factors are dequantised.
     """
     m, n, k, several = linear.rows, linear.n, linear.k, linear.weights - 1
     sent = 2 * NUMBER_BYTES * (own + m) * gathered  # of one feature of what may be gathered
     if linear.column:
         inputs = PASS * m * n + 4 * n * k + 6 * several * m * k
         normed = own * WRITTEN + sent
-        return normed * k + 3 * n * k, inputs, normed * k + PASS * m * (n + linear.weights * k)
+        return normed * k + 3 * n * k, inputs, normed * k + PASS * m * (n + k)
     read = PASS if linear.name == ATTENTION else WRITTEN
     return read * m * k + 3 * n * k, (own * PASS + sent) * n + 4 * n * k + PASS * m * k, PASS * m * (n + k)
 
@@ -68,6 +67,6 @@ def launches(linears: Sequence[Linear]) -> tuple[int, int]:
     forward = backward = 0
     for linear in linears:
         forward += linear.weights * (1 + SCALES) + (linear.name == ATTENTION)
-        # rows of each output's gradient, and of an activation again; a sum less than weights; two dequantised for each
-        backward += linear.weights * (2 + SCALES) + (not linear.column) + (linear.weights - 1) + 2 * linear.weights
+        # rows of each output's gradient, and of an activation again; a sum less than weights; what is dequantised
+        backward += linear.weights * (2 + SCALES) + (not linear.column) + (linear.weights - 1) + linear.weights + 1
     return forward, backward

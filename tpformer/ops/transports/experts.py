@@ -8,7 +8,6 @@ several experts' groups, so that no tile's epilogue has a token's sum.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-import torch
 from torch import Tensor
 
 from tpformer.distributed.chunked import all_reduce_chunks, reduce_scatter_chunks
@@ -127,12 +126,9 @@ def experts_reduce(
 
 
 def weight_gradient(
-    products: Products, dy: Factor, x: Factor, dtype: torch.dtype, dispatch: Dispatch, *, dy_of_tokens: bool = False,
-    x_of_tokens: bool = False,
-) -> Tensor:  # fmt: skip
-    """dW (E, N, K), in this dtype, of each expert's matrix: the sum over its rows of dy x^T. A factor may have rows of
-    tokens (T, ...), in place of dispatched rows (R, ...)."""
-    return products.expert_gradient(
-        dy, x, dtype, dispatch.offsets, dispatch.tokens if dy_of_tokens else None,
-        dispatch.tokens if x_of_tokens else None,
-    )  # fmt: skip
+    dy: Tensor, x: Tensor, dispatch: Dispatch, *, dy_of_tokens: bool = False, x_of_tokens: bool = False
+) -> Tensor:
+    """dW (E, N, K) of each expert's matrix: the sum over its rows of dy x^T. dy and x are what factors stand for, and
+    may have rows of tokens (T, ...), in place of dispatched rows (R, ...)."""
+    of_dy, of_x = (dispatch.tokens if each else None for each in (dy_of_tokens, x_of_tokens))
+    return implementation("grouped_matmul", dy).grouped_weight_gradient(dy, x, dispatch.offsets, of_dy, of_x)

@@ -53,9 +53,10 @@ class Products:
         """x right + added, written to `out` if it is given. added: a bias, or `out` itself, which is added to."""
         return torch.mm(x, right, out=out) if added is None else torch.addmm(added, x, right, out=out)
 
-    def weight_gradient(self, dy: Any, x: Any, dtype: torch.dtype) -> Tensor:
-        """dy^T x (N, K) of factors (M, N) and (M, K), in the dtype of the rows that they are of."""
-        return dy.t() @ x
+    def matrix(self, factor: Any, dtype: torch.dtype) -> Tensor:
+        """The rows (M, K) that a factor stands for, in the dtype of those that it is of. Weight gradients are products
+        of such rows: a factor of several is made a matrix once."""
+        return factor
 
     def expert_right(self, weights: Tensor, transposed: bool) -> Any:
         """What `expert_product` multiplies rows by: each expert's W^T, or its W if transposed."""
@@ -66,12 +67,6 @@ class Products:
         weights, transposed = right
         grouped = implementation("grouped_matmul", x).grouped_matmul
         return grouped(x, weights, offsets, index, transposed=transposed)
-
-    def expert_gradient(
-        self, dy: Any, x: Any, dtype: torch.dtype, offsets: Tensor, dy_index: Tensor | None, x_index: Tensor | None
-    ) -> Tensor:
-        """dy^T x (E, N, K) of each expert's rows: grouped_weight_gradient of kernels/grouped_matmul."""
-        return implementation("grouped_matmul", dy).grouped_weight_gradient(dy, x, offsets, dy_index, x_index)
 
 
 PLAIN = Products()

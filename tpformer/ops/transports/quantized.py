@@ -72,10 +72,9 @@ class Quantized(Products):
             return y
         return out.add_(y) if adds else out.copy_(y)
 
-    def weight_gradient(self, dy: Blocks, x: Blocks, dtype: torch.dtype) -> Tensor:
-        """Products.weight_gradient: a GEMM in this dtype of what both stand for, which bfloat16 has exactly."""
-        dequantize = implementation("quantize", dy.values.new_empty(0, dtype=dtype)).dequantize
-        return dequantize(dy, dtype).t() @ dequantize(x, dtype)
+    def matrix(self, factor: Blocks, dtype: torch.dtype) -> Tensor:
+        """Products.matrix: what the blocks stand for, which bfloat16 has exactly."""
+        return implementation("quantize", factor.values.new_empty(0, dtype=dtype)).dequantize(factor, dtype)
 
     def expert_right(self, weights: Tensor, transposed: bool) -> tuple[Right, bool]:
         """Products.expert_right: each expert's matrix in blocks of its own; widths are multiples of 128."""
@@ -88,15 +87,6 @@ class Quantized(Products):
         (blocks, weight), transposed = right
         grouped = implementation("quantized_grouped_matmul", weight).quantized_grouped_matmul
         return grouped(x, blocks, offsets, index, transposed=transposed, dtype=weight.dtype)
-
-    def expert_gradient(
-        self, dy: Blocks, x: Blocks, dtype: torch.dtype, offsets: Tensor, dy_index: Tensor | None,
-        x_index: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """Products.expert_gradient: as weight_gradient."""
-        dequantize = implementation("quantize", dy.values.new_empty(0, dtype=dtype)).dequantize
-        given = dequantize(dy, dtype), dequantize(x, dtype)
-        return super().expert_gradient(*given, dtype, offsets, dy_index, x_index)
 
 
 BLOCKS = Quantized()
