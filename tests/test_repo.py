@@ -122,7 +122,10 @@ def test_sizes():
 STATE = {
     ("tpformer/distributed/groups.py", "REGISTRY"): "the states of process groups end with the groups: weak keys",
     ("kernels/replay.py", "RECORDING"): "a context variable: the recording of the call that is under way",
-    ("tpformer/ops/transports/interface.py", "REGISTRY"): "listeners, and the table that a run chooses transports by",
+    (
+        "tpformer/ops/transports/interface.py",
+        "REGISTRY",
+    ): "listeners, a run's table of transports, a step's blocks",
     ("tpformer/ops/weight_gradients.py", "ACTIVE_QUEUE"): "a context variable: the queue around a forward",
     ("tpformer/ops/recompute.py", "_RUN"): "a context variable: the region that runs, for the first or second time",
     ("tpformer/ops/packing.py", "_ACTIVE"): "a context variable: the packing around a forward",

@@ -2,12 +2,14 @@
 
 import dataclasses
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from tpformer.cli.plan import plan_command
 from tpformer.config import RunConfig, build_config
@@ -15,14 +17,18 @@ from tpformer.kernels import cost
 from tpformer.kernels.quantize import reference
 from tpformer.kernels.quantize.format import NUMBER_BYTES
 from tpformer.layers import TensorParallel
+from tpformer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpformer.models import GPT
 from tpformer.ops.choice import Request, break_even, choose_transport
 from tpformer.ops.quantized_product import quantized_product
 from tpformer.ops.transports import quantized
+from tpformer.ops.transports.interface import REGISTRY
 from tpformer.planner.devices import load_device
+from tpformer.planner.dry_run import fake_world
 from tpformer.planner.layer_time import LayerModel
 from tpformer.planner.memory_budget import with_budget
-from tpformer.planner.quantising import PASS, SCALES, WRITTEN, launches, quantising_bytes
+from tpformer.planner.quantising import PASS, SCALES, WRITTEN, launches, quantising_bytes, weight_bytes
+from tpformer.planner.rank_memory import predicted_memory
 from tpformer.planner.software import ours
 
 H100 = load_device("h100")
@@ -94,19 +100,25 @@ def test_forward_and_input_gradients_run_at_the_rate_of_blocks_and_weight_gradie
             assert blocks == bits == cost.collective_seconds(SCATTER, *sizes, 8, 2, MACHINE)
 
 
+EACH_USE = {"data_parallel_shard": 2, "zero_stage": 3}
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "each use"])
 @pytest.mark.parametrize("sizes", [OLD, NEW], ids=["gpt2", "newer"])
-def test_passes_are_those_that_the_linears_make(sizes: dict) -> None:
-    """Bytes and launches of a layer on one rank, counted where the linears quantise, multiply and dequantise."""
+def test_passes_are_those_that_the_linears_make(sizes: dict, kept: bool) -> None:
+    """Bytes and launches of a layer on one rank, in all microbatches of a step, counted where the linears quantise,
+    multiply and dequantise. In ZeRO stage 3 weights are quantised in each use."""
     config = run(sizes, microbatch_size=2, device="cpu")
     model = GPT(config.model, tp=TensorParallel(precision="fp8"), dtype=torch.bfloat16)
     per_number = {"quantize_rows": PASS, "quantize_weight": 3, "quantize_weight_twice": 4, "dequantize": PASS}
-    moved, calls = [0.0], [0]
+    moved, calls = [0.0, 0.0], [0, 0]  # of forwards and of backwards
+    direction = 0
 
     def counted(op: str, like: torch.Tensor) -> Any:
         def counting(name: str) -> Any:
             def count(x: Any, *rest: Any) -> Any:
-                moved[-1] += per_number[name] * (x if isinstance(x, torch.Tensor) else x.values).numel()
-                calls[-1] += 1
+                moved[direction] += per_number[name] * (x if isinstance(x, torch.Tensor) else x.values).numel()
+                calls[direction] += 1
                 return getattr(reference, name)(x, *rest)
 
             return count
@@ -115,25 +127,60 @@ def test_passes_are_those_that_the_linears_make(sizes: dict) -> None:
         return SimpleNamespace(**{name: counting(name) for name in per_number})
 
     def multiplied(*operands: Any) -> torch.Tensor:
-        calls[-1] += SCALES
+        calls[direction] += SCALES
         return quantized_product(*operands)
 
     ids = torch.arange(2 * 64).view(2, 64)
-    with mock.patch.multiple(quantized, implementation=counted, quantized_product=multiplied):
-        loss = model(ids, targets=ids)
-        moved.append(0.0)
-        calls.append(0)
-        loss.backward()
-    found = layer(sizes, microbatch_size=2)
-    linears, tokens = found.linears[False], 2 * 64
+    with (
+        mock.patch.multiple(quantized, implementation=counted, quantized_product=multiplied),
+        quantized.keep_blocks() if kept else nullcontext(),
+    ):
+        for _ in range(config.n_microbatches):
+            direction = 0
+            loss = model(ids, targets=ids)
+            direction = 1
+            loss.backward()
+    found = layer(sizes, parallel=None if kept else EACH_USE, microbatch_size=2)
+    linears, tokens, m = found.linears[False], 2 * 64, config.n_microbatches
+    assert found.uses == (m if kept else None)
     forward, inputs, weights = map(sum, zip(*(quantising_bytes(each, tokens, False) for each in linears), strict=True))
+    of_weights = [sum(each) for each in zip(*(weight_bytes(each, found.uses) for each in linears), strict=True)]
     sums = sum((each.weights - 1) * tokens * each.k for each in linears)
     # norms, in the forward and again, and the activation write blocks in place of 16 bits, which no pass does
     normed = WRITTEN * tokens * sum(each.k for each in linears if each.column)
-    forward -= normed + WRITTEN * tokens * linears[-1].k
-    assert [forward, inputs + weights - normed - 6 * sums] == pytest.approx(moved, rel=1e-12)
+    forward += of_weights[0] - normed - WRITTEN * tokens * linears[-1].k
+    backward = inputs + of_weights[1] + weights - normed - 6 * sums
+    assert [m * forward, m * backward] == pytest.approx(moved, rel=1e-12)
     added = sum(each.weights - 1 for each in linears)
-    assert launches(linears) == (calls[0], calls[1] + added)
+    assert [m * each for each in launches(linears, found.uses)] == [calls[0], calls[1] + m * added]
+
+
+def test_kept_blocks_have_the_predicted_bytes_and_are_not_made_again() -> None:
+    """On one rank counted; on four, of which each two share a key-value head, by the widths of their linears."""
+    for sizes in (
+        OLD,
+        {**NEW, "n_layers": 2},
+        {**NEW, "n_experts": 4, "expert_ffn_size": 128, "first_dense_layers": 0},
+    ):
+        config = run(sizes, microbatch_size=2, device="cpu")
+        model, ids = GPT(config.model, tp=TensorParallel(precision="fp8")), torch.zeros(1, 64, dtype=torch.int64)
+        with quantized.keep_blocks():
+            model(ids, targets=ids)
+            made = [part for kept in (REGISTRY.blocks or {}).values() for blocks in kept.both for part in blocks]
+        assert dict(predicted_memory(config, 0).parts)["weights in blocks *"] == sum(part.numel() for part in made)
+    sizes = {**NEW, "n_heads": 4, "n_kv_heads": 2, "hidden_size": 512, "ffn_hidden_size": 1024, "n_layers": 2}
+    config = run(sizes, parallel={"tensor_parallel": 4}, microbatch_size=2)
+    with fake_world(3, 4):
+        model = GPT(config.model, tp=TensorParallel(init_device_mesh("cpu", (4,)), precision="fp8"), device="meta")
+        linears = [x for x in model.modules() if isinstance(x, ColumnParallelLinear | RowParallelLinear)]
+        elements = sum(x.width * (x.in_features if isinstance(x, ColumnParallelLinear) else 512) for x in linears)
+    assert dict(predicted_memory(config, 0).parts)["weights in blocks *"] == 2 * elements * (1 + 2**-14)
+    shared = run(sizes, parallel=EACH_USE, microbatch_size=2)
+    assert "weights in blocks *" not in dict(predicted_memory(shared, 0).parts)
+    assert "weights in blocks *" not in dict(predicted_memory(run(sizes, "16", microbatch_size=2), 0).parts)
+    again, once = (layer(sizes, parallel=each, microbatch_size=2).again("full") for each in (EACH_USE, None))
+    elements = sum(linear.n * linear.k for linear in layer(sizes).linears[False][:-1])  # the last one is not repeated
+    assert again - once == pytest.approx(3 * elements / MACHINE.memory)
 
 
 def test_a_gather_joins_and_parts_blocks() -> None:

@@ -165,6 +165,12 @@ class Layout:
         return int(sharing > 1) if self.zero_stage is None else self.zero_stage
 
     @property
+    def keeps_weights(self) -> bool:
+        """Whether a rank has all of its weights from their first use in a step to their last. ZeRO stage 3 frees and
+        gathers them in between."""
+        return self.zero < 3
+
+    @property
     def schedule(self) -> ScheduleKind:
         """The entry of pipeline_schedule in SCHEDULES."""
         return SCHEDULES[self.pipeline_schedule]

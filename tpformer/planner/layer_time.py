@@ -27,7 +27,7 @@ from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 from .devices import Device, as_if_on
 from .kept import kept_by_kind
 from .memory import context_bytes, exchanged_rows, kv_heads, microbatch_tokens
-from .quantising import launches, quantising_bytes, rate_of_blocks
+from .quantising import launches, quantising_bytes, rate_of_blocks, weight_bytes
 from .roofline import GAP, activation_seconds, attention_seconds, gemm_seconds, stream_seconds
 from .software import Software
 from .states import Precision, exchanging_ranks
@@ -81,6 +81,7 @@ class LayerModel:
         self.rows = self.tokens / self.t if layout.sequence_parallel else self.tokens
         self.ep = exchanging_ranks(layout)
         self.fp8 = config.train.precision == FP8
+        self.uses = config.n_microbatches if layout.keeps_weights else None  # of a weight that is quantised
         self.speed = rate_of_blocks(config, device) / device.machine.flops if self.fp8 else software.speed
         q, kv = model.query_size // self.t, kv_heads(model, self.t)[0] * model.head_size
         self.q, self.kv = q, kv
@@ -116,19 +117,23 @@ class LayerModel:
         operand = NUMBER_BYTES if self.fp8 else None
         return gemm_seconds(m, n, k, self.device, batch=experts or 1, speed=self.speed, operand=operand)
 
-    def _quantising(self, linear: Linear) -> tuple[float, float, float]:
-        """Seconds of FP8's passes in the forward, for the gradients of the input and for those of the weights."""
+    def _quantising(self, linear: Linear, again: bool = False) -> tuple[float, float, float]:
+        """Seconds of FP8's passes in the forward, for the gradients of the input and for those of the weights.
+
+        again: as of linear_forward.
+        """
         if not self.fp8:
             return 0.0, 0.0, 0.0
         gathered = self.t > 1 and self.layout.sequence_parallel
         moved = quantising_bytes(linear, self.rows, gathered)
         forward, inputs, weights = (stream_seconds(each, self.device) for each in moved)
-        return forward, inputs, weights
+        of_weights, of_inputs = (stream_seconds(each, self.device) for each in weight_bytes(linear, self.uses))
+        return forward + (0.0 if again and self.uses else of_weights), inputs + of_inputs, weights
 
     @property
-    def launches(self) -> tuple[int, int]:
+    def launches(self) -> tuple[float, float]:
         """Kernels that FP8 adds to the forward and to the backward of a layer."""
-        return launches(self.linears[False]) if self.fp8 else (0, 0)
+        return launches(self.linears[False], self.uses) if self.fp8 else (0, 0)
 
     def _cast(self, linear: Linear, operands: int) -> float:
         """Seconds to cast the operands of a linear's GEMM: its weight, and features of all rows."""
@@ -162,10 +167,10 @@ class LayerModel:
         sizes, itemsize = as_sent(op, (self.tokens, self.h, self.h), self.device.itemsize, blocks)
         return exposed_seconds(op, sizes, self.t, "sequential", self.device, 1.0, itemsize)
 
-    def linear_forward(self, linear: Linear) -> Terms:
-        """The forward of one linear."""
+    def linear_forward(self, linear: Linear, again: bool = False) -> Terms:
+        """The forward of one linear. again: one that a backward repeats, for which kept blocks of weights are there."""
         gemm = self._gemm(linear.rows, linear.n, linear.k, linear.experts)
-        found = Terms(gemm=gemm, cast=self._cast(linear, 1) + self._quantising(linear)[0])
+        found = Terms(gemm=gemm, cast=self._cast(linear, 1) + self._quantising(linear, again)[0])
         if self.layout.sequence_parallel:
             found["tp"] = self._exposed(GATHER if linear.column else SCATTER, linear, gemm, False)
         elif not linear.column:
@@ -310,7 +315,10 @@ class LayerModel:
     def again(self, recompute: str, experts: bool = False) -> float:
         """Seconds in which the backward of a layer computes parts of the forward again, and communicates for them."""
         repeats = self._repeats(recompute)
-        seconds = sum(repeats.get(each.name, 0.0) * self.linear_forward(each).seconds for each in self.linears[experts])
+        seconds = sum(
+            repeats.get(each.name, 0.0) * self.linear_forward(each, again=True).seconds
+            for each in self.linears[experts]
+        )
         seconds += repeats.get("attention", 0.0) * self.attention(False).seconds
         moved = self.elementwise(False, experts)
         every = repeats.get("elementwise", 0.0)

@@ -14,7 +14,7 @@ import numpy as np
 from tpformer.config import FP8, RunConfig
 from tpformer.distributed.kernel_workspace import FLAG_BYTES, WRITER_FLAGS_MINIMUM
 from tpformer.distributed.sizes import slot_bytes
-from tpformer.kernels.quantize.format import NUMBER_BYTES
+from tpformer.kernels.quantize.format import BLOCK, NUMBER_BYTES
 from tpformer.models import GPTConfig
 from tpformer.ops.context import parts
 from tpformer.ops.row_exchange import share_of_rank
@@ -232,17 +232,31 @@ def forward_workspace(config: RunConfig, *, experts: bool = False) -> float:
 def quantised_workspace(config: RunConfig, *, backward: bool) -> float:
     """The most bytes that FP8 needs for one linear of an MLP besides, while its forward or its backward runs; else 0.
 
-    They are the blocks of its input and of a weight. In a backward also those of the output gradients and of the
-    weight's transposed copy, and what is dequantised for a weight gradient: the input and one weight's gradients.
+    They are the blocks of its input and, unless they are kept, of a weight. In a backward also those of the output
+    gradients and of the weight's transposed copy, and what is dequantised for a weight gradient: the input and one
+    weight's gradients.
     """
     if config.train.precision != FP8:
         return 0.0
     model, t, tokens = config.model, config.parallel.tensor_parallel, microbatch_tokens(config)
     h, f, item = model.hidden_size, model.ffn_size / t, Precision.of(config).compute.itemsize
+    weight = 0.0 if config.parallel.keeps_weights else h * f
     if not backward:
-        return NUMBER_BYTES * tokens * max(h, f) + h * f
-    blocks = NUMBER_BYTES * tokens * (h + model.hidden_features / t) + 2 * h * f
+        return NUMBER_BYTES * tokens * max(h, f) + weight
+    blocks = NUMBER_BYTES * tokens * (h + model.hidden_features / t) + 2 * weight
     return blocks + item * tokens * (h + f)
+
+
+def kept_blocks(config: RunConfig, of_rank: Elements) -> float:
+    """Bytes of the blocks of a rank's weights, with their transposed copies, that a step in FP8 keeps; else 0."""
+    model, layout = config.model, config.parallel
+    if config.train.precision != FP8 or not layout.keeps_weights:
+        return 0.0
+    unused = 0.0  # rows of keys' and values' weights that other ranks compute alone
+    if model.kv_heads % layout.tensor_parallel:
+        unused = model.kv_size - kv_heads(model, layout.tensor_parallel)[0] * model.head_size
+    quantised = of_rank.matrices - 2 * of_rank.n_layers * model.hidden_size * unused
+    return 2 * (1 + 1 / BLOCK**2) * quantised
 
 
 def reduction_workspace(

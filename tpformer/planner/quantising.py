@@ -42,31 +42,47 @@ def rate_of_blocks(config: RunConfig, device: Device) -> float:
 
 
 def quantising_bytes(linear: Linear, own: float, gathered: bool) -> tuple[float, float, float]:
-    """Bytes that FP8's passes read and write in the forward, for the gradients of the input and for those of weights.
+    """Bytes that FP8's passes over rows read and write in the forward, for the gradients of the input and for those of
+    weights.
 
     own: this rank's rows, of the residual stream. gathered: whether these rows are gathered, as a column linear's input
     and a row linear's output gradient are: values and exponents are joined before, and parted behind.
 
-    A weight is quantised in each use: 2 bytes read, 1 written, or 2 with the transposed copy for the gradient of its
-    input. What each weight of several adds to that gradient is added up in 16 bits. Norms, also where a backward makes
-    them again, and the forwards of activations write blocks in place of 16 bits; a pass quantises attention's result,
-    output gradients, and an activation that a backward makes again. For weight gradients both factors are dequantised.
+    What each weight of several adds to the gradient of its input is added up in 16 bits. Norms, also where a backward
+    makes them again, and the forwards of activations write blocks in place of 16 bits; a pass quantises attention's
+    result, output gradients, and an activation that a backward makes again. For weight gradients both factors are
+    dequantised.
     """
     m, n, k, several = linear.rows, linear.n, linear.k, linear.weights - 1
     sent = 2 * NUMBER_BYTES * (own + m) * gathered  # of one feature of what may be gathered
     if linear.column:
-        inputs = PASS * m * n + 4 * n * k + 6 * several * m * k
         normed = own * WRITTEN + sent
-        return normed * k + 3 * n * k, inputs, normed * k + PASS * m * (n + k)
+        return normed * k, PASS * m * n + 6 * several * m * k, normed * k + PASS * m * (n + k)
     read = PASS if linear.name == ATTENTION else WRITTEN
-    return read * m * k + 3 * n * k, (own * PASS + sent) * n + 4 * n * k + PASS * m * k, PASS * m * (n + k)
+    return read * m * k, (own * PASS + sent) * n + PASS * m * k, PASS * m * (n + k)
 
 
-def launches(linears: Sequence[Linear]) -> tuple[int, int]:
+def quantised_weights(uses: int | None) -> tuple[float, float]:
+    """How often a weight is quantised in the forward of a microbatch, and with its transposed copy in a pass that reads
+    2 bytes and writes 2: for the gradients of inputs, or in the forward for all `uses` microbatches of a step. None: in
+    each use.
+    """
+    return (1.0, 1.0) if uses is None else (1 / uses, 0.0)
+
+
+def weight_bytes(linear: Linear, uses: int | None) -> tuple[float, float]:
+    """Bytes of the passes over a linear's weights in the forward and for the gradients of its input."""
+    elements, (forward, inputs) = linear.n * linear.k, quantised_weights(uses)
+    return (3 if uses is None else 4) * elements * forward, 4 * elements * inputs
+
+
+def launches(linears: Sequence[Linear], uses: int | None) -> tuple[float, float]:
     """Kernels that FP8 adds to the forward and to the backward, to within those of a gather, which are three."""
-    forward = backward = 0
+    forward = backward = 0.0
+    of_weights = quantised_weights(uses)
     for linear in linears:
-        forward += linear.weights * (1 + SCALES) + (linear.name == ATTENTION)
+        forward += linear.weights * (of_weights[0] + SCALES) + (linear.name == ATTENTION)
         # rows of each output's gradient, and of an activation again; a sum less than weights; what is dequantised
-        backward += linear.weights * (2 + SCALES) + (not linear.column) + (linear.weights - 1) + linear.weights + 1
+        backward += linear.weights * (of_weights[1] + 1 + SCALES) + (not linear.column)
+        backward += (linear.weights - 1) + linear.weights + 1
     return forward, backward

@@ -24,6 +24,7 @@ from .memory import (
     Occupancies,
     Peak,
     fused_workspaces,
+    kept_blocks,
     kv_heads,
     microbatch_tokens,
     occupancies,
@@ -236,11 +237,13 @@ def rank_memory(
         parts.append(("pipeline buffers", float(buffers)))
     if (workspaces := _workspaces(config)) > 0:
         parts.append(("fused workspaces *", float(workspaces)))
+    if (blocks := kept_blocks(config, of_rank)) > 0:
+        parts.append(("weights in blocks *", blocks))
     parts.append(("temporaries *", at.working))
     if config.optimizer.name == "muon":  # when it steps, activations and temporaries are gone, and all gradients there
         later = 0.0 if layout.cpu_offload else (1 - at.gradients) * states[1].nbytes
         more = muon_workspace(config, [stage.layers for stage in stages]) + later
-        more -= at.saved + at.moving + at.working
+        more -= at.saved + at.moving + at.working + blocks
         parts += [("matrices of Muon *", more)] if more > 0 else []
     return RankMemory(states, peak, parts, host)
 

@@ -18,6 +18,7 @@ from tpformer.layers.router import routers
 from tpformer.models import GPT
 from tpformer.ops import packing_report, unpacked_activations
 from tpformer.ops.cross_entropy import IGNORE_INDEX
+from tpformer.ops.transports.quantized import keep_blocks
 from tpformer.parallel import (
     Exchange,
     Layout,
@@ -220,7 +221,8 @@ class ModelParts:
         self._scale = loss_scale / targets.clamp(min=1)
         ranks = self.layout.data_parallel // (1 if self.replicas is None else self.replicas.size())
         self._prepare_experts(targets / (batch[:, 1:].numel() * ranks))
-        total = self._run(batch, first_sample, train=True)
+        with keep_blocks() if self.layout.keeps_weights else nullcontext():
+            total = self._run(batch, first_sample, train=True)
         for part in self.parts if "tp" in self.groups else ():
             reduce_partial_gradients(part)
         if self.tied is not None:

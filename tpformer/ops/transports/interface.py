@@ -120,7 +120,7 @@ class Transport(ABC):
 @dataclass
 class Registry:
     """The only module-level state of tpformer.ops: who listens to transports, routers, regions and blocks; measured
-    times.
+    times; the blocks that are kept of weights.
     """
 
     recorded: Listeners[tuple[str, str]] = field(default_factory=Listeners)
@@ -128,6 +128,7 @@ class Registry:
     kept: Listeners[Any] = field(default_factory=Listeners)
     quantized: Listeners[Any] = field(default_factory=Listeners)
     table: TransportTable | None = None
+    blocks: dict[int, Any] | None = None
 
 
 REGISTRY = Registry()

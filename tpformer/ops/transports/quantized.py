@@ -14,7 +14,8 @@ within one rank's shard, and its scale follows from itself: so every layout mult
 residuals, norms, routers, sums and weight gradients have the dtype of x.
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from tpformer.kernels.quantize.format import BLOCK, EXPONENTS, VALUES, Blocks
 
 from ..implementation import implementation
 from ..quantized_product import quantized_product
+from ..unsaved import versions
 from .interface import REGISTRY
 from .products import Factor, Products
 
@@ -57,12 +59,16 @@ class Quantized(Products):
         return unpacked_rows(rows)
 
     def right(self, weight: Tensor, transposed: bool) -> Right:
-        """Products.right: the weight in blocks, or its transposed copy: matrix units multiply e4m3 along rows only."""
+        """Products.right: the weight in blocks, or its transposed copy: matrix units multiply e4m3 along rows only.
+
+        Of experts' matrices (E, N, K) those of all, one below the other. Within keep_blocks both are made at once.
+        """
+        if REGISTRY.blocks is not None:
+            return Right(_kept(REGISTRY.blocks, weight)[not transposed], weight)
         if transposed:
-            return Right(_told(implementation("quantize", weight).quantize_weight(weight)), weight)
-        blocks, turned = implementation("quantize", weight).quantize_weight_twice(weight)
-        _told(blocks)
-        return Right(turned, weight)
+            quantize_weight = implementation("quantize", weight).quantize_weight
+            return Right(_told(quantize_weight(weight.flatten(0, -2))), weight)
+        return Right(_both(weight)[1], weight)
 
     def product(self, x: Blocks, right: Right, added: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Products.product."""
@@ -78,7 +84,7 @@ class Quantized(Products):
 
     def expert_right(self, weights: Tensor, transposed: bool) -> tuple[Right, bool]:
         """Products.expert_right: each expert's matrix in blocks of its own; widths are multiples of 128."""
-        return self.right(weights.flatten(0, 1), not transposed), transposed
+        return self.right(weights, not transposed), transposed
 
     def expert_product(
         self, x: Blocks, right: tuple[Right, bool], offsets: Tensor, index: Tensor | None = None
@@ -111,6 +117,45 @@ def unpacked_rows(rows: Tensor) -> Blocks:
 def _told(blocks: Blocks) -> Blocks:
     REGISTRY.quantized.tell(blocks)
     return blocks
+
+
+def _both(weight: Tensor) -> tuple[Blocks, Blocks]:
+    """The weight in blocks, and its transposed copy, from one reading."""
+    both = implementation("quantize", weight).quantize_weight_twice(weight.flatten(0, -2))
+    _told(both[0])
+    return both
+
+
+class _Kept(NamedTuple):
+    """A weight's blocks, and the weight when they were made."""
+
+    weight: Tensor
+    version: list[int]
+    both: tuple[Blocks, Blocks]
+
+
+def _kept(blocks: dict[int, _Kept], weight: Tensor) -> tuple[Blocks, Blocks]:
+    """The blocks of a weight that are kept, which are made if it has none, or has been written since."""
+    found, version = blocks.get(address := weight.data_ptr()), versions(weight)
+    # at an address there may be another weight: a part of the same memory, or memory that was freed and given away
+    if found is None or found.version != version or not found.weight.is_set_to(weight):
+        found = blocks[address] = _Kept(weight.detach(), version, _both(weight))
+    return found.both
+
+
+@contextmanager
+def keep_blocks() -> Iterator[None]:
+    """Within, a weight's blocks are made at its first use, and kept for all others: for a step, whose weights stay.
+
+    A weight that is written in place, or lies in other memory, is quantised again. So nobody within may write one
+    without that autograd counts it, as an optimizer's kernels do, and FSDP2 where it gathers a weight again.
+    Memory: 2 bytes for each element of a weight, and the weight itself, until the context is left.
+    """
+    before, REGISTRY.blocks = REGISTRY.blocks, {}
+    try:
+        yield
+    finally:
+        REGISTRY.blocks = before
 
 
 def record_blocks() -> AbstractContextManager[list[Blocks]]:
