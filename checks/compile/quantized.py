@@ -10,7 +10,7 @@ from itertools import product as product_of
 import torch
 from torch import Tensor
 
-from tpformer.kernels.activation.kernel import activation_forward
+from tpformer.kernels.activation.kernel import activation_backward, activation_forward
 from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.all_gather_matmul.plan import IN_FLIGHT
 from tpformer.kernels.all_gather_quantized_matmul.kernel import (
@@ -72,7 +72,8 @@ def quantize_cases() -> Iterator[Case]:
 
 
 def blocks_cases() -> Iterator[Case]:
-    """Norms of rows of one tile, several rows in it, and wider rows, and activations, whose results are blocks."""
+    """Norms of rows of one tile, several rows in it, and wider rows, and activations, whose results are blocks; and
+    gradients of activations, which have blocks beside them."""
     for capability in CAPABILITIES:
         for dtype in DTYPES if capability >= 90 else ():
             same = {"dtype": dtype, "capability": capability}
@@ -89,6 +90,10 @@ def blocks_cases() -> Iterator[Case]:
                 x = meta(8192, 4096, dtype=dtype)
                 launch = partial(activation_forward, x, name, x if gate else None, blocks=True)
                 yield Case(name=name, kernel="activation_blocks_kernel", launch=launch, **same)
+                kept = {"": x, "packed ": meta_packed(8192, 4096)} if dtype == torch.bfloat16 else {"": x}
+                for form, value in kept.items():
+                    launch = partial(activation_backward, x, value, name, value if gate else None, blocks=True)
+                    yield Case(name=form + name, kernel="activation_backward_blocks_kernel", launch=launch, **same)
 
 
 def quantized_matmul_cases() -> Iterator[Case]:

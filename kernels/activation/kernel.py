@@ -87,24 +87,40 @@ def activation_forward_kernel(x, gate, y, n, KIND: tl.constexpr, GATED: tl.const
         forward_block(x + first, gate + first, y + first, mask, KIND, GATED, BLOCK)
 
 
+@triton.jit
+def store_in_blocks(values, exponents, stored, mask, m, width, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Store this program's BLOCK elements of m rows of `width` blocks of e4m3, as they lie in memory. stored: as they
+    would be stored as they are."""
+    SCALED: tl.constexpr = quantize.BLOCK
+    BLOCKS: tl.constexpr = BLOCK // SCALED
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    places = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = places < m.to(tl.int64) * width
+    quantized, exponent = quantize.in_blocks(tl.reshape(stored.to(tl.float32), (1, BLOCKS, SCALED)), INTERPRETED)
+    tl.store(values + first + tl.arange(0, BLOCK), tl.reshape(quantized, (BLOCK,)), mask=mask)
+    target = exponents + places % width * m + places // width
+    tl.store(target, tl.reshape(exponent, (BLOCKS,)).to(tl.int8), mask=inside)
+
+
+@triton.jit
+def store_twice(x, blocks, value, mask, m, width, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Store this program's elements as they are, and in blocks beside."""
+    values, exponents = blocks
+    stored = value.to(x.dtype.element_ty)
+    tl.store(x + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), stored, mask=mask)
+    store_in_blocks(values, exponents, stored, mask, m, width, BLOCK, INTERPRETED)
+
+
 @triton.jit(do_not_specialize=["m"])
 def activation_blocks_kernel(
     x, gate, values, exponents, m, width, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """y of m rows of `width` blocks of e4m3, BLOCK elements of which a program takes, as they lie in memory."""
-    SCALED: tl.constexpr = quantize.BLOCK
-    BLOCKS: tl.constexpr = BLOCK // SCALED
     first = tl.program_id(0).to(tl.int64) * BLOCK
-    places = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    inside = places < m.to(tl.int64) * width
-    mask = first + tl.arange(0, BLOCK) < m.to(tl.int64) * width * SCALED
+    mask = first + tl.arange(0, BLOCK) < m.to(tl.int64) * width * quantize.BLOCK
     value = forward_value(x + first, gate + first, mask, KIND, GATED, BLOCK)
-    rounded = value.to(x.dtype.element_ty).to(tl.float32)
-    quantized, exponent = quantize.in_blocks(tl.reshape(rounded, (1, BLOCKS, SCALED)), INTERPRETED)
-    tl.store(values + first + tl.arange(0, BLOCK), tl.reshape(quantized, (BLOCK,)), mask=mask)
-    target = exponents + places % width * m + places // width
-    tl.store(target, tl.reshape(exponent, (BLOCKS,)).to(tl.int8), mask=inside)
+    store_in_blocks(values, exponents, value.to(x.dtype.element_ty), mask, m, width, BLOCK, INTERPRETED)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -119,6 +135,29 @@ def activation_backward_kernel(
     else:
         mask = tl.arange(0, BLOCK) < n - first
         backward_block(da, x, gate, first, n - first, dx, dgate, a, mask, KIND, GATED, BLOCK)
+
+
+@triton.jit(do_not_specialize=["m"])
+def activation_backward_blocks_kernel(
+    da, x, gate, dx, dgate, of_dx, of_dgate, of_a, m, width, KIND: tl.constexpr, GATED: tl.constexpr,
+    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """dx and dgate, of each its blocks beside it, and the blocks of a. Rows, and dx in place of da, as above."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    size = m.to(tl.int64) * width * quantize.BLOCK - first
+    mask = tl.arange(0, BLOCK) < size
+    gradient = tl.load(da + first + tl.arange(0, BLOCK), mask=mask).to(tl.float32)
+    source = load_kept(x, first, size, mask, BLOCK)
+    if GATED:
+        value, slope = differentiate(load_kept(gate, first, size, mask, BLOCK), KIND)
+        store_twice(dgate, of_dgate, gradient * source * slope, mask, m, width, BLOCK, INTERPRETED)
+        store_twice(dx, of_dx, gradient * value, mask, m, width, BLOCK, INTERPRETED)
+        value *= source
+    else:
+        value, slope = differentiate(source, KIND)
+        store_twice(dx, of_dx, gradient * slope, mask, m, width, BLOCK, INTERPRETED)
+    values, exponents = of_a
+    store_in_blocks(values, exponents, value.to(dx.dtype.element_ty), mask, m, width, BLOCK, INTERPRETED)
 
 
 @replayed
@@ -167,24 +206,28 @@ def launch_blocks(x: Tensor, name: str, gate: Tensor | None) -> Blocks:
 
 @replayed
 def activation_backward(
-    da: Tensor, x: Tensor | Packed, name: str | None, gate: Tensor | Packed | None = None
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Gradients (dx, dgate) of activation_forward and its result, rebuilt, from its inputs alone.
+    da: Tensor, x: Tensor | Packed, name: str | None, gate: Tensor | Packed | None = None, *, blocks: bool = False
+) -> Any:
+    """Gradients (dx, dgate) of activation_forward and its result, rebuilt, from its inputs alone. blocks: the result in
+    blocks of e4m3, and behind it (dx, dgate) in blocks, too; None of what is no activation's.
 
     Math:     activation_backward of reference.py
     Shapes:   da, x, gate and the results of one shape and dtype (bf16, fp16, fp32); x and gate may be packed, and are
               unpacked in registers. dx takes the place of a contiguous da; what is not contiguous is copied first
-    Numerics: float32 between loads and stores, each result rounded once
+    Numerics: float32 between loads and stores, each result rounded once. Blocks as in activation_forward
     Traffic:  activation_cost with backward=True, in one pass; accesses as in activation_forward
     Order:    each element by itself; no communication, deterministic
     Source:   as in reference.py
     """
     check_operands(x, name, gate, da)
     if name is None:
-        return da, None, unpacked(x)
+        kept = unpacked(x)
+        return (da, None, quantize.quantize_rows(kept), (None, None)) if blocks else (da, None, kept)
     da, x, gate = da.contiguous(), kept_source(x), None if gate is None else kept_source(gate)
-    a = torch.empty_like(da)
     dgate = None if gate is None else torch.empty_like(da)
+    if blocks:
+        return launch_backward_blocks(da, x, name, gate, dgate)
+    a = torch.empty_like(da)
     if da.numel():
         block = BACKWARD_BYTES // da.element_size()
         launch(
@@ -193,3 +236,18 @@ def activation_backward(
             KIND=name, GATED=gate is not None, BLOCK=block, **launch_options(WARPS, 1),
         )  # fmt: skip
     return da, dgate, a
+
+
+def launch_backward_blocks(da: Tensor, x: Tensor, name: str, gate: Tensor | None, dgate: Tensor | None) -> Any:
+    """activation_backward of (M, F) with blocks. x, gate: as kept_source gives them. dgate: to be written."""
+    m, n = da.shape
+    of_dx, of_a = (quantize.empty_result(da, m, n, True) for _ in range(2))
+    of_dgate = None if gate is None else quantize.empty_result(da, m, n, True)
+    if da.numel():
+        block = BACKWARD_BYTES // da.element_size()
+        launch(
+            activation_backward_blocks_kernel, (triton.cdiv(da.numel(), block),),
+            da, x, x if gate is None else gate, da, dgate, of_dx, of_dgate, of_a, m, n // quantize.BLOCK.value,
+            KIND=name, GATED=gate is not None, BLOCK=block, INTERPRETED=is_interpreted(), **launch_options(WARPS, 1),
+        )  # fmt: skip
+    return da, dgate, of_a, (of_dx, of_dgate)

@@ -135,15 +135,21 @@ def _forward(x: Tensor, name: str, gate: Tensor | None) -> Tensor:
 
 
 def activation_backward(
-    da: Tensor, x: Tensor | Packed, name: str | None, gate: Tensor | Packed | None = None
-) -> tuple[Tensor, Tensor | None, Tensor]:
+    da: Tensor, x: Tensor | Packed, name: str | None, gate: Tensor | Packed | None = None, *, blocks: bool = False
+) -> Any:
     """(dx, dgate or None, act(x) or act(gate) * x): gradients of activation_forward, and its result computed again.
+
+    blocks: the result in blocks of e4m3, and behind it (dx, dgate) in blocks, too; None of what is no activation's.
 
     Numerics: derivatives at infinities are NaN, but for relu2's, and so is relu2's dgate where gate <= 0 beside an
               infinite x, here and in kernels; torch's autograd has 0 there
     Shapes:   da, x, gate (M, F), contiguous, or x and gate packed; a result may take the memory of da. Launchers
               check them; here they are what a forward has checked, and a gradient that autograd has compared
     """
+    if blocks:
+        dx, dgate, a = activation_backward(da, x, name, gate)
+        beside = (None if each is None or name is None else quantize.quantize_rows(each) for each in (dx, dgate))
+        return dx, dgate, quantize.quantize_rows(a), tuple(beside)
     if name is None:
         return da, None, unpacked(x)
     if isinstance(x, Packed) or isinstance(gate, Packed):
@@ -176,9 +182,10 @@ def activation_cost(
     m: int, f: int, itemsize: int, gated: bool = False, backward: bool = False, blocks: bool = False
 ) -> Cost:
     """Forward reads x (and gate) and writes the result, with `blocks` as blocks of e4m3. Backward reads da, too, and
-    writes the result and the gradient of each input."""
+    writes the result and the gradient of each input, with `blocks` of each gradient its blocks beside it."""
     inputs = 2 if gated else 1
-    operands = 2 * inputs + 2 if backward else inputs + (not blocks)
-    written = blocks_bytes(m, f) if blocks else 0
-    flops = (24 if backward else 10) * inputs + 2 * blocks
+    operands = (2 * inputs + 1 if backward else inputs) + (not blocks)
+    in_blocks = blocks * (1 + inputs * backward)  # matrices
+    written = in_blocks * blocks_bytes(m, f)
+    flops = (24 if backward else 10) * inputs + 2 * in_blocks
     return Cost(flops * m * f, operands * m * f * itemsize + written)

@@ -49,7 +49,7 @@ def test_no_pass_quantises_what_norms_and_activations_wrote(tmp_path: Path) -> N
     forward, backward = map(ast.literal_eval, done.stdout.splitlines())
     weight = "quantize_weight"
     assert forward == ["norm_forward", weight, "activation_blocks", weight]
-    # a call that is like an earlier one launches without this function: the norm again, and a pass over as many rows
+    # a call that is like an earlier one launches without this function: the norm again
     assert [each for each in backward if each.startswith(("quantize", "norm", "activation"))] == [
-        "quantize_rows", weight, "activation_backward", "quantize_rows", weight, "norm_backward",
+        "quantize_rows", weight, "activation_backward_blocks", weight, "norm_backward",
     ]  # fmt: skip

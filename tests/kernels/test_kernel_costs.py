@@ -40,6 +40,7 @@ CASES: list[tuple[str, tuple, dict, tuple[int, int]]] = [
     # in blocks: x is read, 3 x 2 bytes of exponents and one a value are written; two flops a value more
     ("norm", (3, 256, 2, "rmsnorm"), {"blocks": True}, (6 * 768, 2 * 768 + 768 + 6 + 12 + 2 * 512)),
     ("activation", (3, 256, 2), {"gated": True, "blocks": True}, (22 * 768, 2 * 2 * 768 + 768 + 6)),
+    ("activation", (3, 256, 2, True, True), {"blocks": True}, (54 * 768, 2 * 5 * 768 + 3 * (768 + 6))),
     # x, a byte a value, one for each of 3 x 2 blocks; then two copies of 2 x 1 blocks of 128 x 128
     ("quantize", (3, 256, 2), {}, (2 * 768, 3 * 768 + 6)),
     ("quantize", (256, 128, 4, 128, 2), {}, (2 * 32768, 6 * 32768 + 4)),

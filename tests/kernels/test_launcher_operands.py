@@ -35,10 +35,18 @@ FOLDER = Path(tpformer.kernels.__path__[0])
 OPERATIONS = sorted(path.parent.name for path in FOLDER.glob("*/kernel.py"))
 # What launchers have in common, and what works on bits for `pack` and `unpack`.
 PARTS = {"launch_forward", "launch_gather", "check", "pack_bits", "unpack_bits", "unpacked"}
-PARTS |= {"launch_weight", "launch_dequantize", "launch_blocks"}
+PARTS |= {"launch_weight", "launch_dequantize", "launch_blocks", "launch_backward_blocks"}
 # What references take from autograd or from an operation, which have compared it; their launchers refuse it still.
 COMPARED = {"norm_rebuilt", "norm_backward", "activation_backward", "finish_forward", "finish_norm_forward"}
-LAUNCH = {"launch", "launch_forward", "launch_gather", "launch_weight", "launch_dequantize", "launch_blocks"}
+LAUNCH = {
+    "launch",
+    "launch_forward",
+    "launch_gather",
+    "launch_weight",
+    "launch_dequantize",
+    "launch_blocks",
+    "launch_backward_blocks",
+}
 T, N = 4, 8
 VOCAB, TERMS = VocabSlice(0, N, 7), LossTerms()
 

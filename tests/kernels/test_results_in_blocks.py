@@ -1,5 +1,6 @@
 """Norms and activations whose results are blocks of e4m3: the bytes that quantising their stored results gives."""
 
+from itertools import product
 from types import ModuleType
 from unittest import mock
 
@@ -11,6 +12,8 @@ from testing import assert_identical, poisoned_memory
 
 from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.finish import Finish
+from tpformer.kernels.pack import kernel as pack_kernel
+from tpformer.kernels.pack import reference as pack_reference
 from tpformer.kernels.quantize.format import BLOCK, Blocks
 from tpformer.kernels.quantize.reference import quantize_rows
 
@@ -53,6 +56,28 @@ def check_activation(module: ModuleType, shape: tuple[int, int], dtype: torch.dt
                 found = module.activation_forward(x, name, other, blocks=True)
             assert_quantised(found, module.activation_forward(x, name, other), f"{shape} {dtype} {name}")
     assert_quantised(module.activation_forward(x, None, blocks=True), x, "no activation")
+    check_gradients(module, x, gate)
+
+
+def check_gradients(module: ModuleType, x: torch.Tensor, gate: torch.Tensor) -> None:
+    """Gradients stay as they are, and beside each are its blocks. Of bfloat16 x and gate may be packed."""
+    da = scaled(*x.shape, x.dtype, str(x.device)).flip(1)
+    pack = (pack_kernel if module.__name__.endswith(".kernel") else pack_reference).pack
+    kept = [lambda x: x, *([lambda x: pack(x)[0]] if x.dtype == torch.bfloat16 and x.numel() else [])]
+    for name, other, form in product(ACTIVATIONS, (None, gate), kept):
+        given = form(x), name, None if other is None else form(other)
+        dx, dgate, a = module.activation_backward(da.clone(), *given)
+        with poisoned_memory():
+            *found, of_a, beside = module.activation_backward(da.clone(), *given, blocks=True)
+        assert_identical(found, [dx, dgate])
+        assert_quantised(of_a, a, f"{tuple(x.shape)} {x.dtype} {name}")
+        for blocks_of, gradient in zip(beside, (dx, dgate), strict=True):
+            assert (blocks_of is None) == (gradient is None)
+            if gradient is not None:
+                assert_quantised(blocks_of, gradient, f"{tuple(x.shape)} {x.dtype} {name}")
+    same, nothing, of_x, beside = module.activation_backward(da, x, None, blocks=True)
+    assert same is da and nothing is None and beside == (None, None)
+    assert_quantised(of_x, x, "no activation")
 
 
 @everywhere("norm", FLOATS)
@@ -93,5 +118,5 @@ def check_small(activation: ModuleType, norm: ModuleType, rows: int) -> None:
     """For tiles of a few rows and for programs of two blocks."""
     check_norm(norm, (rows, 3 * BLOCK), torch.float32, "cpu", widest=BLOCK)
     check_norm(norm, (rows, 3 * BLOCK), torch.float32, "cpu", widest=4 * BLOCK)
-    with mock.patch.object(activation, "FORWARD_BYTES", 2 * BLOCK * 4):
+    with mock.patch.multiple(activation, FORWARD_BYTES=2 * BLOCK * 4, BACKWARD_BYTES=2 * BLOCK * 4):
         check_activation(activation, (rows, 3 * BLOCK), torch.float32, "cpu")

@@ -185,9 +185,9 @@ def _backward(saved: _Saved, dy: Tensor | None, dbalance: Tensor | None) -> tupl
     activated = None
     if own.shared_down is not None:
         dactivated = products.product(whole, products.right(own.shared_down, False))
-        backward = implementation("activation", da).activation_backward
-        dup, dgate, activated = backward(dactivated, saved.shared_up, call.activation, saved.shared_gate)
-        dshared, activated = [products.factor(dgate), products.factor(dup)], products.factor(activated)
+        given = dactivated, saved.shared_up, call.activation, saved.shared_gate
+        dup, dgate, activated = products.derivative(*given)
+        dshared = [products.factor(dgate), products.factor(dup)]
     rows = saved.rows()
     downs = _down_gradients(saved, whole, a, activated)
     start = None

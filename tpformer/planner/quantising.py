@@ -17,7 +17,7 @@ from .terms import Linear
 
 PASS = 2 + NUMBER_BYTES  # bytes of a number that a pass takes from 16 bits to blocks, or back
 WRITTEN = NUMBER_BYTES - 2  # of one that a kernel writes in blocks in place of 16 bits
-ATTENTION = "o"  # the row linear without an activation
+PROJECTIONS, ATTENTION = "qkv", "o"  # the linears around attention; around an activation are the others
 SCALES = 6  # launches that make the scales of a product's two operands what cuBLASLt takes
 
 
@@ -48,18 +48,18 @@ def quantising_bytes(linear: Linear, own: float, gathered: bool) -> tuple[float,
     own: this rank's rows, of the residual stream. gathered: whether these rows are gathered, as a column linear's input
     and a row linear's output gradient are: values and exponents are joined before, and parted behind.
 
-    What each weight of several adds to the gradient of its input is added up in 16 bits. Norms, also where a backward
-    makes them again, and the forwards of activations write blocks in place of 16 bits; a pass quantises attention's
-    result, output gradients, and an activation that a backward makes again. For weight gradients both factors are
-    dequantised.
+    What each weight of several adds to the gradient of its input is added up in 16 bits. Norms and activations, also
+    where a backward makes them again, write blocks in place of 16 bits, and the backward of an activation writes those
+    of its gradients beside them; a pass quantises attention's result, also again, and all other output gradients. For
+    weight gradients both factors are dequantised.
     """
     m, n, k, several = linear.rows, linear.n, linear.k, linear.weights - 1
     sent = 2 * NUMBER_BYTES * (own + m) * gathered  # of one feature of what may be gathered
     if linear.column:
-        normed = own * WRITTEN + sent
-        return normed * k, PASS * m * n + 6 * several * m * k, normed * k + PASS * m * (n + k)
+        normed, given = own * WRITTEN + sent, PASS if linear.name == PROJECTIONS else NUMBER_BYTES
+        return normed * k, given * m * n + 6 * several * m * k, normed * k + PASS * m * (n + k)
     read = PASS if linear.name == ATTENTION else WRITTEN
-    return read * m * k, (own * PASS + sent) * n + PASS * m * k, PASS * m * (n + k)
+    return read * m * k, (own * PASS + sent) * n + read * m * k, PASS * m * (n + k)
 
 
 def quantised_weights(uses: int | None) -> tuple[float, float]:
@@ -82,7 +82,8 @@ def launches(linears: Sequence[Linear], uses: int | None) -> tuple[float, float]
     of_weights = quantised_weights(uses)
     for linear in linears:
         forward += linear.weights * (of_weights[0] + SCALES) + (linear.name == ATTENTION)
-        # rows of each output's gradient, and of an activation again; a sum less than weights; what is dequantised
-        backward += linear.weights * (of_weights[1] + 1 + SCALES) + (not linear.column)
+        # rows of output gradients, and of attention's result again; a sum less than weights; what is dequantised
+        quantised = linear.weights if linear.name in (PROJECTIONS, ATTENTION) else not linear.column
+        backward += linear.weights * (of_weights[1] + SCALES) + quantised + (linear.name == ATTENTION)
         backward += (linear.weights - 1) + linear.weights + 1
     return forward, backward

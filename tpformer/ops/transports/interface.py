@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -18,11 +18,10 @@ from torch.distributed import ProcessGroup
 from tpformer.config.transport_table import OPERATIONS, TransportTable
 from tpformer.distributed.listeners import Listeners
 from tpformer.kernels.finish import NOTHING, Finish
-from tpformer.kernels.pack.format import Packed
 
 from ..implementation import implementation
 from ..norm import Normed
-from .products import PLAIN, Factor, Products
+from .products import PLAIN, Factor, Kept, Products
 
 GATHER, SCATTER, ALL_REDUCE = OPERATIONS
 
@@ -35,9 +34,6 @@ def finish_rows(y: Tensor, finish: Finish) -> tuple[Tensor, Normed | None]:
     if not finish.adds:
         return y, None
     return implementation("dropout", y).finish_forward(y, finish), None
-
-
-Kept: TypeAlias = Tensor | Packed  # what a forward has kept
 
 
 class Transport(ABC):

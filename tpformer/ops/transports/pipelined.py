@@ -8,10 +8,9 @@ from torch.distributed import ProcessGroup
 from tpformer.distributed.chunked import all_reduce_chunks, gather_chunks, reduce_scatter_chunks, start_all_gather
 from tpformer.kernels.finish import NOTHING, Finish
 
-from ..implementation import implementation
 from ..norm import Normed
-from .interface import ALL_REDUCE, GATHER, SCATTER, Kept, Transport, finish_rows, record_transport
-from .products import PLAIN, Factor, Products, rows_of, tensors_of
+from .interface import ALL_REDUCE, GATHER, SCATTER, Transport, finish_rows, record_transport
+from .products import PLAIN, Factor, Kept, Products, rows_of, tensors_of
 from .sequential import local
 
 
@@ -59,8 +58,7 @@ class Pipelined(Transport):
         da = dy_shard.new_empty(x.shape)
         for rows, dy in chunks:
             self.products.product(dy, right, out=da[rows])
-        dx, dgate, a = implementation("activation", x).activation_backward(da, x, activation, gate)
-        return dx, dgate, self.products.factor(a), self.products.received(gathered)
+        return *self.products.derivative(da, x, activation, gate), self.products.received(gathered)
 
     def matmul_reduce(
         self,

@@ -10,11 +10,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from tpformer.kernels.pack.format import Packed
 from tpformer.kernels.quantize.format import Blocks
 
 from ..implementation import implementation
 
 Factor: TypeAlias = Tensor | Blocks  # a matrix of rows as GEMMs take it
+Kept: TypeAlias = Tensor | Packed  # what a forward has kept
 
 
 class Products:
@@ -36,6 +38,12 @@ class Products:
         """The factor of act(x), or of act(gate) * x."""
         forward = implementation("activation", x).activation_forward
         return self.factor(forward(x, activation, gate, blocks=self.in_blocks))
+
+    def derivative(
+        self, da: Tensor, x: Kept, activation: str | None, gate: Kept | None
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        """The backward of `activated`: (dx, dgate, the factor that it gave, made again). dx may take da's memory."""
+        return implementation("activation", x).activation_backward(da, x, activation, gate)
 
     def sent(self, x: Any) -> Tensor:
         """Rows x (M, K) as they travel: a row of the result for each row."""

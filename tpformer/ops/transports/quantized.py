@@ -27,7 +27,11 @@ from ..implementation import implementation
 from ..quantized_product import quantized_product
 from ..unsaved import versions
 from .interface import REGISTRY
-from .products import Factor, Products
+from .products import Factor, Kept, Products
+
+BESIDE = "tpformer_blocks"
+"""The attribute of a gradient on its way from one linear to another, through autograd, which hands on the very tensor:
+how often it had been written when its blocks were made, and these. All others find a gradient in 16 bits."""
 
 
 class Right(NamedTuple):
@@ -47,8 +51,21 @@ class Quantized(Products):
     in_blocks = True
 
     def factor(self, x: Factor) -> Blocks:
-        """Products.factor: the blocks of x, which a norm or an activation may have written."""
-        return _told(x if isinstance(x, Blocks) else implementation("quantize", x).quantize_rows(x))
+        """Products.factor: the blocks of x, which a norm or an activation may have written, in its place or beside."""
+        if not isinstance(x, Blocks):
+            x = _beside(x) or implementation("quantize", x).quantize_rows(x)
+        return _told(x)
+
+    def derivative(
+        self, da: Tensor, x: Kept, activation: str | None, gate: Kept | None
+    ) -> tuple[Tensor, Tensor | None, Blocks]:
+        """Products.derivative. dx and dgate have their blocks beside them, for the linear that takes them."""
+        backward = implementation("activation", x).activation_backward
+        dx, dgate, a, blocks = backward(da, x, activation, gate, blocks=True)
+        for gradient, of_gradient in zip((dx, dgate), blocks, strict=True):
+            if of_gradient is not None:
+                setattr(gradient, BESIDE, (versions(gradient), of_gradient))
+        return dx, dgate, _told(a)
 
     def sent(self, x: Factor) -> Tensor:
         """Products.sent: the bytes of the blocks of x."""
@@ -112,6 +129,13 @@ def unpacked_rows(rows: Tensor) -> Blocks:
     columns = rows.shape[1] // (BLOCK + 1) * BLOCK
     values, exponents = rows[:, :columns].contiguous(), rows[:, columns:].t().contiguous()
     return Blocks(values.view(VALUES), exponents.view(EXPONENTS))
+
+
+def _beside(x: Tensor) -> Blocks | None:
+    """The blocks of x that were made with it. None without such, as of a sum of gradients, or where x was written
+    since, as by a hook."""
+    before, blocks = getattr(x, BESIDE, (None, None))
+    return blocks if before == versions(x) else None
 
 
 def _told(blocks: Blocks) -> Blocks:

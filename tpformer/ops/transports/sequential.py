@@ -8,10 +8,9 @@ from torch.distributed import ProcessGroup
 from tpformer.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from tpformer.kernels.finish import NOTHING, Finish
 
-from ..implementation import implementation
 from ..norm import Normed
-from .interface import ALL_REDUCE, GATHER, SCATTER, Kept, Transport, finish_rows, record_transport
-from .products import PLAIN, Factor, Products
+from .interface import ALL_REDUCE, GATHER, SCATTER, Transport, finish_rows, record_transport
+from .products import PLAIN, Factor, Kept, Products
 
 
 class Sequential(Transport):
@@ -47,10 +46,8 @@ class Sequential(Transport):
         """Transport.gather_matmul_derivative: all-gather, GEMM, then the activation's derivative."""
         self._record(GATHER)
         products, dy_gathered = self.products, self._gathered(dy_shard)
-        backward = implementation("activation", x).activation_backward
         da = products.product(dy_gathered, products.right(weight, False))
-        dx, dgate, a = backward(da, x, activation, gate)
-        return dx, dgate, products.factor(a), dy_gathered
+        return *products.derivative(da, x, activation, gate), dy_gathered
 
     def matmul_reduce(
         self,
