@@ -32,7 +32,8 @@ from ..choice.spare import spare_processors
 from ..dispatch import Dispatch
 from ..dropout import told
 from ..norm import Normed
-from .interface import ALL_REDUCE, GATHER, SCATTER, Kept, Transport, finish_rows, record_transport
+from .interface import ALL_REDUCE, GATHER, SCATTER, Transport, finish_rows, record_transport
+from .products import Kept
 from .sequential import LOCAL
 
 

@@ -25,8 +25,8 @@ from ..dispatch import Dispatch
 from ..norm import Normed
 from .experts import gather_experts
 from .fused import Fused, for_all
-from .interface import GATHER, Kept, record_transport
-from .products import Factor
+from .interface import GATHER, record_transport
+from .products import Factor, Kept
 from .quantized import BLOCKS
 from .sequential import Sequential
 
