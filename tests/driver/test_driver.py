@@ -114,7 +114,7 @@ def test_every_launcher(commands, library, capability) -> None:
     assert again == {(f"{kernel}_kernel", name) for kernel, names in expected.items() for name in names}
     assert any(case["waits"] for case in cases) and any(case["tma"] for case in cases) == (capability >= 90)
     missing = uncovered(DEFAULT, {case["case"]: SimpleNamespace(kernel=case["kernel"]) for case in cases})
-    of_e4m3 = ("kernels/quantize", "_quantized_", "activation_blocks_kernel")  # which sm_80 has not
+    of_e4m3 = ("quantize", "_blocks_kernel")  # which sm_80 has not
     e4m3 = [text for text in missing if any(each in text for each in of_e4m3)]
     assert missing == e4m3 and bool(e4m3) == (capability < 90)
 
