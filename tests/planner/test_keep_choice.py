@@ -6,6 +6,7 @@
 import dataclasses
 import itertools
 import random
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -153,29 +154,73 @@ def test_the_choice_is_the_best_of_all_mixes_of_a_small_stage():
     assert beyond, "one has more than three ways"
 
 
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV"])
-def test_stages_of_one_rank_have_mixes_of_their_own(schedule):
-    """Two stages of two or three layers: all pairs of their mixes are looked at one by one."""
-    parallel = {"pipeline_parallel": 2, "pipeline_schedule": schedule, "pipeline_stages_per_rank": 2}
-    config = with_keep(configuration(LLAMA, 9, **parallel), "keep")
+# a schedule, stages a rank, and layers: a few of them in each stage
+SEVERAL = [
+    ("Interleaved1F1B", 2, 9),
+    ("ZBVZeroBubble", 2, 9),
+    ("InterleavedZeroBubble", 2, 9),
+    ("DualPipeV", 2, 9),
+    ("Interleaved1F1B", 3, 12),
+    ("LoopedBFS", 3, 9),
+    ("InterleavedZeroBubble", 4, 9),
+]
+
+
+class Every(NamedTuple):
+    """All mixes of a rank's stages, one by one: the ways and columns of each stage, bytes, and seconds."""
+
+    rank: Rank
+    mixes: list[np.ndarray]
+    values: list[np.ndarray]
+    needs: np.ndarray
+    seconds: np.ndarray
+
+
+def every_mix(schedule: str, stages: int, n_layers: int, number: int) -> Every:
+    parallel = {"pipeline_parallel": 2, "pipeline_schedule": schedule, "pipeline_stages_per_rank": stages}
+    config = with_keep(configuration(LLAMA, n_layers, **parallel), "keep")
     ways = ways_of(config)
-    rank = Rank(config, 0, StepModel(config, H100, ours(config.parallel, H100)), ways)
-    each = [list(itertools.combinations_with_replacement(range(len(ways)), stage.n)) for stage in rank.stages]
-    pairs = [np.array(mixes) for mixes in zip(*itertools.product(*each), strict=True)]
-    values = [stage.columns(mixes) for stage, mixes in zip(rank.stages, pairs, strict=True)]
-    seconds = sum(stage.cost(each) for stage, each in zip(rank.stages, values, strict=True))
-    differ, floor = 0, rank.base + rank._needs(values).min()
-    for room in [floor, floor - 1, *np.linspace(least(config)[0], peak(config), 7)[:-1]]:
-        fits = rank._needs(values) <= room - rank.base
-        best = np.where(fits, seconds, np.inf)
-        found = rank.choose(room)
+    rank = Rank(config, number, StepModel(config, H100, ours(config.parallel, H100)), ways)
+    each = [np.array([*itertools.combinations_with_replacement(range(len(ways)), s.n)]) for s in rank.stages]
+    places = np.indices([len(mixes) for mixes in each]).reshape(stages, -1)
+    columns = [stage.columns(mixes) for stage, mixes in zip(rank.stages, each, strict=True)]
+    costs = [stage.cost(values) for stage, values in zip(rank.stages, columns, strict=True)]
+    held = [rank._holds(index, values) for index, values in enumerate(columns)]
+    needs = np.full(places.shape[1], -np.inf)
+    for moment, fixed in enumerate(rank.fixed):
+        needs = np.maximum(needs, fixed + sum(part[at, moment] for part, at in zip(held, places, strict=True)))
+    pick = [[part[at] for part, at in zip(parts, places, strict=True)] for parts in (each, columns, costs)]
+    return Every(rank, pick[0], pick[1], needs, np.sum(pick[2], 0))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("schedule, stages, n_layers", SEVERAL)
+def test_stages_of_one_rank_have_mixes_of_their_own(schedule, stages, n_layers, number):
+    """Two to four stages of one to three layers: all their mixes are looked at one by one. None of them is faster than
+    the bound, nor than it and what its stages are above it; and prices say most of what fitting takes."""
+    rank, mixes, values, needs, seconds = every_mix(schedule, stages, n_layers, number)
+    differ, floor, slack = 0, needs.min(), 1e-9 * rank.slowest
+    lost = spent = 0.0
+    for room in [floor * (1 + 1e-12), floor - 1, *np.linspace(floor, needs[seconds.argmin()], 8)[1:-1]]:
+        found = rank.choose(room + rank.base)
         if room < floor:
             assert found is None
             continue
-        assert (
-            found is not None and found.seconds == pytest.approx(best.min(), rel=1e-9) and found.least == found.seconds
-        )
-        differ += len({frozenset(mixes[best.argmin()].tolist()) for mixes in pairs}) > 1
+        fits = np.flatnonzero(needs <= room)
+        best = fits[seconds[fits].argmin()]
+        assert found is not None and found.seconds == pytest.approx(seconds[best], rel=1e-9)
+        assert found.least == found.seconds
+        differ += len({frozenset(each[best].tolist()) for each in mixes}) > 1
+        bound, layer, above = rank._prices.bound(room, [each[best] for each in mixes]), 0, 0.0
+        for index, (stage, ways) in enumerate(zip(rank.stages, mixes, strict=True)):
+            columns = values[index][fits]
+            paid = stage.cost(columns) + rank._holds(index, columns) @ bound.bytes - bound.least[index]
+            layers = bound.above[ways[fits], layer + np.arange(stage.n)].sum(1)
+            assert (layers <= paid + slack).all(), "layers are together no more above than their stage"
+            layer, above = layer + stage.n, above + paid
+        assert (bound.seconds + above <= seconds[fits] + slack).all(), "no mix that fits is faster"
+        lost, spent = lost + seconds[best] - bound.seconds, spent + seconds[best] - seconds.min()
+    assert lost < 0.6 * spent or spent == 0, (lost, spent)
     assert differ or schedule != "Interleaved1F1B", "no stage wants another mix than the other one"
 
 

@@ -5,12 +5,11 @@ mixes become a run's is in keep_choice.py.
 
 Layers of a stage are in the order of the ways: what is offloaded first, because it has the longest time to return, then
 what makes most again, where least waits; what keeps all comes last. The fastest mix is found in two steps: first of
-those of up to three ways, then of all that could be faster. For that, what is held at the moments of a step where the
-first mix needs most has a price, and so have moved bytes. Each way of a layer is by so many seconds above its cheapest
-one. No mix that fits takes less than the cheapest ways of all layers and these seconds. So a mix that beats the first
-step's has few of them, and of its layers from the front on no more seconds than the first step's mix has in all: there
-are few such mixes. Where room is short a stage may need more than others, whatever these do: that is looked at first,
-stage by stage.
+those of up to three ways, then of all that could be faster. For that, what is held at the moments of a step has prices,
+and so have moved bytes (prices.py). Each way of a layer is by so many seconds above its cheapest one, and each mix of a
+stage by no less than its layers together. No mix of the rank that fits takes less than the cheapest ways of all layers
+and what its stages are above them. So a mix that beats the first step's has few ways that are above. Of a stage no mix
+may be as cheap as its layers are alone: what it is above at least, the other stages have less.
 
 Say a rank takes 1.0 s if its layers keep all, the first mix takes 1.2 s, and prices say that none takes less than 1.19.
 Then the layers of a faster mix are together above their cheapest ways by less than 0.01 s: if `full` is by 0.004 s, at
@@ -30,38 +29,17 @@ from tpformer.config import PLAIN, LayerKeep, RunConfig
 
 from .memory import pipeline_buffers
 from .moments import rank_layers
+from .prices import Bound, Prices
 from .rank_memory import ALONE, cached_occupancies, predicted_memory, predicted_stage, stages_size
 from .stage_mixes import KEPT, MOVED, PLACE, Stage, StageMixes, splits, undominated, within
 from .states import GRADIENTS
 from .step_time import StepModel
 from .units import with_keep
 
-PRICES = np.array([0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0])  # shares of a bus that bounds weigh
-MOMENTS = 4  # and places, whose bounds are compared
-FIRST = 1e-5  # of the slowest mix: how far above the bound mixes are looked at first
+FIRST = 1e-4  # of the slowest mix: how far above the bound mixes are looked at first
 STEPS = 40  # in which shares of three ways are tried; of as many layers of a stage, or fewer, all are
 PAIRS = 1 << 20  # of the mixes of a rank's stages that are looked at at once
 PARTS = 64  # so often, at most
-
-
-class _Bound(NamedTuple):
-    """seconds: no mix that fits is faster than this and what all its layers are above it: (ways, layers), of the stages
-    one after the other."""
-
-    seconds: float
-    above: np.ndarray
-
-
-def _prices(rates: np.ndarray, shares: np.ndarray, waits: np.ndarray, bus: float) -> np.ndarray:
-    """All triples of a price of kept bytes, a share of moving in the longest of a pass, and one of launching.
-
-    Columns: prices of kept bytes, of the device's forward and backward, and of moved bytes; shares of launching in the
-    forward and in the backward, and of what is launched beside moving; the share of moving in both.
-    """
-    rate, share, wait = (each.ravel() for each in np.indices((len(rates), len(shares), len(waits))))
-    (a, b), (c, d) = shares[share].T, waits[wait].T
-    moving = ((1 - c) * a + (1 - d) * b) / bus
-    return np.stack([rates[rate], (1 - c) * (1 - a), (1 - d) * (1 - b), moving, c, d, (1 - d) * b, a + b], 1)
 
 
 def _less_than_before(numbers: np.ndarray) -> np.ndarray:
@@ -113,10 +91,6 @@ class Rank:
         split = np.where(np.isin(moments.kinds, ["B", "I"]), "B", moments.kinds)
         what = np.stack([moments.stages, split == "B", split == "F"], 1)
         rows = np.unique(np.concatenate([moments.forward, moments.queued, what], 1), axis=0)
-        alike = (rows[None, :, -3:] == rows[:, None, -3:]).all(-1)
-        # moments that another one of the kind holds as much in, or more, are no peak
-        more = alike & (rows[None] >= rows[:, None]).all(-1) & (rows[None] > rows[:, None]).any(-1)
-        rows = rows[~more.any(1)]
         self.flights, waiting = rows[:, : len(self.stages)], rows[:, len(self.stages) : -3]
         columns, at_place, at_forward = rows[:, -3].astype(int), rows[:, -2] > 0, rows[:, -1] > 0
         self.columns = np.where(at_place, columns, -1)  # the stage whose places count, if it is in its backward
@@ -126,6 +100,12 @@ class Rank:
         self.fixed = waiting @ [stage.queued for stage in self.stages] + self.flights @ [s.rest for s in self.stages]
         others = np.array([[s.at_weights, s.at_forward] for s in self.stages])[columns, at_forward.astype(int)]
         self.fixed += np.where(at_place, 0.0, others)
+        rows = np.unique(np.concatenate([self.columns[:, None], self.flights, self.fixed[:, None]], 1), axis=0)
+        alike = rows[None, :, 0] == rows[:, None, 0]
+        # moments that another one of the kind holds as much in, or more, are no peak
+        more = alike & (rows[None] >= rows[:, None]).all(-1) & (rows[None] > rows[:, None]).any(-1)
+        self.columns, self.flights, self.fixed = np.split(rows[~more.any(1)], [1, len(self.stages) + 1], 1)
+        self.columns, self.fixed = self.columns[:, 0].astype(int), self.fixed[:, 0]
 
     def choose(self, room: float) -> Mixes | None:
         """The fastest mixes that fit into so many bytes of the rank; None if none do.
@@ -155,23 +135,25 @@ class Rank:
         values = [mixes.values[at] for mixes, at in zip(self._smallest, pairs, strict=True)]
         return (self.base + float(self._needs(values).min())) * (1 + 1e-12)  # more than what sums are rounded by
 
+    @functools.cached_property
+    def _prices(self) -> Prices:
+        return Prices(self.stages, self.flights, self.columns, self.fixed)
+
     def _choose(self, room: float) -> Mixes | None:
-        seconds, mixes = self._stair(room) or self._together(self._smallest, np.inf, room) or (np.inf, [])
+        seconds, mixes = self._stair(room) or self._together(self._smallest, np.inf, np.inf, room) or (np.inf, [])
         if not mixes:
             return None
-        bound, slack = self._bound(room, mixes), 1e-9 * self.slowest  # sums of floats differ by their order
-        floors = [0.0] * len(self.stages)
-        if seconds > bound.seconds + slack:
-            floors = [self._floor(bound, index, seconds, room) for index in range(len(floors))]
-        least, gap = bound.seconds + sum(floors), FIRST * self.slowest
+        bound, slack = self._prices.bound(room, mixes), 1e-9 * self.slowest  # sums of floats differ by their order
+        floors = np.zeros(len(self.stages))  # how far stages are above the bound, at least
+        least, gap = bound.seconds, FIRST * self.slowest
         while least < seconds - slack:  # what is found early leaves less to look at
-            gap = min(gap, seconds - bound.seconds - sum(floors) + slack)
-            looked = self._faster(bound, floors, gap, seconds, room)
+            above = min(float(floors.sum()) + gap, seconds - bound.seconds + slack)
+            looked = self._faster(bound, floors, above, seconds, room)
             if looked is None:
                 break
             if looked[0] < seconds - slack:
                 seconds, mixes = looked
-            least, gap = bound.seconds + sum(floors) + gap, 4 * gap
+            least, gap = bound.seconds + above, 2 * gap
         values = [stage.columns(mix[None]) for stage, mix in zip(self.stages, mixes, strict=True)]
         least = least if least < seconds - slack else seconds
         return Mixes(mixes, seconds, least, self.base + float(self._needs(values)[0]))
@@ -219,110 +201,38 @@ class Rank:
         moved = np.sum([each[:, MOVED] for each in values], 0)
         return np.round(cost, 12), np.round(moved), np.sum([mix.sum(1) for mix in chosen], 0)
 
-    def _bound(self, room: float, mixes: Sequence[np.ndarray]) -> _Bound:
-        """The highest bound of the MOMENTS and places in which these mixes, one of each stage, need most."""
-        chosen = [mix[None] for mix in mixes]
-        kept = np.array([stage.columns(mix)[0, KEPT] for stage, mix in zip(self.stages, chosen, strict=True)])
-        needs = []
-        for at, (column, need) in enumerate(zip(self.columns.tolist(), self.flights @ kept + self.fixed, strict=True)):
-            if column < 0:
-                needs.append((float(need), at, 0))
-            else:
-                own = self.stages[column].places(chosen[column])[0] - kept[column] - self.stages[column].before
-                needs += [(float(need + more), at, place) for place, more in enumerate(own)]
-        most = sorted(needs, reverse=True)[:MOMENTS]
-        return max(
-            (self._priced(*self._held(at, place, room)) for _, at, place in most), key=lambda bound: bound.seconds
-        )
-
-    def _held(self, at: int, place: int, room: float) -> tuple[np.ndarray, float]:
-        """(what each way of each layer holds in a moment, (ways, layers), and what all layers may), in bytes more than
-        the way that holds least. place: of the stage that is in its backward."""
-        stages, column = self.stages, self.columns[at]
-        held = [stage.kept * number for stage, number in zip(stages, self.flights[at], strict=True)]
-        left = room - self.fixed[at]
-        if column >= 0:  # layers behind the place have freed what this microbatch kept
-            stage, here = stages[column], held[column]
-            here[:, place + 1 :] -= stage.kept[:, place + 1 :]
-            here[:, max(0, place - 1) : place + 1] += stage.moved[:, max(0, place - 1) : place + 1]
-            here[:, place] += stage.need[:, place]
-            left += stage.before
-        kept = np.concatenate(held, 1)
-        return kept - kept.min(0), float(left - kept.min(0).sum())
-
-    def _priced(self, kept: np.ndarray, left: float) -> _Bound:
-        """The bound by what layers hold in a moment, (ways, layers), and what they may hold together."""
-        stages, bus = self.stages, self.stages[0].bus
-        seconds, moved = (np.concatenate(each, 1) for each in zip(*((s.seconds, s.moved) for s in stages), strict=True))
-        device = [sum(stage.time.device(kind) for stage in stages) for kind in "FB"]
-        host = [sum(stage.time.host[kind] for stage in stages) for kind in "FIW"]
-        parts = np.stack([kept, seconds[..., 0], seconds[..., 1], moved], -1)
-        alike, times = np.unique(parts, axis=1, return_counts=True)  # most layers are
-        best, at = -np.inf, np.zeros(8)
-        rates = seconds.sum(-1).max() / max(kept.max(), 1.0) * np.geomspace(0.01, 10, 60)
-        shares, near = np.array([*((a, 0.0) for a in PRICES), *((1.0, b) for b in PRICES[1:])]), 1.0
-        waits, halves = np.zeros((1, 2)), np.linspace(0, 1, 3)
-        if any(s.time.launching("F") or s.time.launching("B") for s in stages):  # then more work may cost nothing
-            waits = np.stack([each.ravel() for each in np.meshgrid(halves, halves)], 1)
-        for _ in range(5):
-            w = _prices(np.append(rates, 0.0), shares, waits, bus)
-            work = w[:, 1:3] @ device + w[:, 4] * host[0] + w[:, 5] * (host[1] + host[2]) + w[:, 6] * host[2]
-            found = times @ (alike @ w[:, :4].T).min(0) + work - w[:, 0] * left
-            if found.max() > best:
-                best, at = float(found.max()), w[int(found.argmax())]
-            near /= 4  # again, closer to the best prices
-            share = np.clip(at[7] + near * np.linspace(-1, 1, 9), 0, 2)
-            shares = np.stack([np.minimum(share, 1), np.maximum(share - 1, 0)], 1)
-            rates = at[0] * np.exp(near * np.linspace(-1, 1, 17))
-            if len(waits) > 1:
-                around = (np.clip(at[column] + near * (2 * halves - 1), 0, 1) for column in (4, 5))
-                waits = np.stack([each.ravel() for each in np.meshgrid(*around)], 1)
-        priced = parts @ at[:4]
-        return _Bound(best, priced - priced.min(0))
-
-    def _within(
-        self, bound: _Bound, index: int, gap: float, most: float, room: float, least: np.ndarray | None = None
-    ) -> StageMixes | None:
-        """A stage's mixes whose layers are at most `gap` above the bound, and that may fit and take at most `most`
-        seconds; None if too many. least: (stages, 5), columns than which other stages have no less."""
-        first = sum(stage.n for stage in self.stages[:index])
-        above = bound.above[:, first : first + self.stages[index].n]
-        fits = functools.partial(self._may_fit, index, room=room, most=most, least=least)
-        return within(self.stages[index], above, gap, fits)
-
-    def _floor(self, bound: _Bound, index: int, most: float, room: float) -> float:
-        """How far above the bound a stage's layers are, at least, in all mixes that may fit and take at most `most`
-        seconds."""
-        gap, known = FIRST * self.slowest, 0.0
-        while known < most - bound.seconds:
-            mixes = self._within(bound, index, gap, most, room)
-            if mixes is None:
-                break
-            if len(mixes.ways):
-                return float(mixes.above.min())
-            gap, known = min(4 * gap, most - bound.seconds), gap
-        return known
-
     def _faster(
-        self, bound: _Bound, floors: Sequence[float], gap: float, most: float, room: float
+        self, bound: Bound, floors: np.ndarray, above: float, most: float, room: float
     ) -> tuple[float, list[np.ndarray]] | None:
         """(seconds, each stage's ways) of the fastest mix that fits and takes at most `most` seconds, of all whose
-        layers are at most sum(floors) + gap above the bound; inf if there is none. None if they are too many."""
-        found: dict[int, StageMixes] = {}
-        least = self._lowest.copy()
-        for index in np.argsort(-np.array(floors), kind="stable").tolist():  # what must spend most has fewest mixes
-            mixes = self._within(bound, index, floors[index] + gap, most * (1 + 1e-9), room, least)
+        stages are together at most `above` above the bound; inf if there is none. None if they are too many.
+
+        floors: how far each stage is above, at least. They rise to what is found.
+        """
+        found: list[StageMixes] = []
+        least, most, layer = self._lowest.copy(), most * (1 + 1e-9), 0
+        for index, stage in enumerate(self.stages):
+            gap = above - (floors.sum() - floors[index])
+            fits = functools.partial(self._may_fit, index, room=room, most=most, least=self._lowest)
+            mixes = within(stage, bound.above[:, layer : layer + stage.n], gap, fits)
+            layer += stage.n
             if mixes is None:
                 return None
+            paid = mixes.seconds + self._holds(index, mixes.values) @ bound.bytes - bound.least[index]
+            floors[index] = max(floors[index], min([gap, *paid]))
+            stay = (paid <= gap) & self._may_fit(index, mixes.values, room, most, least)
+            mixes = StageMixes(*(part[stay] for part in mixes._replace(above=paid)))
             if len(mixes.ways) == 0:
                 return np.inf, []
             least[index] = mixes.values.min(0)
-            found[index] = self._better(mixes) if len(self.stages) > 1 else mixes
-        return self._together([found[index] for index in range(len(floors))], most * (1 + 1e-9), room)
+            found.append(self._better(mixes) if len(self.stages) > 1 else mixes)
+        return self._together(found, above, most, room)
 
-    def _together(self, found: Sequence[StageMixes], most: float, room: float) -> tuple[float, list[np.ndarray]] | None:
+    def _together(
+        self, found: Sequence[StageMixes], above: float, most: float, room: float
+    ) -> tuple[float, list[np.ndarray]] | None:
         """_faster's result, of all that combine a mix of each stage."""
-        found = [StageMixes(*(part[each.seconds.argsort(kind="stable")] for part in each)) for each in found]
+        found = [StageMixes(*(part[np.lexsort((each.seconds, each.above))] for part in each)) for each in found]
         held = [self._holds(index, each.values) for index, each in enumerate(found)]
         first = np.argsort(-self.fixed - sum(each.max(0) for each in held))  # the moments that leave fewest
         held = [each[:, first] for each in (held[0] + self.fixed, *held[1:])]
@@ -332,7 +242,7 @@ class Rank:
             if len(rows) > PARTS * part:
                 return None
             starts = range(0, max(1, len(rows)), part)
-            rows = np.concatenate([self._joined(found, held, rows[at : at + part], most, room) for at in starts])
+            rows = np.concatenate([self._joined(found, held, rows[at : at + part], above, most, room) for at in starts])
         if len(rows) == 0:
             return np.inf, []
         chosen = [each.ways[row] for each, row in zip(found, rows.T, strict=True)]
@@ -341,21 +251,33 @@ class Rank:
         return float(taken[first]), [mix[first] for mix in chosen]
 
     def _joined(
-        self, found: Sequence[StageMixes], held: Sequence[np.ndarray], rows: np.ndarray, most: float, room: float
+        self,
+        found: Sequence[StageMixes],
+        held: Sequence[np.ndarray],
+        rows: np.ndarray,
+        above: float,
+        most: float,
+        room: float,
     ) -> np.ndarray:
-        """Rows of stages' mixes, (rows, stages), each with every mix of the next stage; without those that do not fit
-        or take too long, whichever mixes the stages that follow have. held: what the mixes of each stage hold."""
-        index, other, cost = rows.shape[1], np.zeros((len(rows), len(self.fixed))), np.zeros(len(rows))
+        """Rows of stages' mixes, (rows, stages), each with every mix of the next stage; without those that do not fit,
+        take too long or are too far above the bound, whichever mixes the stages that follow have. held: what the mixes
+        of each stage hold."""
+        index, other = rows.shape[1], np.zeros((len(rows), len(self.fixed)))
+        cost, over = np.zeros(len(rows)), np.zeros(len(rows))
         for stage, (each, of) in enumerate(zip(held, found, strict=True)):
-            if stage != index:
-                other += each[rows[:, stage]] if stage < index else each.min(0)
-                cost += of.seconds[rows[:, stage]] if stage < index else of.seconds[0]
-        own, seconds = held[index], found[index].seconds
-        # in order of seconds: from the first that may fit in the first moment to the last that takes no longer
+            if stage < index:
+                row = rows[:, stage]
+                other, cost, over = other + each[row], cost + of.seconds[row], over + of.above[row]
+            elif stage > index:
+                other, cost, over = other + each.min(0), cost + of.seconds.min(), over + of.above[0]
+        own, mixes = held[index], found[index]
+        # in order: from the first that may fit in the first moment to the last that is no farther above
         start = np.searchsorted(-np.minimum.accumulate(own[:, 0]), other[:, 0] - room)
-        number = np.maximum(np.searchsorted(seconds, most - cost, "right") - start, 0)
+        number = np.maximum(np.searchsorted(mixes.above, above - over, "right") - start, 0)
         row = np.repeat(np.arange(len(rows)), number)
         column = np.arange(len(row)) - np.repeat(np.cumsum(number) - number - start, number)
+        fits = cost[row] + mixes.seconds[column] <= most
+        row, column = row[fits], column[fits]
         for before, here in zip(other.T, own.T, strict=True):  # moment by moment
             fits = before[row] + here[column] <= room
             row, column = row[fits], column[fits]
@@ -368,11 +290,9 @@ class Rank:
         least[:, : PLACE + 1] = [mixes.values[:, : PLACE + 1].min(0) for mixes in self._smallest]
         return least
 
-    def _may_fit(
-        self, index: int, values: np.ndarray, room: float, most: float, least: np.ndarray | None = None
-    ) -> np.ndarray:
-        """Whether mixes of a stage fit, and take at most `most` seconds, if all other stages have the least columns."""
-        every = list((self._lowest if least is None else least)[:, None])  # a row of each stage
+    def _may_fit(self, index: int, values: np.ndarray, room: float, most: float, least: np.ndarray) -> np.ndarray:
+        """Whether mixes of a stage fit, and take at most `most` seconds, if other stages have the least columns."""
+        every = list(least[:, None])  # a row of each stage
         every[index] = values
         seconds = sum(stage.cost(each) for stage, each in zip(self.stages, every, strict=True))
         return (self._needs(every) <= room) & (seconds <= most)
@@ -381,8 +301,8 @@ class Rank:
         """Those mixes of a stage than which no other one is better in all that counts, now that its seconds are
         known."""
         seconds, keeps = np.round(mixes.seconds, 12), mixes.ways.sum(1)
-        columns = [seconds, mixes.values[:, KEPT], mixes.values[:, PLACE], mixes.values[:, MOVED], -keeps]
-        better = undominated(np.stack(columns, 1))
+        order = np.lexsort((-keeps, np.round(mixes.values[:, MOVED]), seconds)).argsort()
+        better = undominated(np.stack([order, mixes.values[:, KEPT], mixes.values[:, PLACE], order], 1))
         return StageMixes(*(each[better] for each in mixes))
 
     def _needs(self, values: Sequence[np.ndarray]) -> np.ndarray:
