@@ -212,18 +212,23 @@ def test_workspaces_hold_what_the_kernels_ask_for(hidden, sequence_parallel):
     """Of 4096 features a slot is a power of two before it is rounded up."""
     pytest.importorskip("triton")
     from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul_space
+    from tpformer.kernels.all_gather_quantized_matmul.kernel import all_gather_quantized_matmul_space
     from tpformer.kernels.configurations import TILES
     from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce_space
     from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter_space
 
     tokens, tp, tile, half = 4096, 8, TILES["large"], torch.bfloat16
+
+    def workspace(space: int) -> int:
+        return 2 * max(1 << 20, 1 << (space - 1).bit_length()) + 4 * tp * 1024
+
     spaces = [matmul_all_reduce_space(tokens, hidden, tp, half, half, tile)[0]]
     if sequence_parallel:
         reduction = matmul_reduce_scatter_space(tokens // tp, hidden, tp, half, tile)[0]
         spaces = [all_gather_matmul_space(tokens // tp, hidden, tp, 2)[0], reduction]
-    slots = sum(2 * max(1 << 20, 1 << (space - 1).bit_length()) for space in spaces)
-    flags = 4 * tp * 1024 * len(spaces)
-    assert fused_workspaces(tokens, hidden, 2, tp, sequence_parallel) == slots + flags
+    assert fused_workspaces(tokens, hidden, 2, tp, sequence_parallel) == sum(map(workspace, spaces))
+    of_blocks = [all_gather_quantized_matmul_space(tokens // tp, hidden, tp)[0]] * sequence_parallel
+    assert fused_workspaces(tokens, hidden, 2, tp, sequence_parallel, True) == sum(map(workspace, of_blocks))
 
 
 # what `python -m bench zero` found on real ranks, in every ZeRO stage, two dtypes and three schedules

@@ -196,6 +196,10 @@ REASONS = {
     },
     "counts its epochs": {"parallel": {"tensor_parallel": 2}},
     "copy engines cannot gather": {"parallel": {"tensor_parallel": 2, "transport": "fused"}},
+    "in FP8 reductions are collectives": {
+        "parallel": {"tensor_parallel": 2, "transport": "fused"},
+        "train": {"precision": "fp8"},
+    },
     "need as much memory": {"log": {"norm_interval": 5}},
 }
 

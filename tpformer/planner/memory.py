@@ -14,7 +14,7 @@ import numpy as np
 from tpformer.config import FP8, RunConfig
 from tpformer.distributed.kernel_workspace import FLAG_BYTES, WRITER_FLAGS_MINIMUM
 from tpformer.distributed.sizes import slot_bytes
-from tpformer.kernels.quantize.format import BLOCK, NUMBER_BYTES
+from tpformer.kernels.quantize.format import BLOCK, NUMBER_BYTES, shard_bytes
 from tpformer.models import GPTConfig
 from tpformer.ops.context import parts
 from tpformer.ops.row_exchange import share_of_rank
@@ -126,16 +126,20 @@ def pipeline_buffers(config: RunConfig, stages: Sequence[int], outputs: int, kee
     return received + config.n_microbatches * sent * boundary_bytes(config) + outputs
 
 
-def fused_workspaces(tokens: int, hidden: int, itemsize: int, tp: int, sequence_parallel: bool = True) -> int:
+def fused_workspaces(
+    tokens: int, hidden: int, itemsize: int, tp: int, sequence_parallel: bool = True, blocks: bool = False
+) -> int:
     """Bytes of the fused transport's workspaces on a rank (KernelWorkspace). Each has flags and two slots.
 
     A slot's bytes are a power of two. A gather's slot holds the gathered rows. A reduction's slot holds what every rank
     adds to this rank's rows, in whole tiles. Without sequence_parallel both are replaced by the slot of an all-reduce,
-    which holds as much as a reduction's, and the sums.
+    which holds as much as a reduction's, and the sums. blocks: in FP8 only gathers are fused, of blocks.
     """
     rows = -(-tokens // tp)
     tiles = -(-rows // TILE_ROWS) * TILE_ROWS * (-(-hidden // TILE_COLUMNS) * TILE_COLUMNS)
     slots = [tp * tiles * itemsize, rows * tp * hidden * itemsize] if sequence_parallel else [2 * tp * tiles * itemsize]
+    if blocks:
+        slots = [tp * shard_bytes(rows, hidden)] * sequence_parallel
     flags = tp * WRITER_FLAGS_MINIMUM * FLAG_BYTES
     return sum(2 * slot_bytes(slot) + flags for slot in slots)
 

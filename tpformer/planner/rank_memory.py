@@ -251,7 +251,6 @@ def rank_memory(
 def _workspaces(config: RunConfig) -> int:
     layout, item = config.parallel, Precision.of(config).compute.itemsize
     fused = layout.transport in ("auto", "fused") and config.train.device == "cuda" and item == 2
-    fused = fused and config.train.precision != FP8
     if not fused or layout.tensor_parallel == 1:
         return 0
     return fused_workspaces(
@@ -260,4 +259,5 @@ def _workspaces(config: RunConfig) -> int:
         item,
         layout.tensor_parallel,
         layout.sequence_parallel,
+        config.train.precision == FP8,
     )

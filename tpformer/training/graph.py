@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpformer.config import RunConfig
+from tpformer.config import FP8, RunConfig
 from tpformer.parallel import exchange_named
 from tpformer.parallel.zero import uses_fsdp
 
@@ -48,6 +48,7 @@ def why_no_graph(config: RunConfig, device: str) -> str | None:
         "a recorded step holds its memory beside what parallel.memory_budget counts": bool(layout.memory_budget),
         'only parallel.transport = "fused" counts its epochs on the device': tensor_parallel
         and layout.transport != "fused",
+        "in FP8 reductions are collectives, which count on the host": tensor_parallel and config.train.precision == FP8,
     }
     if asked == "auto":  # what a graph can do, but would make slower or larger
         obstacles |= {
