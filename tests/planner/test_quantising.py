@@ -31,6 +31,7 @@ from tpformer.planner.memory_budget import with_budget
 from tpformer.planner.quantising import PASS, SCALES, WRITTEN, launches, quantising_bytes, weight_bytes
 from tpformer.planner.rank_memory import predicted_memory
 from tpformer.planner.software import ours
+from tpformer.planner.terms import Linear
 
 H100 = load_device("h100")
 MACHINE = H100.machine
@@ -40,6 +41,7 @@ NEW = {
     **OLD, "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "n_kv_heads": 1,
     "head_dim": 128, "tie_embeddings": False,
 }  # fmt: skip
+EXPERTS = {**NEW, "n_experts": 4, "expert_ffn_size": 128, "shared_expert_size": 256}
 LLAMA = {**NEW, "vocab_size": 32000, "seq_length": 4096, "n_layers": 2, "hidden_size": 4096, "n_heads": 32,
          "n_kv_heads": 8, "ffn_hidden_size": 14336}  # fmt: skip
 
@@ -105,7 +107,7 @@ EACH_USE = {"data_parallel_shard": 2, "zero_stage": 3}
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "each use"])
-@pytest.mark.parametrize("sizes", [OLD, NEW], ids=["gpt2", "newer"])
+@pytest.mark.parametrize("sizes", [OLD, NEW, EXPERTS], ids=["gpt2", "newer", "experts"])
 def test_passes_are_those_that_the_linears_make(sizes: dict, kept: bool) -> None:
     """Bytes and launches of a layer on one rank, in all microbatches of a step, counted where the linears quantise,
     multiply and dequantise. In ZeRO stage 3 weights are quantised in each use."""
@@ -124,7 +126,7 @@ def test_passes_are_those_that_the_linears_make(sizes: dict, kept: bool) -> None
 
             return count
 
-        if op == "activation":
+        if op != "quantize":
             return implementation(op, like)
         return SimpleNamespace(**{name: counting(name) for name in per_number})
 
@@ -143,21 +145,38 @@ def test_passes_are_those_that_the_linears_make(sizes: dict, kept: bool) -> None
             direction = 1
             loss.backward()
     found = layer(sizes, parallel=None if kept else EACH_USE, microbatch_size=2)
-    linears, tokens, m = found.linears[False], 2 * 64, config.n_microbatches
+    linears, tokens, m = found.linears[config.model.n_experts is not None], 2 * 64, config.n_microbatches
     assert found.uses == (m if kept else None)
-    forward, inputs, weights = map(sum, zip(*(quantising_bytes(each, tokens, False) for each in linears), strict=True))
+    given = tokens, False, tokens
+    forward, inputs, weights = map(sum, zip(*(quantising_bytes(each, *given) for each in linears), strict=True))
     of_weights = [sum(each) for each in zip(*(weight_bytes(each, found.uses) for each in linears), strict=True)]
-    sums = sum((each.weights - 1) * tokens * each.k for each in linears)
-    # norms and the activation, in the forward and again, write blocks in place of 16 bits, and the activation's
-    # backward some beside them, which no pass does; what it also makes again, of no activation, is a pass of its own
-    normed = WRITTEN * tokens * sum(each.k for each in linears if each.column)
-    written = normed + WRITTEN * tokens * linears[-1].k
-    forward += of_weights[0] - written
-    beside, again = NUMBER_BYTES * tokens * linears[-2].n, PASS * tokens * linears[1].k
-    backward = inputs + of_weights[1] + weights - written - beside - again - 6 * sums
-    assert [m * forward, m * backward] == pytest.approx(moved, rel=1e-12)
-    added = sum(each.weights - 1 for each in linears)
-    assert [m * each for each in launches(linears, found.uses)] == [calls[0], calls[1] + m * (added + 1)]
+    other = [sum(each) for each in zip(*(of_other_kernels(each) for each in linears), strict=True)]
+    expected = forward + of_weights[0] - other[0], inputs + of_weights[1] + weights - other[1]
+    assert [m * each for each in expected] == pytest.approx(moved, rel=1e-12)
+    others = [sum(each) for each in zip(*(added_up(each) for each in linears), strict=True)]
+    others[1] += 1  # attention's result
+    launched = [n - other for n, other in zip(launches(linears, found.uses), others, strict=True)]
+    assert [m * each for each in launched] == calls
+
+
+def of_other_kernels(linear: Linear) -> tuple[float, float]:
+    """Bytes of the forward and of the backward that no pass of the transports moves: norms and activations, also again,
+    write blocks in place of 16 bits, and an activation's backward some beside its gradients; what several add is added
+    up. What a backward makes again of no activation, attention's result, is quantised beside the activations."""
+    column, row = linear.rows * linear.k, linear.rows * linear.n
+    if linear.experts is not None:
+        return 0.0, 0.0
+    if linear.column:
+        normed = WRITTEN * column * (not linear.silent)
+        beside = NUMBER_BYTES * row * (linear.name != "qkv")
+        return normed, normed + beside + 6 * added_up(linear)[1] * column
+    activated = WRITTEN * column * (linear.name != "o")
+    return activated + 6 * added_up(linear)[0] * row, activated or PASS * column
+
+
+def added_up(linear: Linear) -> tuple[int, int]:
+    """Sums in 16 bits of the forward and of the backward: of a shared expert with what experts make, too."""
+    return int(linear.silent and not linear.column), linear.column * (linear.weights - 1 + linear.silent)
 
 
 def test_kept_blocks_have_the_predicted_bytes_and_are_not_made_again() -> None:
@@ -199,6 +218,22 @@ def test_a_gather_joins_and_parts_blocks() -> None:
             assert more == pytest.approx((place in places) * 2 * NUMBER_BYTES * 1.25 * linear.rows * features)
 
 
+def test_rows_leave_for_their_experts_in_blocks_and_come_home_in_16_bits() -> None:
+    """Of five exchanges three send rows out, 129 / 256 of the bytes, joined before and parted behind."""
+    parallel = {"data_parallel_shard": 4, "zero_stage": 1, "expert_parallel": 4}
+    blocks, bits = (layer({**EXPERTS, "seq_length": 4096}, each, parallel, microbatch_size=2) for each in ("fp8", "16"))
+    home, out = (blocks.exchanged_bytes(home=each) for each in (True, False))
+    assert home == bits.exchanged_bytes() == bits.exchanged_bytes(home=False) and out / home == 129 / 256
+    assert blocks.exchanging() == 3 * blocks.exchange(out) + 2 * blocks.exchange(home) < bits.exchanging()
+    for each, of_bits in zip(blocks.work(experts=True), bits.work(experts=True), strict=True):
+        assert of_bits["ep"] - each["ep"] == pytest.approx(blocks.exchange(home) - blocks.exchange(out)), "one is out"
+    grouped, _ = blocks.linears[True][2:4]
+    there, own = home / 2 / 256, 2 * 4096
+    assert grouped.experts == 1 and grouped.silent
+    found = quantising_bytes(grouped, own, True, there)[0]
+    assert found == pytest.approx((PASS * own + 2 * NUMBER_BYTES * (own + there)) * 256)
+
+
 REFUSED = [
     (["--preset", "llama3-8b", "--device", "a100-80"], r"FP8 on a GPU of sm_80: .* H100 and B200"),
     (
@@ -218,8 +253,6 @@ REFUSED = [
 def test_what_cannot_be_planned_is_refused_in_one_sentence(options: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_command(["--precision", "fp8", *options])
-    with pytest.raises(ValueError, match="FP8 with model.n_experts=4 has no model of its time"):
-        layer({**NEW, "n_experts": 4, "expert_ffn_size": 128})
 
 
 def test_a_devices_file_may_have_the_rate_of_blocks(tmp_path: Any, capsys: pytest.CaptureFixture) -> None:

@@ -26,6 +26,11 @@ MOE = {**LLAMA, "n_experts": 4, "experts_per_token": 2, "expert_ffn_size": 128, 
 SHARED = {**MOE, "n_layers": 3, "first_dense_layers": 1, "shared_expert_size": 96, "router_score": "sigmoid"}
 ROUTED = {**SHARED, "n_layers": 2, "hidden_size": 32, "n_experts": 8, "experts_per_token": 8}  # sends many indices
 WIDE = {**LLAMA, "hidden_size": 256, "n_heads": 4, "head_dim": 128, "ffn_hidden_size": 768}  # for FP8 on two ranks
+BLOCKED = {
+    **WIDE,
+    **{k: SHARED[k] for k in ("n_experts", "experts_per_token", "expert_ffn_size", "first_dense_layers")},
+}
+BLOCKED |= {"n_layers": 3, "shared_expert_size": 256}
 FOUR, MUON = {"n_layers": 4}, {"name": "muon"}
 CP2, EP2 = {"context_parallel": 2}, {"expert_parallel": 2}
 PACKED, OFFLOADED = {"pack_activations": True}, {"offload_activations": True}
@@ -85,6 +90,9 @@ OTHERS = [
     (WIDE, {**TP2, **FEW, "precision": "fp8", "recompute": "full"}),
     ({**WIDE, "n_layers": 3}, {**TP2, **ZERO3, "precision": "fp8", "recompute": "mlp", "recompute_layers": "::2"}),
     (WIDE, {**TP2, **FEW, "precision": "fp8", "sequence_parallel": False}),
+    (BLOCKED, {**EP2, **ZERO1, **TP2, **FEW, "precision": "fp8", "recompute": "mlp"}),
+    ({**BLOCKED, **FOUR}, {**TP2, **ZB, "precision": "fp8"}),
+    ({**BLOCKED, **FOUR}, {**EP2, **ZB, **TP2, "precision": "fp8"}),
 ]
 
 

@@ -195,21 +195,23 @@ def _gate_up_gradient(
 ) -> Tensor | None:
     """The gradient of `gate_up` from norm(x), which is arriving; a queue sends it later."""
     exchange, deferred, products = saved.exchange, saved.call.deferred, saved.call.transport.products
+    dtype = rows.dtype
 
     def gradient(arrived: Factor) -> Tensor:
-        dy, x = (products.matrix(each, rows.dtype) for each in (dhidden, arrived))
+        dy, x = (products.matrix(each, dtype) for each in (dhidden, arrived))
         return weight_gradient(dy, x, exchange.arrived, x_of_tokens=True)
 
     if arriving is not None:
         return gradient(arriving())
     if deferred is not None and saved.wants.gate_up:
+        factor = products.factor(rows)
 
         def run() -> None:  # without the call, whose router has each token's sample
             with unbroken(exchange.group, "the backward of exchanged_experts"):
-                arrived = exchange.start_factor(rows, products)()
+                arrived = exchange.start_factor(factor, products)()
             deferred.sinks[0](gradient(arrived))
 
-        deferred.queue.add(run, *held(rows, dhidden))
+        deferred.queue.add(run, *held(factor, dhidden))
     return None
 
 

@@ -262,9 +262,10 @@ def _up_gradients(saved: _Saved, rows: Tensor, dhidden: Factor, dshared: list[Fa
         return tuple(make(whole))
     if call.deferred is not None and (wants.gate_up or any(shared)):
         sinks, transport = [call.deferred.sinks[0], *call.deferred.sinks[2:4]], call.transport.gathering
+        factor = transport.products.factor(rows)
         # without the call, whose router has each token's sample
         call.deferred.queue.add(
-            lambda: _sunk(make(transport.start_gather(rows)()), sinks), *held(rows, dhidden, *dshared)
+            lambda: _sunk(make(transport.start_gather(factor)()), sinks), *held(factor, dhidden, *dshared)
         )
     return None, None, None
 

@@ -97,7 +97,7 @@ class RowExchange:
             return lambda: rows
         return start_all_to_all(rows[self.tokens], self.group, self.sizes.rows_to, self.sizes.rows_from)
 
-    def start_factor(self, rows: Tensor, products: Products) -> Callable[[], Factor]:
+    def start_factor(self, rows: Factor, products: Products) -> Callable[[], Factor]:
         """As `start`, of rows that are multiplied where they arrive: they travel as `products` sends them."""
         if self.group is None:
             return lambda: products.factor(rows)

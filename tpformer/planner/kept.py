@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tpformer.config import MLP_ACTIVATIONS, RunConfig
+from tpformer.config import FP8, MLP_ACTIVATIONS, RunConfig
 from tpformer.kernels.pack.format import packed_bytes, pays
+from tpformer.kernels.quantize.format import NUMBER_BYTES
 
 from .memory import exchanged_rows, expert_rows, kv_heads, microbatch_rows, microbatch_tokens
 from .states import Precision, exchanging_ranks
@@ -87,6 +88,11 @@ def kept_by_kind(config: RunConfig, *, worst: bool = False) -> dict[bool, Kept]:
     return {False: dense, True: _experts(config, dense, worst)}
 
 
+def factor_bytes(config: RunConfig) -> float:
+    """Bytes of a number of what GEMMs of weight gradients read."""
+    return NUMBER_BYTES if config.train.precision == FP8 else Precision.of(config).compute.itemsize
+
+
 def _dense(config: RunConfig) -> Kept:
     model, layout = config.model, config.parallel
     t, item = layout.tensor_parallel, Precision.of(config).compute.itemsize
@@ -112,7 +118,7 @@ def _dense(config: RunConfig) -> Kept:
         norm,
         (),
         0.0,
-        sum(hidden) + tokens * width * item,
+        (len(hidden) + 1) * tokens * width * factor_bytes(config),
     )
 
 
@@ -135,7 +141,7 @@ def _experts(config: RunConfig, dense: Kept, worst: bool) -> Kept:
         loss = wide
     # beside gate and up, the activation's results; slots, weights and counts, and what was made of them: each row's
     # token, each expert's first row, each token's rows
-    waiting = item * 3 * (dispatched * width + tokens * shared) + slots + weights + counts
+    waiting = factor_bytes(config) * 3 * (dispatched * width + tokens * shared) + slots + weights + counts
     waiting += 4 * (dispatched + own + 1 + tokens * k)
     return dense._replace(hidden=hidden, routing=tuple(routing), decided=sum(routing) + loss, waiting=waiting)
 
@@ -159,8 +165,9 @@ def _exchanged_experts(config: RunConfig, dense: Kept, ep: int, worst: bool) -> 
     # dy of rows that came; of computed ones the activation's results, and gradients of gate and up; the plan, and what
     # was made of it as above, for own rows and for those that came. A shared expert has the layer's output gradient of
     # all tokens, and its own copy of the rows
-    waiting = item * (arrived * model.hidden_size + came * 3 * model.expert_size) + plan
+    factor = factor_bytes(config)
+    waiting = factor * (arrived * model.hidden_size + came * 3 * model.expert_size) + plan
     width = min(k, own) if ep > 1 else k
     waiting += 4 * (came + own + 1 + arrived * width) + 4 * (exchanged_rows(config) + rows * k)
-    waiting += item * 3 * tokens * shared + dense.stream if shared else -item * tokens * model.hidden_size
+    waiting += factor * (3 * tokens * shared + dense.stream / item if shared else -tokens * model.hidden_size)
     return dense._replace(hidden=hidden, routing=tuple(routing), decided=sum(routing) + loss, waiting=waiting)

@@ -27,7 +27,7 @@ from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 from .devices import Device, as_if_on
 from .kept import kept_by_kind
 from .memory import context_bytes, exchanged_rows, kv_heads, microbatch_tokens
-from .quantising import launches, quantising_bytes, rate_of_blocks, weight_bytes
+from .quantising import check_fp8_device, launches, quantising_bytes, weight_bytes
 from .roofline import GAP, activation_seconds, attention_seconds, gemm_seconds, stream_seconds
 from .software import Software
 from .states import Precision, exchanging_ranks
@@ -82,7 +82,7 @@ class LayerModel:
         self.ep = exchanging_ranks(layout)
         self.fp8 = config.train.precision == FP8
         self.uses = config.n_microbatches if layout.keeps_weights else None  # of a weight that is quantised
-        self.speed = rate_of_blocks(config, device) / device.machine.flops if self.fp8 else software.speed
+        self.speed = check_fp8_device(device) / device.machine.flops if self.fp8 else software.speed
         q, kv = model.query_size // self.t, kv_heads(model, self.t)[0] * model.head_size
         self.q, self.kv = q, kv
         qkv = Linear("qkv", q + 2 * kv, self.h, True, self.tokens, weights=3)
@@ -124,16 +124,17 @@ class LayerModel:
         """
         if not self.fp8:
             return 0.0, 0.0, 0.0
-        gathered = self.t > 1 and self.layout.sequence_parallel
-        moved = quantising_bytes(linear, self.rows, gathered)
+        gathered, there = self.t > 1 and self.layout.sequence_parallel, self.tokens
+        if linear.experts is not None and self.ep is not None:
+            gathered, there = True, exchanged_rows(self.config)
+        moved = quantising_bytes(linear, self.rows, gathered, there)
         forward, inputs, weights = (stream_seconds(each, self.device) for each in moved)
         of_weights, of_inputs = (stream_seconds(each, self.device) for each in weight_bytes(linear, self.uses))
         return forward + (0.0 if again and self.uses else of_weights), inputs + of_inputs, weights
 
-    @property
-    def launches(self) -> tuple[float, float]:
-        """Kernels that FP8 adds to the forward and to the backward of a layer."""
-        return launches(self.linears[False], self.uses) if self.fp8 else (0, 0)
+    def launches(self, experts: bool) -> tuple[float, float]:
+        """Kernels that FP8 adds to the forward and to the backward of a layer. experts: whether it has some."""
+        return launches(self.linears[experts], self.uses) if self.fp8 else (0, 0)
 
     def _cast(self, linear: Linear, operands: int) -> float:
         """Seconds to cast the operands of a linear's GEMM: its weight, and features of all rows."""
@@ -263,15 +264,18 @@ class LayerModel:
         links = Link(*self.device.inside), Link(self.device.network_latency, self.device.network)
         return all_to_all_seconds(nbytes, *self.device.spread(ep or self.ep or 1, 1), *links)
 
-    def exchanged_bytes(self, ep: int | None = None) -> float:
-        """Bytes of the rows that a rank sends to its tokens' experts, or that come back. ep: as in exchange."""
-        return exchanged_rows(self.config, ep=ep) * self.h * self.device.itemsize
+    def exchanged_bytes(self, ep: int | None = None, *, home: bool = True) -> float:
+        """Bytes of the rows that a rank sends to its tokens' experts, or with `home` of what it sends back. ep: as in
+        exchange."""
+        itemsize = NUMBER_BYTES if self.fp8 and not home else self.device.itemsize
+        return exchanged_rows(self.config, ep=ep) * self.h * itemsize
 
     def exchanging(self, ep: int | None = None) -> float:
         """Seconds of all exchanges of rows of one microbatch in a layer, on average. ep: as in exchange."""
         ways = self.layout.kept(self.model.n_layers)
         again = sum(self._repeats(way.recompute).get("fc1", 0.0) for way in ways) / len(ways)
-        return (5 + again) * self.exchange(self.exchanged_bytes(ep), ep)
+        leaving, coming = (self.exchange(self.exchanged_bytes(ep, home=home), ep) for home in (False, True))
+        return (3 + again) * leaving + 2 * coming
 
     def experts_gemms(self) -> float:
         """Seconds of the grouped GEMMs of one microbatch in a layer, forward and backward."""
@@ -289,13 +293,14 @@ class LayerModel:
         """
         chosen, leaving = self.rows * self.model.experts_per_token, exchanged_rows(self.config)
         logits = self._router_seconds()
-        sent, weights = self.exchange(self.exchanged_bytes()), self.exchange(4 * chosen)
+        sent, home = (self.exchange(self.exchanged_bytes(home=home)) for home in (False, True))
+        weights = self.exchange(4 * chosen)
         ordered = activation_seconds(2 * self.h * 2 * leaving, self.device)
         combined = activation_seconds(2 * self.h * (chosen + 2 * leaving + self.rows), self.device)
         forward = Terms(gemm=logits, elementwise=ordered + combined)
-        forward["ep"] = self.exchange(16 * ep) + self.exchange(8 * chosen) + 2 * sent
+        forward["ep"] = self.exchange(16 * ep) + self.exchange(8 * chosen) + sent + home
         forward["wait"] = 2 * self.software.host_kernel * (ep > 1)
-        inputs = Terms(gemm=2 * logits, elementwise=ordered + combined, ep=weights + 2 * sent)
+        inputs = Terms(gemm=2 * logits, elementwise=ordered + combined, ep=weights + sent + home)
         return PassSeconds(forward, inputs, Terms(elementwise=ordered, ep=sent))
 
     def elementwise(self, backward: bool, experts: bool = False) -> dict[str, float]:
@@ -344,7 +349,7 @@ class LayerModel:
             repeats = self._repeats(recompute).get("attention", 0.0)
             forward["cp"], inputs["cp"] = gather, gather * (1 + repeats) + exchange
         if experts and self.ep is not None:  # tokens come again; what was decided about them is kept
-            inputs["ep"] += self._repeats(recompute).get("fc1", 0.0) * self.exchange(self.exchanged_bytes())
+            inputs["ep"] += self._repeats(recompute).get("fc1", 0.0) * self.exchange(self.exchanged_bytes(home=False))
         if recompute != "none":
             inputs["recompute"] += self.again(recompute, experts)
         if packs:

@@ -201,7 +201,7 @@ def layer_workspace(config: RunConfig, *, experts: bool = False, worst: bool = F
     """
     model, layout, h, t = config.model, config.parallel, config.model.hidden_size, config.parallel.tensor_parallel
     item, tokens = Precision.of(config).compute.itemsize, microbatch_tokens(config)
-    quantised = quantised_workspace(config, backward=True)
+    quantised = quantised_workspace(config, backward=True, experts=experts, worst=worst)
     read, made = tokens * model.hidden_features / t, tokens * model.ffn_size / t
     if experts:
         rows, shared = expert_rows(config, worst=worst), tokens * model.shared_expert_size / t
@@ -233,8 +233,9 @@ def forward_workspace(config: RunConfig, *, experts: bool = False) -> float:
     return need + quantised_workspace(config, backward=False)
 
 
-def quantised_workspace(config: RunConfig, *, backward: bool) -> float:
-    """The most bytes that FP8 needs for one linear of an MLP besides, while its forward or its backward runs; else 0.
+def quantised_workspace(config: RunConfig, *, backward: bool, experts: bool = False, worst: bool = False) -> float:
+    """The most bytes that FP8 needs for one linear of an MLP, or of experts and the rows that are there for them,
+    besides, while its forward or its backward runs; else 0.
 
     They are the blocks of its input and, unless they are kept, of a weight. In a backward also those of the output
     gradients and of the weight's transposed copy, and what is dequantised for a weight gradient: the input and one
@@ -244,11 +245,17 @@ def quantised_workspace(config: RunConfig, *, backward: bool) -> float:
         return 0.0
     model, t, tokens = config.model, config.parallel.tensor_parallel, microbatch_tokens(config)
     h, f, item = model.hidden_size, model.ffn_size / t, Precision.of(config).compute.itemsize
-    weight = 0.0 if config.parallel.keeps_weights else h * f
+    inputs, made, weight = tokens * h, tokens * f, h * f  # elements: of the input, of one weight's result, and of it
+    results = tokens * model.hidden_features / t
+    if experts:
+        ep = exchanging_ranks(config.parallel)
+        inputs = h * (tokens if ep is None else exchanged_rows(config, worst=worst))
+        made = results = 2 * expert_rows(config, worst=worst) * model.expert_size
+        weight = 2 * h * model.expert_size * (model.n_experts or 0) / (ep or t)
+    weight = 0.0 if config.parallel.keeps_weights else weight
     if not backward:
-        return NUMBER_BYTES * tokens * max(h, f) + weight
-    blocks = NUMBER_BYTES * tokens * (h + model.hidden_features / t) + 2 * weight
-    return blocks + item * tokens * (h + f)
+        return NUMBER_BYTES * max(inputs, made) + weight
+    return NUMBER_BYTES * (inputs + results) + 2 * weight + item * (inputs + made)
 
 
 def kept_blocks(config: RunConfig, of_rank: Elements) -> float:

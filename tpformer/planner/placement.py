@@ -151,8 +151,13 @@ def exchanged_bytes(config: RunConfig, recompute: str) -> int:
     recompute: the layer's."""
     model, item = config.model, Precision.of(config).compute.itemsize
     chosen = microbatch_rows(model, config.parallel, config.microbatch_size) * model.experts_per_token
-    rows = EXCHANGED[recompute] * exchanged_rows(config) * model.hidden_size * item
-    return rows + 3 * max(4, item) * chosen + 16 * (exchanging_ranks(config.parallel) or 1)
+    out = NUMBER_BYTES if config.train.precision == FP8 else item  # results come home in 16 bits, twice
+    rows = exchanged_rows(config) * model.hidden_size
+    return (
+        round(((EXCHANGED[recompute] - 2) * out + 2 * item) * rows)
+        + 3 * max(4, item) * chosen
+        + 16 * (exchanging_ranks(config.parallel) or 1)
+    )
 
 
 def gathered_bytes(config: RunConfig) -> int:

@@ -162,9 +162,11 @@ def exchange_part(choice: Choice, question: Question) -> dict[str, list[str]]:
     layer, device = model_of(question, choice.config).layer, question.device
     exchanges, gemms = layer.exchanging(), layer.experts_gemms()
     inside, nodes = device.spread(ep, 1)
+    out, home = (size(layer.exchanged_bytes(home=each)) for each in (False, True))
+    sent = home if out == home else f"{out} out or {home} home"
     lines = [
         f"{EXCHANGED[choice.config.parallel.recompute]} exchanges of a layer and microbatch take {1e3 * exchanges:.1f} "
-        f"ms, its experts' GEMMs {1e3 * gemms:.1f} ms; a rank sends {size(layer.exchanged_bytes())} in each, "
+        f"ms, its experts' GEMMs {1e3 * gemms:.1f} ms; a rank sends {sent} in each, "
         f"{(ep - inside) / ep:.0%} of it to other nodes"
     ]
     if exchanges > gemms:

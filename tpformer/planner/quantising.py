@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tpformer.config import RunConfig, check_fp8_run
+from tpformer.config import check_fp8_run
 from tpformer.kernels.cost import MACHINES
 from tpformer.kernels.quantize.format import NUMBER_BYTES
 
@@ -34,26 +34,31 @@ def check_fp8_device(device: Device) -> float:
     )
 
 
-def rate_of_blocks(config: RunConfig, device: Device) -> float:
-    """The same for a model. ValueError also for one with experts."""
-    if config.model.n_experts is not None:
-        raise ValueError(f"FP8 with model.n_experts={config.model.n_experts} has no model of its time: plan in 16 bits")
-    return check_fp8_device(device)
-
-
-def quantising_bytes(linear: Linear, own: float, gathered: bool) -> tuple[float, float, float]:
+def quantising_bytes(linear: Linear, own: float, gathered: bool, there: float = 0.0) -> tuple[float, float, float]:
     """Bytes that FP8's passes over rows read and write in the forward, for the gradients of the input and for those of
     weights.
 
     own: this rank's rows, of the residual stream. gathered: whether these rows are gathered, as a column linear's input
-    and a row linear's output gradient are: values and exponents are joined before, and parted behind.
+    and a row linear's output gradient are: values and exponents are joined before, and parted behind. there: for
+    experts, the rows that are there, gathered or by an exchange, of which each expert takes some.
 
     What each weight of several adds to the gradient of its input is added up in 16 bits. Norms and activations, also
     where a backward makes them again, write blocks in place of 16 bits, and the backward of an activation writes those
     of its gradients beside them; a pass quantises attention's result, also again, and all other output gradients. For
     weight gradients both factors are dequantised.
+    Of experts passes quantise rows before these go to them, also again, their activations, also again, and all of their
+    gradients. A shared expert on the same rows takes their blocks, and has no gradient of an output of its own.
     """
-    m, n, k, several = linear.rows, linear.n, linear.k, linear.weights - 1
+    m, n, k, several = linear.rows * (linear.experts or 1), linear.n, linear.k, linear.weights - 1
+    if linear.experts is not None:
+        taken = PASS * own + 2 * NUMBER_BYTES * (own + there) * gathered
+        if linear.column:
+            return taken * k, PASS * m * n, taken * k + PASS * (there * k + m * n)
+        return PASS * m * k, taken * n + PASS * m * k, PASS * (there * n + m * k)
+    if linear.silent:
+        if linear.column:
+            return 0.0, NUMBER_BYTES * m * n + 6 * linear.weights * m * k, PASS * m * n
+        return WRITTEN * m * k + 6 * m * n, WRITTEN * m * k, PASS * m * k
     sent = 2 * NUMBER_BYTES * (own + m) * gathered  # of one feature of what may be gathered
     if linear.column:
         normed, given = own * WRITTEN + sent, PASS if linear.name == PROJECTIONS else NUMBER_BYTES
@@ -72,7 +77,7 @@ def quantised_weights(uses: int | None) -> tuple[float, float]:
 
 def weight_bytes(linear: Linear, uses: int | None) -> tuple[float, float]:
     """Bytes of the passes over a linear's weights in the forward and for the gradients of its input."""
-    elements, (forward, inputs) = linear.n * linear.k, quantised_weights(uses)
+    elements, (forward, inputs) = linear.n * linear.k * (linear.experts or 1), quantised_weights(uses)
     return (3 if uses is None else 4) * elements * forward, 4 * elements * inputs
 
 
@@ -81,6 +86,13 @@ def launches(linears: Sequence[Linear], uses: int | None) -> tuple[float, float]
     forward = backward = 0.0
     of_weights = quantised_weights(uses)
     for linear in linears:
+        if linear.experts is not None:  # of whose products no library takes scales: rows there and back, their gradient
+            forward, backward = forward + of_weights[0] + 1, backward + of_weights[1] + 4
+            continue
+        if linear.silent:  # added to what experts make: of a product's own rows only the gradients are dequantised
+            forward += linear.weights * (of_weights[0] + SCALES) + (not linear.column)
+            backward += linear.weights * (of_weights[1] + SCALES + 1 + linear.column)
+            continue
         forward += linear.weights * (of_weights[0] + SCALES) + (linear.name == ATTENTION)
         # rows of output gradients, and of attention's result again; a sum less than weights; what is dequantised
         quantised = linear.weights if linear.name in (PROJECTIONS, ATTENTION) else not linear.column

@@ -13,13 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from tpformer.config import FP8, SCHEDULES, RunConfig
-from tpformer.kernels.quantize.format import NUMBER_BYTES
 from tpformer.models import GPTConfig
 from tpformer.parallel import Layout, exchange_named
 
 from .bubbles import Order, schedule_order
 from .counting import StageCount
-from .kept import Kept, kept_by_kind
+from .kept import Kept, factor_bytes, kept_by_kind
 from .memory import (
     Occupancies,
     Peak,
@@ -132,10 +131,9 @@ def predicted_stage(config: RunConfig, stage: int, kept: Mapping[bool, Kept] | N
     queued = 0.0
     if layout.pipeline_parallel > 1 and layout.schedule.splits_backward:
         q, kv = model.query_size / t, kv_heads(model, t)[0] * model.head_size
-        kept_size = NUMBER_BYTES if config.train.precision == FP8 else item  # of what GEMMs of weight gradients read
+        kept_size = factor_bytes(config)
         rows = len(layers) * (tokens * 2 * (model.hidden_size + q + kv) * kept_size + 2 * stream * kept_size / item)
-        waiting = sum(each.waiting for each in of_layer.values()) * kept_size / item
-        queued = rows + waiting
+        queued = rows + sum(each.waiting for each in of_layer.values())
         if config.train.precision != FP8:  # attention's result itself waits, and with it the graph that made it
             queued += 2 * stream if stage else 0
             if shares and (model.position == "rope" or model.qk_norm):  # the other half of a storage of keys and values

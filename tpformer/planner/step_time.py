@@ -125,8 +125,10 @@ class StepModel:
         if any(way.offload for way, _ in kinds):
             moved = predicted_stage(self.config, index).offloaded / self.device.host
         forward, backward = (
-            software.host_kernel * (n_layers * (each + blocks) + routed * more)
-            for each, more, blocks in zip(software.kernels, software.expert_kernels, self.layer.launches, strict=True)
+            software.host_kernel * (n_layers * each + routed * more + (n_layers - routed) * dense + routed * blocks)
+            for each, more, dense, blocks in zip(
+                software.kernels, software.expert_kernels, *map(self.layer.launches, (False, True)), strict=True
+            )
         )
         host = {"F": max(forward, moved), "I": max(backward * 2 / 3, moved), "W": backward / 3}
         return StageTime(work.without(self.without), host, self._sends(index))
