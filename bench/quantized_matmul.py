@@ -1,5 +1,5 @@
-"""What do GEMMs of blocks of e4m3 gain over those of bfloat16 on one GPU, also of experts, and what do the passes that
-quantise cost?
+"""What do GEMMs of blocks of e4m3 gain over those of bfloat16 on one GPU, also of experts, what does it cost that one
+starts while other ranks' blocks arrive, and what do the passes that quantise?
 
 Belongs here: sizes, providers, what must agree. More of FP8 is worth its work if torch's product is 1.3 times as fast.
 """
@@ -13,18 +13,25 @@ from torch import Tensor
 from harness.accuracy import poisoned, require_accurate
 from harness.ratios import Row, compared, mean_row, ratio_bench
 from harness.timing import FULL, QUICK, Call, copying, measure
+from tpformer.kernels.all_gather_quantized_matmul.reference import packed_shard
 from tpformer.kernels.quantize.format import BLOCK, Blocks
 from tpformer.kernels.quantize.reference import dequantize, dequantize_weight, quantize_cost
 from tpformer.kernels.quantized_grouped_matmul.reference import quantized_grouped_matmul_cost
 from tpformer.kernels.quantized_matmul.reference import quantized_matmul_cost
+from tpformer.ops.choice.prediction import times_of_blocks
 from tpformer.ops.quantized_product import library_product, served_by_library
+from tpformer.ops.transports.products import rows_of
 
 from . import grouped_matmul
-from .predict import present_machine, share_row
+from .channels import local_channel
+from .predict import FUSED as PREDICTED
+from .predict import SEQUENTIAL, as_if_on, present_machine, share_row
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 GROUPED = "tpformer, bfloat16"
 BFLOAT16, LIBRARY, OURS, COPY = "torch.matmul", "torch.scaled_mm", "tpformer", "copy"
+FUSED, PUSHED = "fused", "fused, SM push"
+RANKS, RANK = 8, 1  # the rank that is served, whose rows are not the first ones
 TILE_ROWS = 128
 ROWS, SIDES, WIDTHS = 8192, (2048, 4096, 8192), (2048, 4096, 14336)
 # FLOP/s, predicted: of ours by K, as tiles begin in turn; cuBLASLt has 1.0e15 in pytorch/ao#2784
@@ -82,6 +89,28 @@ def expert_calls(
     }  # fmt: skip
 
 
+def gather_calls(blocks: tuple[Blocks, Blocks]) -> dict[str, Call]:
+    """By provider the product of blocks on rank RANK, whose peers' rows have all arrived: both slots hold them."""
+    from tpformer.kernels.all_gather_quantized_matmul.kernel import (
+        all_gather_quantized_matmul,
+        all_gather_quantized_matmul_space,
+    )
+    from tpformer.kernels.protocol import bump
+
+    (a, w), rows = blocks, ROWS // RANKS
+    shards = [packed_shard(rows_of(a, slice(first, first + rows))) for first in range(0, ROWS, rows)]
+    space = all_gather_quantized_matmul_space(rows, w.values.shape[1], RANKS)
+    channel = local_channel(RANKS, *space, torch.device(DEVICE), RANK)
+    for slot in channel.slots:
+        sent = torch.cat(shards).view(-1)
+        slot[: len(sent)] = sent
+
+    def fused(push: bool) -> Tensor:
+        return all_gather_quantized_matmul(shards[RANK], [w], channel, dtype=DTYPE, push=push)[0]
+
+    return {name: Call(partial(fused, name == PUSHED), partial(bump, channel)) for name in (FUSED, PUSHED)}
+
+
 def check(quick: bool) -> None:
     """All products beside float64 of the numbers that the blocks stand for."""
     for product in experts(quick):
@@ -101,15 +130,24 @@ def check(quick: bool) -> None:
         oracle, baseline = left @ right.t(), left.to(DTYPE) @ right.to(DTYPE).t()
         for name, call in calls.items():
             require_accurate(f"({ROWS}, {n}, {k}) {name}", poisoned(call, baseline), oracle, baseline)
+        for name, gather in gather_calls((a, b)).items():
+            gather.prepare()
+            require_accurate(f"({ROWS}, {n}, {k}) {name}", poisoned(gather.run, baseline), oracle, baseline)
 
 
 def gemm_rows(n: int, k: int, quick: bool) -> list[Row]:
     """Products beside bfloat16's, without the passes that quantise."""
-    calls = calls_of(n, k)[1]
-    seconds = measure({name: Call(call) for name, call in calls.items()}, QUICK if quick else FULL)
+    blocks, calls = calls_of(n, k)
+    seconds = measure(
+        {name: Call(call) for name, call in calls.items()} | gather_calls(blocks), QUICK if quick else FULL
+    )
+    shape, flops = f"{ROWS}x{n}x{k}", quantized_matmul_cost(ROWS, n, k, DTYPE.itemsize).flops
     pairs = [(name, BFLOAT16) for name in calls if name != BFLOAT16]
-    flops = quantized_matmul_cost(ROWS, n, k, DTYPE.itemsize).flops
-    return compared("product", f"{ROWS}x{n}x{k}", seconds, pairs, unit="TFLOP/s", amount=flops / 1e12)
+    tax = [(FUSED, OURS), (PUSHED, OURS)]
+    return [
+        *compared("product", shape, seconds, pairs, unit="TFLOP/s", amount=flops / 1e12),
+        *compared(f"flag tax, rank of {RANKS}", shape, seconds, tax),
+    ]
 
 
 def expert_rows(product: grouped_matmul.Grouped, quick: bool) -> list[Row]:
@@ -145,7 +183,7 @@ def rows(quick: bool) -> list[Row]:
     passes = pass_rows(4096, quick)
     means = []
     for provider in (LIBRARY, OURS):
-        chosen = [row for row in products if row["provider"] == provider]
+        chosen = [row for row in products if row["case"] == "product" and row["provider"] == provider]
         if chosen:
             bar = REQUIRED if provider == LIBRARY else None
             means.append(mean_row(chosen, shape=f"{len(chosen)} shapes", provider=provider, bar=bar))
@@ -156,12 +194,18 @@ def rows(quick: bool) -> list[Row]:
 
 def predictions() -> list[Row]:
     """The tile's cycles on H100 by hand, and published figures of cuBLASLt's product (docs/fp8.md). Of experts the same
-    rates, or the bytes, with half a tile of rows more for each."""
+    rates, or the bytes, with half a tile of rows more for each. Of gathers the model of `auto`."""
     found = []
     for n, k in sizes(quick=False):
         flops = quantized_matmul_cost(ROWS, n, k, DTYPE.itemsize).flops
         for provider, rate in ((OURS, EXPECTED[k]), (LIBRARY, EXPECTED_OF_LIBRARY)):
             found.append(share_row("product", f"{ROWS}x{n}x{k}", flops / rate, flops, provider))
+        machine = present_machine()
+        with as_if_on(machine) as device:
+            times = times_of_blocks((ROWS, n, k), RANKS, device, machine.of_blocks or machine)
+        seconds = {PREDICTED: [times["fused"].device], SEQUENTIAL: [times["sequential"].device]}
+        label = f"prediction: gather, {RANKS} {machine.name}"
+        found += compared(label, f"{ROWS}x{n}x{k}", seconds, [(PREDICTED, SEQUENTIAL)])
     for product in experts(quick=False):
         widths = product.n, product.k, product.groups, DTYPE.itemsize
         cost = quantized_grouped_matmul_cost(product.rows, *widths)
@@ -180,6 +224,7 @@ BENCH = ratio_bench(
     device="cuda",
     check=check,
     note="cold L2. Products are without the passes that quantise, which are beside a copy of as many bytes. "
+    "A flag tax is of one rank whose peers' blocks have all arrived. "
     "Experts are those of bench grouped_matmul, on one of 8 ranks, beside its kernel. "
     "Predictions stand beside the peak of bfloat16.",
 )

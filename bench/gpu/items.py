@@ -88,8 +88,9 @@ ALL_REDUCE = (*kernels("matmul_all_reduce", "matmul"), *FUSED)
 GROUPED = (*kernels("grouped_matmul"), "bench/grouped_matmul.py")
 GATHERED = (*GROUPED, *kernels("all_gather_grouped_matmul"), "bench/gathered_experts.py")
 QUANTIZED = (
-    *kernels("quantized_matmul", "quantized_grouped_matmul", "quantize"),
+    *kernels("quantized_matmul", "quantized_grouped_matmul", "all_gather_quantized_matmul", "quantize"),
     "bench/quantized_matmul.py",
+    "bench/channels.py",
     "tpformer/ops/quantized_product.py",
 )
 TRIALS = (*GEMM, "bench/matmul_trials.py", "bench/specialised.py")
