@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from turns import in_turns
 
-from tpformer.config import PRESETS, SCHEDULES, RunConfig, build_config, keep_text, preset_config, to_toml
+from tpformer.config import PLAIN, PRESETS, SCHEDULES, RunConfig, build_config, keep_text, preset_config, to_toml
 from tpformer.planner import memory_budget, stage_mixes
 from tpformer.planner.devices import load_device
 from tpformer.planner.keep_choice import FINEST, _ordered, _Step, choose, peak, ways_of
 from tpformer.planner.memory_budget import least, uniform, with_budget
 from tpformer.planner.rank_choice import Rank
+from tpformer.planner.rank_memory import predicted_memory
 from tpformer.planner.software import ours
 from tpformer.planner.step_time import StepModel
 from tpformer.planner.units import stage_ranges, with_keep
@@ -210,6 +211,9 @@ def test_stages_of_one_rank_have_mixes_of_their_own(schedule, stages, n_layers, 
         best = fits[seconds[fits].argmin()]
         assert found is not None and found.seconds == pytest.approx(seconds[best], rel=1e-9)
         assert found.least == found.seconds
+        rank.known.clear()
+        less = rank.choose(found.need * (1 + 1e-12))
+        assert less is not None and all(map(np.array_equal, less.ways, found.ways)), "of equally fast ones the same"
         differ += len({frozenset(each[best].tolist()) for each in mixes}) > 1
         bound, layer, above = rank._prices.bound(room, [each[best] for each in mixes]), 0, 0.0
         for index, (stage, ways) in enumerate(zip(rank.stages, mixes, strict=True)):
@@ -222,6 +226,26 @@ def test_stages_of_one_rank_have_mixes_of_their_own(schedule, stages, n_layers, 
         lost, spent = lost + seconds[best] - bound.seconds, spent + seconds[best] - seconds.min()
     assert lost < 0.6 * spent or spent == 0, (lost, spent)
     assert differ or schedule != "Interleaved1F1B", "no stage wants another mix than the other one"
+
+
+@pytest.mark.parametrize("schedule, stages, n_layers", SEVERAL)
+def test_what_a_rank_needs_is_what_is_predicted_of_it(schedule, stages, n_layers):
+    """Of any mixes. What a stage holds beside its layers may be below zero: its output is freed, so that a moment with
+    more microbatches in flight is not always the fuller one."""
+    parallel = {"pipeline_parallel": 2, "pipeline_schedule": schedule, "pipeline_stages_per_rank": stages}
+    config = configuration({**LLAMA, "seq_length": 8192}, n_layers, **parallel)
+    ways, draw = ways_of(config), random.Random(0)
+    plain = StepModel(with_keep(config, "keep"), H100, ours(config.parallel, H100))
+    for number in (0, 1):
+        rank = Rank(config, number, plain, ways)
+        for _ in range(8):
+            mixes = [np.sort(draw.choices(range(len(ways)), k=stage.n)) for stage in rank.stages]
+            values = [stage.columns(mix[None]) for stage, mix in zip(rank.stages, mixes, strict=True)]
+            kept = [PLAIN] * n_layers
+            for stage, mix in zip(rank.stages, mixes, strict=True):
+                kept[stage.layers.start : stage.layers.stop] = [ways[way] for way in mix]
+            predicted = predicted_memory(with_keep(config, keep_text(kept)), number).total
+            assert rank.base + rank._needs(values)[0] == pytest.approx(predicted, rel=1e-9)
 
 
 @pytest.mark.parametrize("preset, parallel", in_turns(LARGE, first=5))

@@ -145,13 +145,13 @@ class Rank:
             return None
         bound, slack = self._prices.bound(room, mixes), 1e-9 * self.slowest  # sums of floats differ by their order
         floors = np.zeros(len(self.stages))  # how far stages are above the bound, at least
-        least, gap = bound.seconds, FIRST * self.slowest
+        of_three, least, gap = seconds, bound.seconds, FIRST * self.slowest
         while least < seconds - slack:  # what is found early leaves less to look at
             above = min(float(floors.sum()) + gap, seconds - bound.seconds + slack)
             looked = self._faster(bound, floors, above, seconds, room)
             if looked is None:
                 break
-            if looked[0] < seconds - slack:
+            if looked[0] < of_three - slack:  # the last look has seen all that are as fast
                 seconds, mixes = looked
             least, gap = bound.seconds + above, 2 * gap
         values = [stage.columns(mix[None]) for stage, mix in zip(self.stages, mixes, strict=True)]
@@ -247,7 +247,8 @@ class Rank:
             return np.inf, []
         chosen = [each.ways[row] for each, row in zip(found, rows.T, strict=True)]
         taken, moved, keeps = self._order([each.values[row] for each, row in zip(found, rows.T, strict=True)], chosen)
-        first = np.lexsort((-keeps, moved, taken))[0]
+        stages = [each.seconds[row] for each, row in zip(found, rows.T, strict=True)]
+        first = np.lexsort((*stages[::-1], -keeps, moved, taken))[0]  # an order that does not depend on prices
         return float(taken[first]), [mix[first] for mix in chosen]
 
     def _joined(
