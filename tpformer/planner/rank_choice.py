@@ -145,14 +145,15 @@ class Rank:
             return None
         bound, slack = self._prices.bound(room, mixes), 1e-9 * self.slowest  # sums of floats differ by their order
         floors = np.zeros(len(self.stages))  # how far stages are above the bound, at least
-        of_three, least, gap = seconds, bound.seconds, FIRST * self.slowest
+        least, gap, most = bound.seconds, FIRST * self.slowest, seconds - slack
         while least < seconds - slack:  # what is found early leaves less to look at
             above = min(float(floors.sum()) + gap, seconds - bound.seconds + slack)
-            looked = self._faster(bound, floors, above, seconds, room)
+            looked = self._faster(bound, floors, above, most, room)
             if looked is None:
                 break
-            if looked[0] < of_three - slack:  # the last look has seen all that are as fast
+            if looked[0] < np.inf:
                 seconds, mixes = looked
+                most = min(most, seconds + slack)  # the last look sees all that are as fast
             least, gap = bound.seconds + above, 2 * gap
         values = [stage.columns(mix[None]) for stage, mix in zip(self.stages, mixes, strict=True)]
         least = least if least < seconds - slack else seconds
@@ -177,7 +178,8 @@ class Rank:
         for number, three in enumerate(threes):
             chosen = self._three(three)
             values = [stage.columns(mix) for stage, mix in zip(self.stages, chosen, strict=True)]
-            cost, moved, keeps = self._order(values, chosen)
+            cost = np.round(sum(stage.cost(each) for stage, each in zip(self.stages, values, strict=True)), 12)
+            moved, keeps = np.round(sum(each[:, MOVED] for each in values)), sum(mix.sum(1) for mix in chosen)
             which = np.full(len(cost), number), np.arange(len(cost))
             columns.append(np.stack([cost, moved, -keeps, self._needs(values), *which]))
         table = np.concatenate(columns, 1)
@@ -193,14 +195,6 @@ class Rank:
         seconds, _, three, split = table[:, fits[0]]
         return float(seconds), [mix[int(split)] for mix in self._three(threes[int(three)])]
 
-    def _order(
-        self, values: Sequence[np.ndarray], chosen: Sequence[np.ndarray]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(seconds, moved bytes, how far back their ways are) of mixes, with fewer digits than sums have."""
-        cost = np.sum([stage.cost(each) for stage, each in zip(self.stages, values, strict=True)], 0)
-        moved = np.sum([each[:, MOVED] for each in values], 0)
-        return np.round(cost, 12), np.round(moved), np.sum([mix.sum(1) for mix in chosen], 0)
-
     def _faster(
         self, bound: Bound, floors: np.ndarray, above: float, most: float, room: float
     ) -> tuple[float, list[np.ndarray]] | None:
@@ -210,7 +204,7 @@ class Rank:
         floors: how far each stage is above, at least. They rise to what is found.
         """
         found: list[StageMixes] = []
-        least, most, layer = self._lowest.copy(), most * (1 + 1e-9), 0
+        least, layer = self._lowest.copy(), 0
         for index, stage in enumerate(self.stages):
             gap = above - (floors.sum() - floors[index])
             fits = functools.partial(self._may_fit, index, room=room, most=most, least=self._lowest)
@@ -232,9 +226,10 @@ class Rank:
         self, found: Sequence[StageMixes], above: float, most: float, room: float
     ) -> tuple[float, list[np.ndarray]] | None:
         """_faster's result, of all that combine a mix of each stage."""
-        found = [StageMixes(*(part[np.lexsort((each.seconds, each.above))] for part in each)) for each in found]
+        found = [StageMixes(*(part[each.seconds.argsort(kind="stable")] for part in each)) for each in found]
         held = [self._holds(index, each.values) for index, each in enumerate(found)]
-        first = np.argsort(-self.fixed - sum(each.max(0) for each in held))  # the moments that leave fewest
+        full = self.fixed + sum(each.max(0) for each in held)
+        first = np.argsort(-full)[: max(1, int((full > room).sum()))]  # the moments that leave fewest; others leave all
         held = [each[:, first] for each in (held[0] + self.fixed, *held[1:])]
         rows = np.zeros((1, 0), np.int64)
         for each in found:
@@ -245,11 +240,13 @@ class Rank:
             rows = np.concatenate([self._joined(found, held, rows[at : at + part], above, most, room) for at in starts])
         if len(rows) == 0:
             return np.inf, []
-        chosen = [each.ways[row] for each, row in zip(found, rows.T, strict=True)]
-        taken, moved, keeps = self._order([each.values[row] for each, row in zip(found, rows.T, strict=True)], chosen)
         stages = [each.seconds[row] for each, row in zip(found, rows.T, strict=True)]
-        first = np.lexsort((*stages[::-1], -keeps, moved, taken))[0]  # an order that does not depend on prices
-        return float(taken[first]), [mix[first] for mix in chosen]
+        moved = [each.values[row, MOVED] for each, row in zip(found, rows.T, strict=True)]
+        keeps = [each.ways.sum(1)[row] for each, row in zip(found, rows.T, strict=True)]
+        best, taken = np.arange(len(rows)), np.round(sum(stages), 12)
+        for key in (taken, np.round(sum(moved)), -sum(keeps), *stages):  # an order that does not depend on prices
+            best = best[key[best] == key[best].min()]
+        return float(taken[best[0]]), [each.ways[at] for each, at in zip(found, rows[best[0]], strict=True)]
 
     def _joined(
         self,
@@ -263,21 +260,21 @@ class Rank:
         """Rows of stages' mixes, (rows, stages), each with every mix of the next stage; without those that do not fit,
         take too long or are too far above the bound, whichever mixes the stages that follow have. held: what the mixes
         of each stage hold."""
-        index, other = rows.shape[1], np.zeros((len(rows), len(self.fixed)))
+        index, other = rows.shape[1], np.zeros((len(rows), held[0].shape[1]))
         cost, over = np.zeros(len(rows)), np.zeros(len(rows))
         for stage, (each, of) in enumerate(zip(held, found, strict=True)):
             if stage < index:
                 row = rows[:, stage]
                 other, cost, over = other + each[row], cost + of.seconds[row], over + of.above[row]
             elif stage > index:
-                other, cost, over = other + each.min(0), cost + of.seconds.min(), over + of.above[0]
+                other, cost, over = other + each.min(0), cost + of.seconds[0], over + of.above.min()
         own, mixes = held[index], found[index]
-        # in order: from the first that may fit in the first moment to the last that is no farther above
+        # in order of seconds: from the first that may fit in the first moment to the last that takes no longer
         start = np.searchsorted(-np.minimum.accumulate(own[:, 0]), other[:, 0] - room)
-        number = np.maximum(np.searchsorted(mixes.above, above - over, "right") - start, 0)
+        number = np.maximum(np.searchsorted(mixes.seconds, most - cost, "right") - start, 0)
         row = np.repeat(np.arange(len(rows)), number)
         column = np.arange(len(row)) - np.repeat(np.cumsum(number) - number - start, number)
-        fits = cost[row] + mixes.seconds[column] <= most
+        fits = over[row] + mixes.above[column] <= above
         row, column = row[fits], column[fits]
         for before, here in zip(other.T, own.T, strict=True):  # moment by moment
             fits = before[row] + here[column] <= room
