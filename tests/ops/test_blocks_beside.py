@@ -2,18 +2,22 @@
 is what it makes of gradients that it quantises itself, whatever happens to them on the way."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from testing import assert_identical
+from testing import assert_identical, on_every_rank
 from torch import Tensor
 
 from tpformer import ops
+from tpformer.distributed import build_mesh
+from tpformer.layers import MLP, TensorParallel, init_weights
 from tpformer.ops.transports import quantized
 from tpformer.ops.transports.quantized import BLOCKS, record_blocks
 from tpformer.ops.transports.sequential import local
+from tpformer.parallel import local_part
 
 LINEAR: dict[str, Any] = {"transport": local(BLOCKS)}
 GENERATOR = torch.Generator().manual_seed(0)
@@ -49,14 +53,14 @@ def viewed(gate: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 CASES: dict[str, Callable] = {each.__name__: each for each in (untouched, added, hooked, viewed)}
 
 
-def mlp(case: Callable, gated: bool = True) -> list[Tensor]:
+def mlp(case: Callable, gated: bool = True, private: bool = True) -> list[Tensor]:
     """The gradients of an MLP with biases."""
     GENERATOR.manual_seed(1)
     x, *weights = drawn(ROWS, HIDDEN), drawn(WIDTH, HIDDEN), drawn(WIDTH, HIDDEN)
     down, biases = drawn(HIDDEN, WIDTH), [drawn(WIDTH), drawn(WIDTH)]
     outputs = ops.column_linear(x, weights, biases, **LINEAR)
     gate, up = case(*outputs)
-    y = ops.row_linear(up, down, activation="silu", gate=gate if gated else None, **LINEAR)
+    y = ops.row_linear(up, down, activation="silu", gate=gate if gated else None, private=private, **LINEAR)
     loss = y.square().sum()
     if case is added:
         loss = loss + added.loss  # type: ignore[attr-defined]
@@ -68,6 +72,38 @@ def test_gradients_are_those_of_blocks_made_anew(case: Callable) -> None:
     found = mlp(case)
     with mock.patch.object(quantized, "_beside", lambda _: None):
         assert_identical(found, mlp(case))
+
+
+def uncounted(*outputs: Tensor) -> tuple[Tensor, ...]:
+    """Hooks write gradients, and autograd does not count it: nor would it count an all-reduce of them."""
+
+    def write(dy: Tensor) -> None:
+        dy.data.mul_(3).sub_(dy.mean())
+
+    for output in outputs:
+        output.register_hook(write)
+    return outputs
+
+
+def hooked_layer(which: str) -> list[Tensor]:
+    """The gradients of an MLP, of which one layer has such hooks on what it makes."""
+    GENERATOR.manual_seed(1)
+    tp = TensorParallel(build_mesh("cpu", tensor_parallel=2)["tp"], sequence_parallel=True, precision="fp8")
+    part = MLP(HIDDEN, ffn_hidden_size=WIDTH, activation="swiglu", tp=tp, dtype=torch.float64)
+    init_weights(part, seed=0)
+    part.get_submodule(which).register_forward_hook(lambda module, inputs, y: uncounted(y)[0])
+    gradients = torch.autograd.grad(part(drawn(ROWS, HIDDEN)).square().sum(), [*part.parameters()])
+    return [local_part(each) for each in gradients]
+
+
+@on_every_rank(2)
+def test_gradients_that_others_see_have_no_blocks() -> None:
+    cases = [partial(mlp, uncounted, private=False)]
+    cases += [partial(hooked_layer, each) for each in ("gate_proj", "up_proj", "down_proj", "")]
+    for case in cases:
+        found = case()
+        with mock.patch.object(quantized, "_beside", lambda _: None):
+            assert_identical(found, case())
 
 
 def passes(case: Callable, gated: bool) -> tuple[int, int]:
@@ -110,4 +146,5 @@ def test_a_gradient_keeps_its_bits_for_others() -> None:
     x, down = drawn(ROWS, WIDTH), drawn(HIDDEN, WIDTH)
     y = ops.row_linear(x, down, activation="silu", **LINEAR)
     (dx,) = torch.autograd.grad(y.sum(), [x])
+    assert not vars(dx), "whoever copies or saves it"
     assert (dx != dx.to(torch.float8_e4m3fn).to(dx.dtype)).any()

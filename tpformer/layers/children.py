@@ -115,18 +115,19 @@ def leave(
     residual: Tensor | None = None,
     dropout: ops.Dropout | None = None,
     next_norm: nn.Module | None = None,
+    private: bool = False,
 ) -> tuple[Tensor, ops.Normed | None]:
     """residual + dropout(row(act(x))), and its norm by next_norm; None if that is not made in the same pass.
 
-    x (tokens, k / t): this rank's features. If row is fused, act(x) is not kept, and one pass over the reduced rows
-    adds bias, dropout and residual, and makes the norm.
+    x (tokens, k / t): this rank's features. private: as of ops.row_linear. If row is fused, act(x) is not kept, and one
+    pass over the reduced rows adds bias, dropout and residual, and makes the norm.
     """
     if fusable(RowParallelLinear, row):
         if next_norm is not None and (not fusable_norm(next_norm) or ops.autocast_dtype(x) is not None):
             next_norm = None  # under autocast the norm's rows are float32, and this linear's are not
         return row.reduced(
             x, activation, gate=gate, residual=residual, dropout=dropout,
-            next_norm=None if next_norm is None else next_norm.prologue(),
+            next_norm=None if next_norm is None else next_norm.prologue(), private=private,
         )  # fmt: skip
     a = x if activation is None else ops.activation(x, activation, gate)
     y = ops.dropout(call_row(row, a, tp, k), dropout)

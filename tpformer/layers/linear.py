@@ -303,6 +303,7 @@ class RowParallelLinear(_Linear):
         residual: Tensor | None = None,
         dropout: ops.Dropout | None = None,
         next_norm: ops.Norm | None = None,
+        private: bool = False,
     ) -> tuple[Tensor, ops.Normed | None]:
         """(result, its norm by next_norm or None) for rows (tokens, in_features / t), by ops.row_linear."""
         queue = ops.active_queue()
@@ -319,6 +320,7 @@ class RowParallelLinear(_Linear):
             next_norm=next_norm,
             transport=self.tp.row_transport(rows, self.width, self.out_features),
             deferred=None if queue is None else ops.Deferred(queue, [self.take_weight_gradient]),
+            private=private,
         )
         return (y, None) if next_norm is None else y
 

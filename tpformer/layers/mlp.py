@@ -9,7 +9,7 @@ from tpformer import ops
 from tpformer.config import MLP_ACTIVATIONS, check_choice, default_ffn_size
 from tpformer.ops.sequence import flat_rows
 
-from .children import Features, enter, leave
+from .children import Features, enter, fusable, leave
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .module import ParallelModule
 from .tensor_parallel import TensorParallel
@@ -87,5 +87,6 @@ class MLP(ParallelModule):
             gate=outputs[0] if self.gated else None,
             residual=carried if residual else None,
             dropout=dropout,
+            private=fusable(ColumnParallelLinear, *(child for child, _ in columns)),
         )
         return y

@@ -36,6 +36,7 @@ class _Call(NamedTuple):
     activation: str | None
     dropout: Dropout | None
     skip: bool  # whether this is the end of a region's second run, whose result nobody reads
+    private: bool
     deferred: Deferred | None
 
 
@@ -85,6 +86,8 @@ class RowLinearFunction(Function):
             dx, dgate, a, dy_gathered = gathering.gather_matmul_derivative(
                 dy_shard, weight, x, gate, call.activation, keep=call.deferred is not None
             )
+            if not call.private:
+                call.transport.products.show(dx, dgate)
         elif wants_weight:
             a = call.transport.products.activated(unpacked(x), call.activation, unpacked(gate))
 
@@ -158,6 +161,7 @@ def row_linear(
     next_norm: Norm | None = None,
     transport: Transport | None = None,
     deferred: Deferred | None = None,
+    private: bool = False,
 ) -> Tensor | tuple[Tensor, Normed]:
     """Y = residual + dropout(reduce(act(x) W^T) + b) for a weight sharded by input feature.
 
@@ -168,15 +172,14 @@ def row_linear(
              activation: None, "gelu" (erf), "gelu_tanh", "silu" or "relu2".
              next_norm: the norm before the next linear. The pass that adds bias, dropout and residual applies it, too,
              and the result is (Y, Normed). Give both to the next column_linear, Y as x and Normed as normed.
-             Leading dims of x, gate and residual are flattened to rows; Y has x's again if it has as many rows. Normed
-             holds rows.
+             Leading dims of x, gate and residual are flattened to rows; Y has x's again if it has as many; Normed has not.
+             private: no hook can see x and gate, or write their gradients, which in FP8 then have blocks beside.
     Saves:   x and gate as given. The backward rebuilds act(x) and draws dropout's mask again.
     Communication, per rank, B = tokens * N * itemsize:
              sequence parallel: forward reduce-scatter B; backward all-gather B (dy, used for dx and dW)
              otherwise:         forward all-reduce B; backward none
              deferred: its queue takes the weight gradient and the gathered dy; it has one sink.
-    With sequence_parallel the bias gradient is a partial sum, over this rank's rows.
-    At t = 1 every output and gradient is bit-identical to F.linear's.
+    With sequence_parallel the bias gradient is a partial sum, over own rows. At t = 1 all is F.linear's, bit by bit.
     Under torch.autocast all but the residual have autocast's dtype; the residual keeps its own, and is added last.
     Errors:  ValueError for an unknown activation, a gate without one, dropout outside [0, 1), tokens not divisible by t
              (with sequence_parallel), next_norm under autocast, and operands of other shapes, dtypes or devices:
@@ -193,7 +196,7 @@ def row_linear(
         deferred = cast_back(deferred, [weight])
         rows, gate, weight, bias = (cast(each, autocast) for each in (rows, gate, weight, bias))
     _check_operands(rows, weight, gate, Finish(bias, dropout, added, next_norm), transport.sharing, autocast)
-    call = _Call(transport, activation, dropout, next_norm is None and leaves_out_end(), deferred)
+    call = _Call(transport, activation, dropout, next_norm is None and leaves_out_end(), private, deferred)
     if transport.untold is not None:
         needing = ((rows, gate), (weight,), SCATTERED) if transport.sequence_parallel else ((), ())
         alike = *transport.agreed, activation, told(dropout), next_norm and next_norm[::3]

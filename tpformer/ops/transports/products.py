@@ -45,6 +45,9 @@ class Products:
         """The backward of `activated`: (dx, dgate, the factor that it gave, made again). dx may take da's memory."""
         return implementation("activation", x).activation_backward(da, x, activation, gate)
 
+    def show(self, *gradients: Tensor | None) -> None:
+        """Gradients that `derivative` gave go where others may see them, and write them."""
+
     def sent(self, x: Any) -> Tensor:
         """Rows x (M, K) as they travel: a row of the result for each row."""
         return x

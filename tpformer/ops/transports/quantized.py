@@ -31,7 +31,7 @@ from .products import Factor, Kept, Products
 
 BESIDE = "tpformer_blocks"
 """The attribute of a gradient on its way from one linear to another, through autograd, which hands on the very tensor:
-how often it had been written when its blocks were made, and these. All others find a gradient in 16 bits."""
+how often it had been written when its blocks were made, and these. Only gradients that nobody else sees have it."""
 
 
 class Right(NamedTuple):
@@ -66,6 +66,13 @@ class Quantized(Products):
             if of_gradient is not None:
                 setattr(gradient, BESIDE, (versions(gradient), of_gradient))
         return dx, dgate, _told(a)
+
+    def show(self, *gradients: Tensor | None) -> None:
+        """Products.show. They lose their blocks: autograd does not count every write, such as those of an all-reduce,
+        through .data or by a kernel."""
+        for gradient in gradients:
+            if gradient is not None:
+                vars(gradient).pop(BESIDE, None)
 
     def sent(self, x: Factor) -> Tensor:
         """Products.sent: the bytes of the blocks of x."""
@@ -132,8 +139,8 @@ def unpacked_rows(rows: Tensor) -> Blocks:
 
 
 def _beside(x: Tensor) -> Blocks | None:
-    """The blocks of x that were made with it. None without such, as of a sum of gradients, or where x was written
-    since, as by a hook."""
+    """The blocks of x that were made with it. None without such, or where x was written since, as autograd does that
+    adds another gradient to it."""
     before, blocks = getattr(x, BESIDE, (None, None))
     return blocks if before == versions(x) else None
 
