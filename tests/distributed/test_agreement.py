@@ -62,4 +62,53 @@ def test_digests_tell_values_in_another_order_apart():
     given = [x, x[[1, 0, 2]], x[:, [1, 0, 2, 3]], -x, x.t(), x[0], x[0].roll(1), x[:0], x[0, 0], torch.zeros(())]
     own, again = digests(given), digests([each.clone() for each in given])
     assert torch.equal(own, again) and len(own.unique(dim=0)) == len(given) - 1, "nothing and zero are alike"
-    assert torch.equal(digests([x[0, 0], x.to("meta")])[1], torch.zeros(2, dtype=torch.float64))
+    assert torch.equal(digests([x[0, 0], x.to("meta")])[1], torch.zeros(2, dtype=torch.int64))
+
+
+def changed(x: torch.Tensor, value: complex) -> torch.Tensor:
+    """A copy with another number at the end."""
+    x = x.clone()
+    x.view(-1)[-1] = value
+    return x
+
+
+HUGE, COMPLEX = torch.tensor([[torch.finfo(torch.float32).min, 1], [2, 3]]), torch.ones(2, 2, dtype=torch.complex64)
+SIGNS = torch.tensor([[1, 2.0], [-1, 4]], dtype=torch.float64)
+OTHERS = {
+    "beside a huge number": (HUGE, changed(HUGE, 4)),
+    "beside an infinity": (HUGE * 2, changed(HUGE * 2, 4)),
+    "beside a NaN": (HUGE * torch.nan, changed(HUGE * torch.nan, 4)),
+    "an integer that float64 has not": (torch.tensor([2**60]), torch.tensor([2**60 + 1])),
+    "an imaginary part": (COMPLEX, changed(COMPLEX, 1 + 1j)),
+    "a conjugate": (COMPLEX * 1j, (COMPLEX * 1j).conj()),
+    "a sign": (SIGNS, -SIGNS),
+    "exchanged signs": (SIGNS, SIGNS * torch.tensor([[-1.0], [-1]]).repeat(1, 2).tril()),
+    "eight bits": (HUGE.to(torch.float8_e4m3fn), changed(HUGE, 4).to(torch.float8_e4m3fn)),
+    "a bit": (torch.tensor([[True, False]]), torch.tensor([[True, True]])),
+    "a sparse value": (HUGE.to_sparse(), changed(HUGE, 4).to_sparse()),
+    "a sparse place": (torch.eye(3).to_sparse(), torch.eye(3).roll(1, 0).to_sparse()),
+}
+
+
+@pytest.mark.parametrize("one, other", OTHERS.values(), ids=OTHERS)
+def test_digests_tell_every_number_apart(one, other):
+    own, copy, another = digests([one, one.clone(), other])
+    assert torch.equal(own, copy) and not torch.equal(own, another)
+
+
+def test_digests_do_not_depend_on_threads_strides_or_pieces(monkeypatch):
+    """A sum of floats does, and equal ranks would be told apart."""
+    x = torch.randn(300, 2, 700)
+    own, threads = digests([x]), torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert torch.equal(digests([x.transpose(0, 2).contiguous().transpose(0, 2)]), own)
+    finally:
+        torch.set_num_threads(threads)
+    monkeypatch.setattr(agreement, "PIECE", 7 * 1400)
+    assert torch.equal(digests([x]), own)
+
+
+def test_what_cannot_be_compared_is_said():
+    with pytest.raises(ValueError, match=r"has layout torch\.sparse_csr and dtype torch\.float32, and ranks cannot"):
+        digests([torch.eye(3).to_sparse_csr()])

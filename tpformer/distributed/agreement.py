@@ -30,6 +30,7 @@ ENVIRONMENT = (
 ).split()
 WHOLE = 2 * 10**9  # bytes of a file that are all compared; of a larger one parts
 PARTS, PART = 1024, 1 << 16
+PIECE = 1 << 24  # numbers of a tensor that are added up at a time
 UNSET = "unset"
 
 
@@ -46,23 +47,42 @@ class Decides:
 
 
 def digests(tensors: Sequence[Tensor]) -> Tensor:
-    """(len(tensors), 2) float64 of what ranks compare instead of values: sums weighted by row, and by column.
+    """(len(tensors), 2) int64 of what ranks compare instead of values: sums of bits, weighted by row and by column.
 
-    Equal tensors have equal ones; other values, or the same ones in another order, have others. On the first tensor's
-    device; a meta tensor has zeros. Memory: a row and a column of float64 numbers at a time.
+    Equal bits have equal ones, whatever their strides, threads and devices, because integers are added up. One number
+    that differs has others, whatever stands beside it, and so have values in another order. On the first tensor's
+    device; a meta tensor has zeros. Memory: copies of PIECE numbers, or of a row.
+    Errors: ValueError for a tensor that is neither dense nor one of torch.sparse_coo.
     """
-
-    def weighted(x: Tensor, dim: int) -> Tensor:
-        total = x.sum(dim, dtype=torch.float64)
-        return total @ torch.arange(1, len(total) + 1, dtype=torch.float64, device=x.device)
-
-    found = []
-    for each in tensors:
-        x = each.detach().flatten(1) if each.dim() > 1 else each.detach().reshape(-1, 1)
-        found.append(
-            torch.zeros(2, dtype=torch.float64) if x.is_meta else torch.stack([weighted(x, 1), weighted(x, 0)])
-        )
+    found = [_sums(each.detach()) for each in tensors]
     return torch.stack([each.to(found[0].device) for each in found])
+
+
+def _sums(x: Tensor) -> Tensor:
+    if x.layout is torch.sparse_coo:
+        x = x.coalesce()
+        return _sums(x.indices()) + 3 * _sums(x.values())
+    if x.layout is not torch.strided or x.is_nested or x.is_quantized:
+        kind = "is nested" if x.is_nested else f"has layout {x.layout} and dtype {x.dtype}"
+        raise ValueError(f"a tensor {kind}, and ranks cannot compare theirs: make it dense, or torch.sparse_coo")
+    if x.is_meta or x.numel() == 0:
+        return torch.zeros(2, dtype=torch.int64)
+    x = x if x.dim() else x[None]
+    total, of_columns = torch.zeros(2, 1, dtype=torch.int64, device=x.device)
+    size = max(1, PIECE // x[0].numel())
+    for first, part in zip(range(0, len(x), size), x.split(size), strict=True):
+        rows = part.resolve_conj().resolve_neg().contiguous()
+        rows = rows.flatten(1) if x.dim() > 1 else rows[:, None]
+        # 8 bytes as two numbers: a sign alone would count 2**63, and nothing in the difference of two weights
+        bits = rows.view({1: torch.int8, 2: torch.int16}.get(x.itemsize, torch.int32))
+        total = total + _weighted(bits.sum(1, dtype=torch.int64), first)
+        of_columns = of_columns + bits.sum(0, dtype=torch.int64)
+    return torch.stack([total[0], _weighted(of_columns)])
+
+
+def _weighted(sums: Tensor, first: int = 0) -> Tensor:
+    """The sum by odd weights, so that no bit of a single number vanishes modulo 2**64."""
+    return (sums * (2 * torch.arange(first, first + len(sums), device=sums.device) + 1)).sum()
 
 
 def agree(own: Decides) -> None:

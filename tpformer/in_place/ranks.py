@@ -94,9 +94,9 @@ def check_equal(named: Mapping[str, Tensor], tp: TensorParallel) -> None:
     assert tp.mesh is not None
     plain = {name: x for name, x in named.items() if not is_dtensor(x)}
     names = zlib.crc32(repr([(name, tuple(x.shape)) for name, x in named.items()]).encode())
-    own = digests([torch.tensor(names), *plain.values()]).nan_to_num()
-    extremes = all_reduce(torch.cat([own, -own]).to(tp.mesh.device_type), tp.group, "max").view(2, -1, 2)
-    equal = (extremes[0] == -extremes[1]).all(1).tolist()
+    own = digests([torch.tensor(names), *plain.values()])
+    extremes = all_reduce(torch.cat([own, ~own]).to(tp.mesh.device_type), tp.group, "max").view(2, -1, 2)
+    equal = (extremes[0] == ~extremes[1]).all(1).tolist()
     differing = [name for name, same in zip(("", *plain), equal, strict=True) if not same]
     if differing:
         raise ValueError(

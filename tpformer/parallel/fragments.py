@@ -200,8 +200,7 @@ def check_equal(held: Sequence[Held], replicas: ProcessGroup, device: torch.devi
         return
     first, *others = all_gather(digests([each.own for each in held])[None].to(device), replicas)
     for other in others:
-        same = (other == first) | (other.isnan() & first.isnan())  # what is no number everywhere is a step's to report
-        for each, equal in zip(held, same.all(1).tolist(), strict=True):
+        for each, equal in zip(held, (other == first).all(1).tolist(), strict=True):
             if not equal:
                 raise RuntimeError(
                     f"replicas begin with other values of {each.name}, so that the mean of what they learn is of no "
