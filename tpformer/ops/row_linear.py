@@ -172,7 +172,7 @@ def row_linear(
              activation: None, "gelu" (erf), "gelu_tanh", "silu" or "relu2".
              next_norm: the norm before the next linear. The pass that adds bias, dropout and residual applies it, too,
              and the result is (Y, Normed). Give both to the next column_linear, Y as x and Normed as normed.
-             Leading dims of x, gate and residual are flattened to rows; Y has x's again if it has as many; Normed has not.
+             Leading dims of x, gate and residual are flattened to rows; Y has x's again if it has as many rows.
              private: no hook can see x and gate, or write their gradients, which in FP8 then have blocks beside.
     Saves:   x and gate as given. The backward rebuilds act(x) and draws dropout's mask again.
     Communication, per rank, B = tokens * N * itemsize:
