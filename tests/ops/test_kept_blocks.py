@@ -143,6 +143,20 @@ def test_an_exception_within_leaves_nothing_behind() -> None:
     assert REGISTRY.blocks is None
 
 
+def test_contexts_that_overlap_leave_nothing_behind() -> None:
+    """Those of two threads. The first one's weight is written once its context is left."""
+    own, first, second = weight(128, 128), keep_blocks(), keep_blocks()
+    first.__enter__()
+    second.__enter__()
+    microbatch(own)
+    first.__exit__(None, None, None)
+    own.data.mul_(3)
+    found = microbatch(own)
+    second.__exit__(None, None, None)
+    assert REGISTRY.blocks is None
+    assert_identical(found, microbatch(own))
+
+
 def test_experts_are_kept_and_their_gradients_alike() -> None:
     def run(keeps: bool) -> list[Tensor]:
         GENERATOR.manual_seed(2)

@@ -125,6 +125,7 @@ class Registry:
     quantized: Listeners[Any] = field(default_factory=Listeners)
     table: TransportTable | None = None
     blocks: dict[int, Any] | None = None
+    keeping: int = 0  # contexts that keep blocks
 
 
 REGISTRY = Registry()

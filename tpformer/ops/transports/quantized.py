@@ -180,13 +180,15 @@ def keep_blocks() -> Iterator[None]:
 
     A weight that is written in place, or lies in other memory, is quantised again. So nobody within may write one
     without that autograd counts it, as an optimizer's kernels do, and FSDP2 where it gathers a weight again.
-    Memory: 2 bytes for each element of a weight, and the weight itself, until the context is left.
+    Memory: 2 bytes for each element of a weight, and the weight itself, until the context is left. As one ends, others
+    of this process, such as another thread's, begin anew.
     """
-    before, REGISTRY.blocks = REGISTRY.blocks, {}
+    REGISTRY.keeping, REGISTRY.blocks = REGISTRY.keeping + 1, REGISTRY.blocks or {}
     try:
         yield
     finally:
-        REGISTRY.blocks = before
+        REGISTRY.keeping -= 1
+        REGISTRY.blocks = {} if REGISTRY.keeping else None
 
 
 def record_blocks() -> AbstractContextManager[list[Blocks]]:
