@@ -18,6 +18,7 @@ from tpformer.kernels.all_gather_quantized_matmul.kernel import (
     all_gather_quantized_matmul_derivative,
 )
 from tpformer.kernels.configurations import TILES, tile_names
+from tpformer.kernels.dropout.kernel import finish_backward
 from tpformer.kernels.finish import Norm
 from tpformer.kernels.launch import Tile
 from tpformer.kernels.norm.kernel import finish_norm_forward, norm_forward
@@ -72,8 +73,8 @@ def quantize_cases() -> Iterator[Case]:
 
 
 def blocks_cases() -> Iterator[Case]:
-    """Norms of rows of one tile, several rows in it, and wider rows, and activations, whose results are blocks; and
-    gradients of activations, which have blocks beside them."""
+    """Norms of rows of one tile, several rows in it, and wider rows, activations, and gradients behind dropout and a
+    bias, whose results are blocks; and gradients of activations, which have blocks beside them."""
     for capability in CAPABILITIES:
         for dtype in DTYPES if capability >= 90 else ():
             same = {"dtype": dtype, "capability": capability}
@@ -86,8 +87,16 @@ def blocks_cases() -> Iterator[Case]:
                 }
                 for name, launch in launches.items():
                     yield Case(name=f"{name} {n}", kernel="norm_forward_kernel", launch=launch, **same)
+            x = meta(8192, 4096, dtype=dtype)
+            dropout = row_finish(dtype, 4096).dropout
+            for name, given in {
+                "dropout": (dropout, True),
+                "no dropout": (None, True),
+                "no bias": (dropout, False),
+            }.items():
+                launch = partial(finish_backward, x, *given, blocks=True, programs=2 * PROGRAMS)
+                yield Case(name=f"blocks {name}", kernel="finish_backward_kernel", launch=launch, **same)
             for name, gate in ((each, each == "silu") for each in ACTIVATIONS):
-                x = meta(8192, 4096, dtype=dtype)
                 launch = partial(activation_forward, x, name, x if gate else None, blocks=True)
                 yield Case(name=name, kernel="activation_blocks_kernel", launch=launch, **same)
                 kept = {"": x, "packed ": meta_packed(8192, 4096)} if dtype == torch.bfloat16 else {"": x}

@@ -9,7 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..finish import Dropout, Finish
+from ..launch import is_interpreted
 from ..philox.kernel import drop_tile
+from ..quantize.format import Blocks
+from ..quantize.kernel import empty_result, quantize_rows, store_blocks
 from ..replay import launch, replayed
 from ..rows import (
     RowTile,
@@ -44,11 +47,14 @@ def finish_forward_kernel(x, addends, key: tl.int64, z, m, n, ALIGNED: tl.conste
 
 @triton.jit(do_not_specialize=["m", "key", "share"])
 def finish_backward_kernel(
-    dz, drop, key: tl.int64, dx,
+    dz, drop, key: tl.int64, dx, blocks,
     partials,  # (programs of axis 0, n): each program's sum over its rows
-    m, n, share, ALIGNED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    m, n, share, ALIGNED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Axis 0 of the grid counts shares of rows, axis 1 blocks of columns. Sums stay in registers."""
+    """Axis 0 of the grid counts shares of rows, axis 1 blocks of columns. Sums stay in registers.
+
+    dx, or in its place its blocks of e4m3; partials: what is None is not made.
+    """
     ROWS: tl.constexpr = TILE.rows
     COLUMNS: tl.constexpr = TILE.columns
     first = tl.program_id(0) * share
@@ -61,10 +67,15 @@ def finish_backward_kernel(
         value = load_tile(dz, rows, columns, mask)
         if drop is not None:
             value = drop_tile(value, drop, key, 0, rows, column, m, ALIGNED, ROWS, COLUMNS)
-            store_tile(dx, value, rows, columns, mask, n)
-            value = value.to(dx.dtype.element_ty).to(tl.float32)
+            if blocks is None:
+                store_tile(dx, value, rows, columns, mask, n)
+            value = value.to(dz.pointer.dtype.element_ty).to(tl.float32)
+        if blocks is not None:
+            values, exponents = blocks
+            store_blocks(values, exponents, value, row, column, m, n, TILE, INTERPRETED)
         total += value
-    tl.store(partials + tl.program_id(0).to(tl.int64) * n + columns, tl.sum(total, 0), mask=columns < n)
+    if partials is not None:
+        tl.store(partials + tl.program_id(0).to(tl.int64) * n + columns, tl.sum(total, 0), mask=columns < n)
 
 
 @replayed
@@ -105,36 +116,40 @@ def dropout_apply(x: Tensor, start: Tensor, key: int, p: float) -> Tensor:
 
 @replayed
 def finish_backward(
-    dz: Tensor, dropout: Dropout | None, bias: bool, *, programs: int | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """(dx, dbias or None) of finish_forward; the residual's gradient is dz.
+    dz: Tensor, dropout: Dropout | None, bias: bool, *, blocks: bool = False, programs: int | None = None
+) -> tuple[Tensor | Blocks, Tensor | None]:
+    """(dx, dbias or None) of finish_forward; the residual's gradient is dz. blocks: dx in blocks of e4m3.
 
     Math:     finish_backward of reference.py; without dropout dx is dz itself
     Shapes:   dz, dx (M, N), rows of dz may lie apart; dbias (N,)
-    Numerics: dx as in dropout_apply; dbias is a float32 sum of the rounded dx, rounded once to dz.dtype
+    Numerics: dx as in dropout_apply; dbias is a float32 sum of the rounded dx, rounded once to dz.dtype. Blocks are
+              those of dx as it would be stored, to the byte, and dbias has the same bits beside them
     Traffic:  finish_cost, and 4 N bytes per share of rows, written and read once
     Order:    programs take contiguous shares of rows. The order of all sums depends on M and the number of programs
               only, so results are bitwise repeatable on one device
     Source:   as finish_forward; the two-stage sum of norm_backward
     """
-    if not bias:
+    if not bias and not blocks:
         return dz if dropout is None else dropout_apply(dz, *dropout), None
+    if not bias and dropout is None:
+        return quantize_rows(dz), None
     finish = Finish(dropout=dropout)
     finish.check("finish_backward", dz)
     m, n = dz.shape
     source = with_contiguous_columns(dz)
-    dx = dz if dropout is None else dz.new_empty(m, n)
-    dbias = dz.new_empty(n)
+    dx = dz if dropout is None and not blocks else empty_result(dz, m, n, blocks)
+    dbias = dz.new_empty(n) if bias else None
     if m == 0:
-        return dx, dbias.zero_()
+        return dx, None if dbias is None else dbias.zero_()
     columns = min(triton.next_power_of_2(n), BACKWARD_COLUMNS)
-    tile, blocks = RowTile(BACKWARD_ELEMENTS // columns, columns, WARPS), triton.cdiv(n, columns)
-    count, share = shares(m, tile.rows, dz.device, WARPS, programs, blocks)
-    partials = dz.new_empty(1, count, n, dtype=torch.float32)
+    tile, across = RowTile(BACKWARD_ELEMENTS // columns, columns, WARPS), triton.cdiv(n, columns)
+    count, share = shares(m, tile.rows, dz.device, WARPS, programs, across)
+    partials = None if dbias is None else dz.new_empty(1, count, n, dtype=torch.float32)
     launch(
-        finish_backward_kernel, (count, blocks),
-        row_argument(source), finish.arguments().mask, finish.key, dx, partials, m, n, share, n % 4 == 0, tile,
-        STAGES=3 if dz.element_size() == 2 else 2, **row_options(WARPS),
+        finish_backward_kernel, (count, across), row_argument(source), finish.arguments().mask, finish.key,
+        None if blocks else dx, dx if blocks else None, partials, m, n, share, n % 4 == 0, tile,
+        STAGES=3 if dz.element_size() == 2 else 2, INTERPRETED=is_interpreted(), **row_options(WARPS),
     )  # fmt: skip
-    sum_partials(partials, [dbias])
+    if dbias is not None:
+        sum_partials(partials, [dbias])
     return dx, dbias

@@ -10,6 +10,8 @@ from ..cast import cast
 from ..cost import Cost
 from ..finish import Dropout, Finish
 from ..philox.reference import random_words
+from ..quantize import reference as quantize
+from ..quantize.format import Blocks, blocks_bytes
 
 
 def _zero_dropped(scaled: Tensor, dropout: Dropout) -> Tensor:
@@ -52,16 +54,19 @@ def finish_forward(x: Tensor, finish: Finish) -> Tensor:
     return cast(y, x.dtype)
 
 
-def finish_backward(dz: Tensor, dropout: Dropout | None, bias: bool) -> tuple[Tensor, Tensor | None]:
-    """(dx, dbias or None) of finish_forward; the residual's gradient is dz itself.
+def finish_backward(
+    dz: Tensor, dropout: Dropout | None, bias: bool, *, blocks: bool = False
+) -> tuple[Tensor | Blocks, Tensor | None]:
+    """(dx, dbias or None) of finish_forward; the residual's gradient is dz itself. blocks: dx by quantize_rows.
 
-    Math:     dx = dropout(dz), or dz itself without dropout; dbias, if `bias`, is the sum over rows of the rounded dx
+    Math:     dx = dropout(dz), or dz itself without dropout; dbias, if `bias`, is the sum over rows of the rounded dx,
+              never of its blocks
     Shapes:   dz, dx (M, N); dbias (N,)
     Numerics: dx as dropout_apply; dbias accumulated in at least float32, rounded once to dz.dtype
     Traffic:  see finish_cost
     """
     dx = dz if dropout is None else dropout_apply(dz, *dropout)
-    return dx, dx.sum(0) if bias else None
+    return quantize.quantize_rows(dx) if blocks else dx, dx.sum(0) if bias else None
 
 
 def dropout_cost(m: int, n: int, itemsize: int) -> Cost:
@@ -71,10 +76,12 @@ def dropout_cost(m: int, n: int, itemsize: int) -> Cost:
 
 def finish_cost(
     m: int, n: int, itemsize: int, *, bias: bool = False, dropout: bool = False, residual: bool = False,
-    backward: bool = False,
+    backward: bool = False, blocks: bool = False,
 ) -> Cost:  # fmt: skip
     """Forward reads x, the residual and the bias, and writes z. Backward reads dz, and writes dbias and, with dropout,
-    dx. With dropout both read 8 bytes per row, its start."""
-    rows = (1 + dropout if backward else 2 + residual) * m * n
-    flops = (bias + dropout + (residual and not backward)) * m * n
-    return Cost(flops, (rows + bias * n) * itemsize + dropout * 8 * m)
+    dx, or with `blocks`, also without dropout, dx in blocks of e4m3. With dropout both read 8 bytes per row, its start.
+    """
+    rows = (1 + (dropout and not blocks) if backward else 2 + residual) * m * n
+    flops = (bias + dropout + (residual and not backward) + 2 * blocks) * m * n
+    written = blocks_bytes(m, n) if blocks else 0
+    return Cost(flops, (rows + bias * n) * itemsize + dropout * 8 * m + written)

@@ -1,4 +1,5 @@
-"""What linears in FP8 launch on an H100: norms and activations write blocks, and no pass quantises what they wrote."""
+"""What linears in FP8 launch on an H100: norms, activations and what is behind a row linear write blocks, and no pass
+quantises what they wrote."""
 
 import ast
 import subprocess
@@ -36,6 +37,12 @@ print(launched)
 launched.clear()
 z.backward(torch.empty_like(z))
 print(launched)
+for dropout in (None, ops.Dropout(torch.empty(64, device="cuda", dtype=torch.int64), 5, 0.1)):
+    given = {"bias": empty(256), "residual": empty(64, 256), "dropout": dropout}
+    z = ops.row_linear(empty(64, 384), empty(256, 384), **given, transport=tp.row_transport(y, 384, 256))
+    launched.clear()
+    z.backward(torch.empty_like(z))
+    print(launched)
 """
 
 
@@ -46,10 +53,12 @@ def test_no_pass_quantises_what_norms_and_activations_wrote(tmp_path: Path) -> N
     call = [sys.executable, "-m", "checks.driver.pretend", str(file)]
     done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    forward, backward = map(ast.literal_eval, done.stdout.splitlines())
+    forward, backward, *behind = map(ast.literal_eval, done.stdout.splitlines())
     weight = "quantize_weight"
     assert forward == ["norm_forward", weight, "activation_blocks", weight]
     # a call that is like an earlier one launches without this function: the norm again
     assert [each for each in backward if each.startswith(("quantize", "norm", "activation"))] == [
         "quantize_rows", weight, "activation_backward_blocks", weight, "norm_backward",
     ]  # fmt: skip
+    # the one pass quantises x again
+    assert behind == [["finish_backward", "sum_partials", "quantize_rows"], ["finish_backward", "sum_partials"]]

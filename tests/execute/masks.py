@@ -276,7 +276,7 @@ CASES: dict[str, tuple[Callable[[Shape, Watch], object], list[Shape]]] = {
     "quantize": (lambda shape, watch: quantizing.check(kernel("quantize"), *shape, 2 * quantizing.BLOCK, FLOAT),
         [(3,), (5,), *[(n,) for n in (1, 2, 4, 130)]]),
     "results in blocks": (
-        lambda shape, watch: in_blocks.check_small(kernel("activation"), kernel("norm"), *shape),
+        lambda shape, watch: in_blocks.check_small(*map(kernel, ("activation", "norm", "dropout")), *shape),
         [(3,), (5,), *[(n,) for n in (1, 2, 4)]]),
     "quantized matmul": (
         lambda shape, watch: quantized_products.check(

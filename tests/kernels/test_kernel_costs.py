@@ -41,6 +41,10 @@ CASES: list[tuple[str, tuple, dict, tuple[int, int]]] = [
     ("norm", (3, 256, 2, "rmsnorm"), {"blocks": True}, (6 * 768, 2 * 768 + 768 + 6 + 12 + 2 * 512)),
     ("activation", (3, 256, 2), {"gated": True, "blocks": True}, (22 * 768, 2 * 2 * 768 + 768 + 6)),
     ("activation", (3, 256, 2, True, True), {"blocks": True}, (54 * 768, 2 * 5 * 768 + 3 * (768 + 6))),
+    # dz is read, and 8 bytes of each row; blocks are in the place of dx, and beside what a bias is summed of
+    ("finish", (3, 256, 2), {"bias": True, "dropout": True, "backward": True, "blocks": True},
+        (4 * 768, 2 * 768 + 2 * 256 + 8 * 3 + 768 + 6)),
+    ("finish", (3, 256, 2), {"bias": True, "backward": True, "blocks": True}, (3 * 768, 2 * 768 + 2 * 256 + 768 + 6)),
     # x, a byte a value, one for each of 3 x 2 blocks; then two copies of 2 x 1 blocks of 128 x 128
     ("quantize", (3, 256, 2), {}, (2 * 768, 3 * 768 + 6)),
     ("quantize", (256, 128, 4, 128, 2), {}, (2 * 32768, 6 * 32768 + 4)),

@@ -1,4 +1,4 @@
-"""Norms and activations whose results are blocks of e4m3: the bytes that quantising their stored results gives."""
+"""Norms, activations and dropout whose results are blocks of e4m3: the bytes that quantising what they store gives."""
 
 from itertools import product
 from types import ModuleType
@@ -80,6 +80,18 @@ def check_gradients(module: ModuleType, x: torch.Tensor, gate: torch.Tensor) -> 
     assert_quantised(of_x, x, "no activation")
 
 
+def check_finished(module: ModuleType, shape: tuple[int, int], dtype: torch.dtype, device: str, **options: int) -> None:
+    """dx in blocks; the gradient of the bias is that of dx in 16 bits, to the bit. Rows may lie apart."""
+    apart = scaled(shape[0], 2 * shape[1], dtype, device)[:, : shape[1]]
+    for dropout, bias in product((None, draw_dropout(*shape, 0.4, device)), (False, True)):
+        dx, dbias = module.finish_backward(apart, dropout, bias, **options)
+        with poisoned_memory():
+            found, again = module.finish_backward(apart, dropout, bias, blocks=True, **options)
+        assert_quantised(found, dx, f"{shape} {dtype} {dropout} {bias} {options}")
+        assert (again is None) == (not bias)
+        assert_identical([dbias], [again]) if bias else None
+
+
 @everywhere("norm", FLOATS)
 def test_norms(module: ModuleType, dtype: torch.dtype, device: str) -> None:
     """Several rows in a tile, one, a width that is no power of two, and rows of several tiles."""
@@ -93,6 +105,15 @@ def test_norms(module: ModuleType, dtype: torch.dtype, device: str) -> None:
 def test_activations(module: ModuleType, dtype: torch.dtype, device: str) -> None:
     for shape in ((0, BLOCK), (1, BLOCK), (3, 3 * BLOCK), (17, 2 * BLOCK)):
         check_activation(module, shape, dtype, device)
+
+
+@everywhere("dropout", FLOATS)
+def test_gradients_behind_dropout(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+    """Rows of one tile, of several with a remainder, and of shares of them."""
+    for shape in ((0, BLOCK), (1, BLOCK), (17, 2 * BLOCK), (9, 3 * BLOCK)):
+        check_finished(module, shape, dtype, device)
+    if module.__name__.endswith(".kernel"):
+        check_finished(module, (40, 3 * BLOCK), dtype, device, programs=4)
 
 
 @everywhere("norm", {**FLOATS, "interpreter": (torch.float32,)})
@@ -114,9 +135,25 @@ def test_widths_that_are_not_whole_blocks_are_refused(module: ModuleType, dtype:
         module.activation_forward(scaled(3, BLOCK + 64, dtype, device), "silu", blocks=True)
 
 
-def check_small(activation: ModuleType, norm: ModuleType, rows: int) -> None:
+@everywhere("dropout", {**FLOATS, "interpreter": (torch.float32,)})
+def test_what_is_not_finite_reaches_its_block_and_its_bias(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+    """Where dropout keeps an infinity its block is NaN and the bias's gradient infinite, else neither."""
+    dz = scaled(3, 2 * BLOCK, dtype, device)
+    dropout = draw_dropout(3, 2 * BLOCK, 0.5, device)
+    dropped = module.finish_backward(torch.ones_like(dz), dropout, False)[0] == 0
+    for at in (tuple(each[0].tolist()) for each in (dropped.nonzero(), (~dropped).nonzero())):
+        given = dz.clone()
+        given[at] = float("inf")
+        found, dbias = module.finish_backward(given, dropout, True, blocks=True)
+        assert bool((found.exponents == 127).any()) == bool(dbias.isinf().any()) == (not dropped[at])
+
+
+def check_small(activation: ModuleType, norm: ModuleType, dropout: ModuleType, rows: int) -> None:
     """For tiles of a few rows and for programs of two blocks."""
     check_norm(norm, (rows, 3 * BLOCK), torch.float32, "cpu", widest=BLOCK)
     check_norm(norm, (rows, 3 * BLOCK), torch.float32, "cpu", widest=4 * BLOCK)
     with mock.patch.multiple(activation, FORWARD_BYTES=2 * BLOCK * 4, BACKWARD_BYTES=2 * BLOCK * 4):
         check_activation(activation, (rows, 3 * BLOCK), torch.float32, "cpu")
+    for columns in (BLOCK, 2 * BLOCK):
+        with mock.patch.multiple(dropout, BACKWARD_COLUMNS=columns, BACKWARD_ELEMENTS=2 * columns):
+            check_finished(dropout, (rows, 3 * BLOCK), torch.float32, "cpu")

@@ -1,8 +1,10 @@
-"""The backward of an activation hands the linear before it the blocks of its gradients. What that linear makes of them
-is what it makes of gradients that it quantises itself, whatever happens to them on the way."""
+"""The backward of an activation hands the linear before it the blocks of its gradients, and that of dropout and a bias
+its own linear's. What these make of them is what they make of gradients that they quantise themselves, whatever happens
+to them on the way."""
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -15,7 +17,8 @@ from tpformer import ops
 from tpformer.distributed import build_mesh
 from tpformer.layers import MLP, TensorParallel, init_weights
 from tpformer.ops.transports import quantized
-from tpformer.ops.transports.quantized import BLOCKS, record_blocks
+from tpformer.ops.transports.products import Products
+from tpformer.ops.transports.quantized import BLOCKS, Quantized, record_blocks
 from tpformer.ops.transports.sequential import local
 from tpformer.parallel import local_part
 
@@ -106,9 +109,10 @@ def test_gradients_that_others_see_have_no_blocks() -> None:
             assert_identical(found, case())
 
 
-def passes(case: Callable, gated: bool) -> tuple[int, int]:
+def passes(run: Callable, *arguments: Any, width: int = WIDTH) -> tuple[int, int]:
     """(passes that quantise rows as wide as the activation, matrices of such rows that are quantised)."""
-    made, implementation = [], quantized.implementation
+    made: list[tuple] = []
+    implementation = quantized.implementation
     quantize_rows = implementation("quantize", torch.empty(0)).quantize_rows
 
     class Counted:
@@ -123,14 +127,14 @@ def passes(case: Callable, gated: bool) -> tuple[int, int]:
         return Counted() if op == "quantize" else implementation(op, x)
 
     with mock.patch.object(quantized, "implementation", counted), record_blocks() as told:
-        mlp(case, gated)
-    return made.count((ROWS, WIDTH)), [tuple(each.values.shape) for each in told].count((ROWS, WIDTH))
+        run(*arguments)
+    return made.count((ROWS, width)), [tuple(each.values.shape) for each in told].count((ROWS, width))
 
 
 def test_no_pass_quantises_what_an_activation_has_quantised() -> None:
     """Only what a hook has changed, and sums. Recorders hear of each matrix once: a, a again, and the gradients."""
-    assert passes(untouched, True) == (0, 4) and passes(untouched, False) == (0, 3)
-    assert passes(added, True) == passes(hooked, True) == (2, 4)
+    assert passes(mlp, untouched, True) == (0, 4) and passes(mlp, untouched, False) == (0, 3)
+    assert passes(mlp, added, True) == passes(mlp, hooked, True) == (2, 4)
 
 
 def test_blocks_of_a_gradient_that_was_written_are_noticed() -> None:
@@ -138,6 +142,45 @@ def test_blocks_of_a_gradient_that_was_written_are_noticed() -> None:
     with mock.patch.object(quantized, "versions", lambda *_: [0]):
         wrong = mlp(hooked)
     assert any(not torch.equal(x, y) for x, y in zip(wrong, right, strict=True))
+
+
+def row(dropout: bool, bias: bool, frozen: bool = False, after: bool = False) -> list[Tensor]:
+    """The gradients of a row linear with a residual. frozen: its input needs none. after: an activation and another row
+    linear are behind it, so that its output's gradient has blocks beside it."""
+    GENERATOR.manual_seed(1)
+    x, weight, last = drawn(ROWS, HIDDEN), drawn(WIDTH, HIDDEN), drawn(HIDDEN, WIDTH)
+    added, shift = drawn(ROWS, WIDTH), drawn(WIDTH)
+    site = ops.Dropout(ops.dropout_starts(torch.arange(1), ROWS, WIDTH, slice(0, ROWS)), 5, 0.4) if dropout else None
+    given = {"bias": shift if bias else None, "residual": added, "dropout": site}
+    y = ops.row_linear(x.detach() if frozen else x, weight, **given, **LINEAR)
+    if after:
+        y = ops.row_linear(y, last, activation="silu", private=True, **LINEAR)
+    loss = (y * torch.linspace(-1, 3, y.numel(), dtype=y.dtype).view(y.shape)).sum()
+    gradients = torch.autograd.grad(loss, [x, weight, added, shift, last], allow_unused=True)
+    return [each for each in gradients if each is not None]
+
+
+ROWS_OF = [*product((False, True), repeat=4)]
+
+
+@pytest.mark.parametrize("case", ROWS_OF)
+def test_what_dropout_writes_in_blocks_changes_no_gradient(case: tuple) -> None:
+    """Nor blocks: recorders hear of the same ones. The bias's and the residual's gradients are those of 16 bits."""
+    with record_blocks() as told:
+        found = row(*case)
+    with mock.patch.object(Quantized, "finish_gradient", Products.finish_gradient), record_blocks() as others:
+        assert_identical(found, row(*case))
+    for blocks, other in zip(told, others, strict=True):
+        assert_identical([each.view(torch.int8) for each in blocks], [each.view(torch.int8) for each in other])
+
+
+@pytest.mark.parametrize("case", ROWS_OF)
+def test_no_pass_quantises_what_dropout_or_a_bias_has_read(case: tuple) -> None:
+    """Nor what has blocks beside it, unless dropout changes it."""
+    dropout, bias, _, after = case
+    behind = 2 * after  # act(y) and act(y) again
+    expected = int(not (dropout or bias or after)), 1 + behind
+    assert passes(row, *case, width=WIDTH) == expected
 
 
 def test_a_gradient_keeps_its_bits_for_others() -> None:

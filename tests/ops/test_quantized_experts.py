@@ -54,6 +54,7 @@ class Experts:
     sequence_parallel: bool = True
     shared: bool = False
     exchange: bool = False
+    drop: bool = False
 
     def inputs(self):
         rows = self.t * self.tokens
@@ -77,7 +78,7 @@ class Experts:
         return chosen.to(Here.device, torch.int32)
 
     def plain(self, x, residual, weights, gate_up, down, shared_gate=None, shared_up=None, shared_down=None):
-        y, experts = residual.clone(), self.experts()
+        y, experts = torch.zeros_like(residual), self.experts()
         for e in range(EXPERTS):
             token, place = (experts == e).nonzero(as_tuple=True)
             gate, up = recipe(x[token], gate_up[e]).chunk(2, 1)
@@ -85,20 +86,26 @@ class Experts:
             y = y.index_add(0, token, recipe(a, down[e]))
         if self.shared:
             y = y + recipe(F.silu(recipe(x, shared_gate)) * recipe(x, shared_up), shared_down)
-        return {"y": y}
+        return {"y": residual + ops.dropout(y, self.site(0, len(y)))}
+
+    def site(self, rank: int, rows: int) -> ops.Dropout | None:
+        """The dropout of a rank's rows."""
+        own = slice(rank * rows, (rank + 1) * rows)
+        return ops.Dropout(ops.dropout_starts(torch.arange(1), 1024, HIDDEN, own), 7, 0.4) if self.drop else None
 
     def ours(self, group, x, residual, weights, **matrices):
         experts, given = self.experts(), ops.ExpertWeights(**matrices)
+        site = self.site(dist.get_rank() if self.sequence_parallel else 0, len(x))
+        options = {**OPTIONS, "residual": residual, "dropout": site}
         if self.exchange:
             own = experts.chunk(self.t)[dist.get_rank()]
             y, _ = ops.exchanged_experts(
-                x, given, routing=ops.Routing(own, weights), residual=residual, group=group, transport=local(BLOCKS),
-                **OPTIONS,
-            )  # fmt: skip
+                x, given, routing=ops.Routing(own, weights), group=group, transport=local(BLOCKS), **options
+            )
             return {"y": y}
         transport = opened(group, x, self.sequence_parallel, Here.transport)
         routing = ops.Routing(experts, weights)
-        y, _ = ops.experts(x, given, routing=routing, residual=residual, transport=transport, **OPTIONS)
+        y, _ = ops.experts(x, given, routing=routing, transport=transport, **options)
         return {"y": y}
 
     def calls(self, itemsize):
@@ -112,8 +119,8 @@ class Experts:
 
 def cases(t: int) -> list[Experts]:
     """Rows of all ranks from 1 to 130."""
-    some = [Experts(t), Experts(t, 130 // t, shared=True), Experts(t, 1)]
-    return [*some, Experts(t, 4, sequence_parallel=False, shared=True)]
+    some = [Experts(t), Experts(t, 130 // t, shared=True, drop=True), Experts(t, 1)]
+    return [*some, Experts(t, 4, sequence_parallel=False, shared=True, drop=True)]
 
 
 @pytest.mark.parametrize("t, transport", [(1, SEQUENTIAL), (2, SEQUENTIAL), (2, PIPELINED), (4, PIPELINED)])
@@ -142,7 +149,7 @@ def expected(case: Experts, dtype: torch.dtype = torch.float64) -> dict[str, Ten
 @on_every_rank(1, 2, 4)
 def test_ranks_that_exchange_tokens_compute_the_recipe() -> None:
     for tokens in (1, 3, 33):
-        case = Experts(dist.get_world_size(), tokens, exchange=True)
+        case = Experts(dist.get_world_size(), tokens, exchange=True, drop=tokens == 3)
         assert not differ_on_a_rank(exchanged(case), expected(case)), case
 
 

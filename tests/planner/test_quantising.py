@@ -107,10 +107,12 @@ EACH_USE = {"data_parallel_shard": 2, "zero_stage": 3}
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "each use"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["", "dropout"])
 @pytest.mark.parametrize("sizes", [OLD, NEW, EXPERTS], ids=["gpt2", "newer", "experts"])
-def test_passes_are_those_that_the_linears_make(sizes: dict, kept: bool) -> None:
+def test_passes_are_those_that_the_linears_make(sizes: dict, dropout: float, kept: bool) -> None:
     """Bytes and launches of a layer on one rank, in all microbatches of a step, counted where the linears quantise,
     multiply and dequantise. In ZeRO stage 3 weights are quantised in each use."""
+    sizes = {**sizes, "dropout": dropout}
     config = run(sizes, microbatch_size=2, device="cpu")
     model = GPT(config.model, tp=TensorParallel(precision="fp8"), dtype=torch.bfloat16)
     per_number = {"quantize_rows": PASS, "quantize_weight": 3, "quantize_weight_twice": 4, "dequantize": PASS}
@@ -161,17 +163,20 @@ def test_passes_are_those_that_the_linears_make(sizes: dict, kept: bool) -> None
 
 def of_other_kernels(linear: Linear) -> tuple[float, float]:
     """Bytes of the forward and of the backward that no pass of the transports moves: norms and activations, also again,
-    write blocks in place of 16 bits, and an activation's backward some beside its gradients; what several add is added
-    up. What a backward makes again of no activation, attention's result, is quantised beside the activations."""
+    write blocks in place of 16 bits, and so does dropout's backward; an activation's backward writes some beside its
+    gradients, and the sum for a bias beside what it reads; what several add is added up. What a backward makes again of
+    no activation, attention's result, is quantised beside the activations."""
     column, row = linear.rows * linear.k, linear.rows * linear.n
+    finished = WRITTEN if linear.dropout else NUMBER_BYTES * linear.bias
     if linear.experts is not None:
-        return 0.0, 0.0
+        return 0.0, finished * 2 * 64 * linear.n
     if linear.column:
         normed = WRITTEN * column * (not linear.silent)
         beside = NUMBER_BYTES * row * (linear.name != "qkv")
         return normed, normed + beside + 6 * added_up(linear)[1] * column
     activated = WRITTEN * column * (linear.name != "o")
-    return activated + 6 * added_up(linear)[0] * row, activated or PASS * column
+    finished *= not linear.silent
+    return activated + 6 * added_up(linear)[0] * row, (activated or PASS * column) + finished * row
 
 
 def added_up(linear: Linear) -> tuple[int, int]:

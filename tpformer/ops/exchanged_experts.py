@@ -34,7 +34,7 @@ from .route import Decided, Router, Routing, decide, wide
 from .row_exchange import Plan, RowExchange, plan_exchange
 from .transports.experts import expert_product, experts_reduce, weight_gradient
 from .transports.interface import Transport, finish_rows
-from .transports.products import Factor, held
+from .transports.products import PLAIN, Factor, held
 from .transports.sequential import LOCAL
 from .uncompiled import uncompiled
 from .unsaved import versions
@@ -148,7 +148,8 @@ def _backward(saved: _Saved, dy: Tensor | None, dbalance: Tensor | None) -> tupl
     dresidual, dcarried = dy if saved.wants_residual else None, dy if call.carry else None
     if dy is None:
         dy = saved.x.new_empty(*saved.x.shape).zero_()
-    dy, _ = implementation("dropout", dy).finish_backward(dy, call.dropout, False)
+    # in blocks only if nobody but the exchange reads it
+    dy, _ = (PLAIN if saved.wants_added else products).finish_gradient(dy, call.dropout, False)
     dadded = dy if saved.wants_added else None
     arrived = exchange.start_factor(dy, products)()
     rows = saved.rows()

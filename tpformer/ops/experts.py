@@ -174,7 +174,7 @@ def _backward(saved: _Saved, dy: Tensor | None, dbalance: Tensor | None) -> tupl
     dresidual, dcarried = dy if saved.wants_residual else None, dy if call.carry else None
     if dy is None:
         dy = saved.x.new_empty(*saved.x.shape).zero_()
-    dy, _ = implementation("dropout", dy).finish_backward(dy, call.dropout, False)
+    dy, _ = products.finish_gradient(dy, call.dropout, False)
     keep = call.deferred is not None
     da, whole = gather_experts(call.transport, dy, sent, own.down, transposed=True, keep=keep)
     dhidden, a, dw = implementation("weighted_activation", da).weighted_activation_backward(

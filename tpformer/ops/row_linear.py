@@ -16,7 +16,6 @@ from .autocast import autocast_dtype, cast, cast_back
 from .calls import SCATTERED, called
 from .dropout import check_starts, told
 from .first_derivative import first_derivative
-from .implementation import implementation
 from .norm import Norm, Normed, parameters, written
 from .packing import keep, kept, unpacked
 from .recompute import leaves_out_end, made
@@ -79,8 +78,8 @@ class RowLinearFunction(Function):
         wants_x, wants_gate, wants_weight, wants_bias, wants_residual, *_ = ctx.needs_input_grad
         dresidual_shard = dy_shard if wants_residual else None
         check_starts(call.dropout, ctx.versions)
-        dy_shard, dbias = implementation("dropout", dy_shard).finish_backward(dy_shard, call.dropout, wants_bias)
-        gathering = call.transport.gathering
+        dtype, gathering = dy_shard.dtype, call.transport.gathering
+        dy_shard, dbias = gathering.products.finish_gradient(dy_shard, call.dropout, wants_bias)
         dx = dgate = dweight = dy_gathered = None
         if wants_x or wants_gate:
             dx, dgate, a, dy_gathered = gathering.gather_matmul_derivative(
@@ -91,8 +90,8 @@ class RowLinearFunction(Function):
         elif wants_weight:
             a = call.transport.products.activated(unpacked(x), call.activation, unpacked(gate))
 
-        # what a queue keeps alive: one of the two, and a dtype in place of the other
-        dy_held, dtype = dy_shard if dy_gathered is None else dy_gathered, dy_shard.dtype
+        # what a queue keeps alive: one of the two
+        dy_held = dy_shard if dy_gathered is None else dy_gathered
 
         def weight_gradient() -> Tensor:
             dy = gathering.start_gather(dy_held)() if dy_gathered is None else dy_held

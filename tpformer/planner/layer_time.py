@@ -86,7 +86,7 @@ class LayerModel:
         q, kv = model.query_size // self.t, kv_heads(model, self.t)[0] * model.head_size
         self.q, self.kv = q, kv
         qkv = Linear("qkv", q + 2 * kv, self.h, True, self.tokens, weights=3)
-        attention = qkv, Linear("o", self.h, q, False, self.tokens)
+        attention = qkv, Linear("o", self.h, q, False, self.tokens, bias=model.bias, dropout=model.dropout > 0)
         mlp = self._mlp(model.hidden_features, model.ffn_size)
         self.linears = {False: attention + mlp, True: attention + self._experts()}
 
@@ -94,7 +94,7 @@ class LayerModel:
         n, k = -(-hidden // self.t), -(-ffn // self.t)
         return (
             Linear("fc1", n, self.h, True, self.tokens, weights=hidden // ffn, silent=silent),
-            Linear("fc2", self.h, k, False, self.tokens, silent=silent),
+            Linear("fc2", self.h, k, False, self.tokens, 1, None, silent, self.model.bias, self.model.dropout > 0),
         )
 
     def _experts(self) -> tuple[Linear, ...]:
@@ -109,7 +109,10 @@ class LayerModel:
         exchanges, f, shared = self.ep is not None, model.expert_size, model.shared_expert_size
         tokens = self.tokens if self.ep is None else round(self.rows) * self.ep
         of_each = -(-tokens * model.experts_per_token // n_experts), 1, n_experts // (self.ep or self.t), exchanges
-        grouped = Linear("fc1", 2 * f, self.h, True, *of_each), Linear("fc2", self.h, f, False, *of_each)
+        # what is exchanged with a shared expert's part beside it stays in 16 bits until it is sent
+        dropout = model.dropout > 0 and not (exchanges and shared)
+        down = Linear("fc2", self.h, f, False, *of_each, dropout=dropout)
+        grouped = Linear("fc1", 2 * f, self.h, True, *of_each), down
         return grouped if shared == 0 else grouped + self._mlp(2 * shared, shared, silent=not exchanges)
 
     def _gemm(self, m: int, n: int, k: int, experts: int | None) -> float:

@@ -43,15 +43,17 @@ def quantising_bytes(linear: Linear, own: float, gathered: bool, there: float = 
     experts, the rows that are there, gathered or by an exchange, of which each expert takes some.
 
     What each weight of several adds to the gradient of its input is added up in 16 bits. Norms and activations, also
-    where a backward makes them again, write blocks in place of 16 bits, and the backward of an activation writes those
-    of its gradients beside them; a pass quantises attention's result, also again, and all other output gradients. For
-    weight gradients both factors are dequantised.
+    where a backward makes them again, write blocks in place of 16 bits, as dropout's backward does, and the backward of
+    an activation writes those of its gradients beside them, as the sum for a bias does of what it reads; a pass
+    quantises attention's result, also again, and all other output gradients. For weight gradients both factors are
+    dequantised.
     Of experts passes quantise rows before these go to them, also again, their activations, also again, and all of their
-    gradients. A shared expert on the same rows takes their blocks, and has no gradient of an output of its own.
+    gradients but what dropout's backward writes. A shared expert on the same rows takes their blocks, and has no
+    gradient of an output of its own.
     """
     m, n, k, several = linear.rows * (linear.experts or 1), linear.n, linear.k, linear.weights - 1
     if linear.experts is not None:
-        taken = PASS * own + 2 * NUMBER_BYTES * (own + there) * gathered
+        taken = finished(linear) * own + 2 * NUMBER_BYTES * (own + there) * gathered
         if linear.column:
             return taken * k, PASS * m * n, taken * k + PASS * (there * k + m * n)
         return PASS * m * k, taken * n + PASS * m * k, PASS * (there * n + m * k)
@@ -64,7 +66,12 @@ def quantising_bytes(linear: Linear, own: float, gathered: bool, there: float = 
         normed, given = own * WRITTEN + sent, PASS if linear.name == PROJECTIONS else NUMBER_BYTES
         return normed * k, given * m * n + 6 * several * m * k, normed * k + PASS * m * (n + k)
     read = PASS if linear.name == ATTENTION else WRITTEN
-    return read * m * k, (own * PASS + sent) * n + read * m * k, PASS * m * (n + k)
+    return read * m * k, (own * finished(linear) + sent) * n + read * m * k, PASS * m * (n + k)
+
+
+def finished(linear: Linear) -> float:
+    """Bytes that make blocks of a number of a row linear's output gradient, or of what an expert's takes."""
+    return WRITTEN if linear.dropout else NUMBER_BYTES if linear.bias else PASS
 
 
 def quantised_weights(uses: int | None) -> tuple[float, float]:
@@ -87,7 +94,7 @@ def launches(linears: Sequence[Linear], uses: int | None) -> tuple[float, float]
     of_weights = quantised_weights(uses)
     for linear in linears:
         if linear.experts is not None:  # of whose products no library takes scales: rows there and back, their gradient
-            forward, backward = forward + of_weights[0] + 1, backward + of_weights[1] + 4
+            forward, backward = forward + of_weights[0] + 1, backward + of_weights[1] + 4 - linear.dropout
             continue
         if linear.silent:  # added to what experts make: of a product's own rows only the gradients are dequantised
             forward += linear.weights * (of_weights[0] + SCALES) + (not linear.column)
@@ -95,7 +102,8 @@ def launches(linears: Sequence[Linear], uses: int | None) -> tuple[float, float]
             continue
         forward += linear.weights * (of_weights[0] + SCALES) + (linear.name == ATTENTION)
         # rows of output gradients, and of attention's result again; a sum less than weights; what is dequantised
-        quantised = linear.weights if linear.name in (PROJECTIONS, ATTENTION) else not linear.column
+        of_row = not (linear.column or linear.dropout or linear.bias)
+        quantised = linear.weights if linear.name == PROJECTIONS else of_row
         backward += linear.weights * (of_weights[1] + SCALES) + quantised + (linear.name == ATTENTION)
         backward += (linear.weights - 1) + linear.weights + 1
     return forward, backward

@@ -51,6 +51,7 @@ class Linear(NamedTuple):
     experts: so many linears with rows of their own, a rank's experts; `rows` of each. None: it is one of no experts.
     weights: so many make its output features, side by side, with one input.
     silent: it has no tensor-parallel collectives. They are another linear's, or its rows come by an exchange.
+    bias, dropout: of a row-parallel one, what is done to its sums.
     """
 
     name: str
@@ -61,3 +62,5 @@ class Linear(NamedTuple):
     weights: int = 1
     experts: int | None = None
     silent: bool = False
+    bias: bool = False
+    dropout: bool = False

@@ -17,7 +17,7 @@ from tpformer.kernels.finish import NOTHING, Finish
 from ..dispatch import Dispatch
 from ..implementation import implementation
 from .interface import ALL_REDUCE, GATHER, SCATTER, Transport, finish_rows, record_transport
-from .products import Factor, Products, rows_of
+from .products import Factor, Products, rows_of, tensors_of
 
 if TYPE_CHECKING:
     from .fused import Fused  # imports triton
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def gather_experts(
     transport: Transport,
-    x_shard: Tensor,
+    x_shard: Factor,
     dispatch: Dispatch,
     weights: Tensor,
     *,
@@ -52,7 +52,7 @@ def gather_experts(
     gathered, chunks = cast("Pipelined", transport).arriving(x_shard)
     y = weights.new_empty(len(dispatch.slots), weights.shape[2 if transposed else 1])
     for arrived, x in chunks:
-        rows, part = dispatch.parts[arrived.start // len(x_shard)]
+        rows, part = dispatch.parts[arrived.start // len(tensors_of(x_shard)[0])]
         y[rows] = products.expert_product(x, right, part.offsets, part.tokens)
     return y, products.received(gathered)
 

@@ -77,7 +77,7 @@ class FusedBlocks(Fused):
         return outputs
 
     def gather_matmul_derivative(
-        self, dy_shard: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
+        self, dy_shard: Factor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
     ) -> tuple[Tensor, Tensor | None, Blocks, Blocks]:
         """Transport.gather_matmul_derivative, with the activation's derivative in the GEMM's epilogue."""
         blocks = BLOCKS.factor(dy_shard)
@@ -87,7 +87,7 @@ class FusedBlocks(Fused):
         shard, channel, workspace, push = self._begin_blocks(OPERATION, blocks, weight.shape[1], keep=True)
         options: dict = {"push": push, "keep": push, "spare": self.spare}
         if activation is None:
-            (dx,) = all_gather_quantized_matmul(shard, [right], channel, dtype=dy_shard.dtype, **options)
+            (dx,) = all_gather_quantized_matmul(shard, [right], channel, dtype=weight.dtype, **options)
             dgate, a = None, x
         else:
             dx, dgate, a = all_gather_quantized_matmul_derivative(shard, right, channel, x, activation, gate, **options)

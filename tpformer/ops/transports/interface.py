@@ -76,7 +76,7 @@ class Transport(ABC):
 
     @abstractmethod
     def gather_matmul_derivative(
-        self, dy_shard: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
+        self, dy_shard: Factor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
     ) -> tuple[Tensor, Tensor | None, Factor, Factor]:
         """(dx, dgate, a, dy_gathered): the backward of a @ W^T, a = act(x) or act(gate) * x.
 

@@ -49,13 +49,13 @@ class Pipelined(Transport):
         return outputs
 
     def gather_matmul_derivative(
-        self, dy_shard: Tensor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
+        self, dy_shard: Factor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
     ) -> tuple[Tensor, Tensor | None, Factor, Factor]:
         """Transport.gather_matmul_derivative; the activation's derivative is a pass of its own."""
         record_transport(GATHER, self.name)
         right = self.products.right(weight, False)
         gathered, chunks = self.arriving(dy_shard)
-        da = dy_shard.new_empty(x.shape)
+        da = weight.new_empty(x.shape)
         for rows, dy in chunks:
             self.products.product(dy, right, out=da[rows])
         return *self.products.derivative(da, x, activation, gate), self.products.received(gathered)

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from tpformer.kernels.finish import Dropout
 from tpformer.kernels.pack.format import Packed
 from tpformer.kernels.quantize.format import Blocks
 
@@ -47,6 +48,10 @@ class Products:
 
     def show(self, *gradients: Tensor | None) -> None:
         """Gradients that `derivative` gave go where others may see them, and write them."""
+
+    def finish_gradient(self, dy: Tensor, dropout: Dropout | None, bias: bool) -> tuple[Factor, Tensor | None]:
+        """finish_backward of kernels/dropout: (what gathers and `factor` take, for nobody else, dbias or None)."""
+        return implementation("dropout", dy).finish_backward(dy, dropout, bias)
 
     def sent(self, x: Any) -> Tensor:
         """Rows x (M, K) as they travel: a row of the result for each row."""

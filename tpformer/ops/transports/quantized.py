@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tpformer.kernels.finish import Dropout
 from tpformer.kernels.quantize.format import BLOCK, EXPONENTS, VALUES, Blocks
 
 from ..implementation import implementation
@@ -73,6 +74,12 @@ class Quantized(Products):
         for gradient in gradients:
             if gradient is not None:
                 vars(gradient).pop(BESIDE, None)
+
+    def finish_gradient(self, dy: Tensor, dropout: Dropout | None, bias: bool) -> tuple[Factor, Tensor | None]:
+        """Products.finish_gradient. Where a pass reads dy anyhow, it writes the blocks, but not of what has them
+        beside."""
+        blocks = dropout is not None or (bias and _beside(dy) is None)
+        return implementation("dropout", dy).finish_backward(dy, dropout, bias, blocks=blocks)
 
     def sent(self, x: Factor) -> Tensor:
         """Products.sent: the bytes of the blocks of x."""
