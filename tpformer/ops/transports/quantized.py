@@ -76,9 +76,8 @@ class Quantized(Products):
                 vars(gradient).pop(BESIDE, None)
 
     def finish_gradient(self, dy: Tensor, dropout: Dropout | None, bias: bool) -> tuple[Factor, Tensor | None]:
-        """Products.finish_gradient. Where a pass reads dy anyhow, it writes the blocks, but not of what has them
-        beside."""
-        blocks = dropout is not None or (bias and _beside(dy) is None)
+        """Products.finish_gradient. A pass that reads dy writes the blocks; dy itself may have them beside."""
+        blocks = dropout is not None or bias
         return implementation("dropout", dy).finish_backward(dy, dropout, bias, blocks=blocks)
 
     def sent(self, x: Factor) -> Tensor:
