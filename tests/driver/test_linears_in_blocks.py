@@ -32,7 +32,7 @@ def empty(*shape):
 
 tp, x, norm = TensorParallel(precision="fp8"), empty(64, 256), Norm("rmsnorm", empty(256), None, 1e-5)
 y = ops.column_linear(x, empty(384, 256), norm=norm, transport=tp.column_transport(x, 384))
-z = ops.row_linear(y, empty(256, 384), activation="silu", transport=tp.row_transport(y, 384, 256))
+z = ops.row_linear(y, empty(256, 384), activation="silu", transport=tp.row_transport(y, 384, 256), private=True)
 print(launched)
 launched.clear()
 z.backward(torch.empty_like(z))

@@ -73,6 +73,9 @@ def test_alive_are_views_and_gradients_of_leaves(nothing_frozen):
         del x
         assert found() == 1, "the view holds the storage"
     assert found() == 2 and gc.get_freeze_count() == frozen and old.numel() == 977
+    others = torch.zeros(977).fill_(1).to_sparse(), torch.eye(3).to_sparse_csr()
+    assert found() == 3, "the values of a sparse one, of which others have no storage"
+    del others
 
 
 @pytest.mark.parametrize(("frozen", "seen"), [(375, 0), (100_000, 1)])

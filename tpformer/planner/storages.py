@@ -52,6 +52,7 @@ def live_storages(wanted: Callable[[Tensor], bool]) -> set[torch.UntypedStorage]
     """The storages of this process's tensors and of leaves' gradients for which `wanted` holds.
 
     Tensors that only C++ refers to, as autograd does, are not seen, and those of the compiler have symbols for sizes.
+    Of torch.sparse_coo indices and values count, and of other layouts nothing.
     """
     found: set[torch.UntypedStorage] = set()
     with without_torch_function():  # the class of a tensor may refuse to be asked
@@ -59,8 +60,14 @@ def live_storages(wanted: Callable[[Tensor], bool]) -> set[torch.UntypedStorage]
             if issubclass(type(each), Tensor):  # isinstance would ask objects that answer for others
                 for x in (each, each.grad if each.is_leaf else None):
                     if x is not None and wanted(inner := local(x)):
-                        found.add(inner.untyped_storage())
+                        found.update(part.untyped_storage() for part in _dense(inner))
     return {storage for storage in found if type(storage.nbytes()) is int}
+
+
+def _dense(x: Tensor) -> tuple[Tensor, ...]:
+    if x.layout is torch.sparse_coo:
+        return x._indices(), x._values()
+    return (x,) if x.layout is torch.strided else ()
 
 
 @contextmanager
