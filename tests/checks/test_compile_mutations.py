@@ -19,6 +19,7 @@ from checks.compile.shipped import cases
 from tpformer.kernels import protocol, tile
 from tpformer.kernels.all_gather_grouped_matmul.kernel import all_gather_grouped_matmul_kernel as grouped_gather
 from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul_kernel as gather
+from tpformer.kernels.all_gather_quantized_matmul.kernel import all_gather_quantized_matmul_kernel as gather_of_blocks
 from tpformer.kernels.configurations import TILES
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce_kernel as reduce
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter_kernel as scatter
@@ -31,7 +32,8 @@ pytestmark = [pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE
 GATHER, SCATTER = "all_gather_matmul_kernel dgrad", "matmul_reduce_scatter_kernel finish"
 ONE_SHOT, TWO_SHOT = "matmul_all_reduce_kernel one-shot", "matmul_all_reduce_kernel two-shot"
 AWAIT, GROUPED = "await_gathered_kernel 8 ranks", "all_gather_grouped_matmul_kernel dgrad"
-VARIANTS = [GATHER, SCATTER, ONE_SHOT, TWO_SHOT, AWAIT, GROUPED]
+BLOCKS = "all_gather_quantized_matmul_kernel 3 weights, push"
+VARIANTS = [GATHER, SCATTER, ONE_SHOT, TWO_SHOT, AWAIT, GROUPED, BLOCKS]
 SOME, OTHERS = VARIANTS[::2], VARIANTS[1::2]
 ANNOUNCING = [ONE_SHOT, TWO_SHOT]
 UNFENCED = {"fences", "fence_before_flag"}
@@ -41,10 +43,11 @@ UNFENCED = {"fences", "fence_before_flag"}
 def shipped() -> dict[str, Case]:
     """The cases of sm_90, bfloat16 and one tile by kernel and variant; those of float32 have it in their name."""
     suffixes = {torch.bfloat16: "", torch.float32: " float32"}
+    tiles = None, TILES["small"], TILES["exact"], TILES["quantized_small"]
     return {
         f"{case.kernel} {case.name}{suffixes[case.dtype]}": case
         for case in cases()
-        if case.capability == 90 and case.tile in (None, TILES["small"], TILES["exact"]) and case.dtype in suffixes
+        if case.capability == 90 and case.tile in tiles and case.dtype in suffixes
     }
 
 
@@ -80,7 +83,7 @@ MUTATIONS: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
         {"fence_before_flag"}, ANNOUNCING,
     ),
     "no proxy fence": (protocol.order_tma_after_acquire, replace("if TMA:", "if False:"), {"fence_before_tma_load"},
-        [GATHER]),
+        [GATHER, BLOCKS]),
     "a relaxed count of tiles": (push_tiles, replace('"acq_rel"', '"relaxed"'), {"system_scope"}, [SCATTER]),
     "a count of tiles below gpu scope": (push_tiles, replace('"gpu"', '"cta"'), {"system_scope"}, [SCATTER]),
     # with 16-bit partials one for the shared memory happens to stand there
@@ -88,6 +91,8 @@ MUTATIONS: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
         [f"{SCATTER} float32"]),
     "wait behind the tiles of the chunk": (gather,
         move("limit = wait(me, own_flags, chunk", "linear_tiles(problem, slot"), LATE, [GATHER]),
+    "wait behind the tiles of a chunk's blocks": (gather_of_blocks,
+        move("limit = wait(me, own_flags, chunk", "quantized_tiles(problem, slot"), LATE, [BLOCKS]),
     "wait behind the tiles of a rank's tokens": (grouped_gather,
         move("limit = wait(me, own_flags, source", "before = (before + tiles)"), LATE, [GROUPED]),
     "finishing wait behind its loads": (scatter, move("limit = wait(me, own_flags + row_block", "for unit in"), LATE,
