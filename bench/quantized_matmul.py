@@ -26,11 +26,11 @@ from . import grouped_matmul
 from .channels import local_channel
 from .predict import FUSED as PREDICTED
 from .predict import SEQUENTIAL, as_if_on, present_machine, share_row
+from .shapes import FUSED, PUSHED
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 GROUPED = "tpformer, bfloat16"
 BFLOAT16, LIBRARY, OURS, COPY = "torch.matmul", "torch.scaled_mm", "tpformer", "copy"
-FUSED, PUSHED = "fused", "fused, SM push"
 RANKS, RANK = 8, 1  # the rank that is served, whose rows are not the first ones
 TILE_ROWS = 128
 ROWS, SIDES, WIDTHS = 8192, (2048, 4096, 8192), (2048, 4096, 14336)

@@ -171,7 +171,7 @@ class SelfAttention(ParallelModule):
         """
         queries, keys = self._features
         columns = [(self.q_proj, queries), (self.k_proj, keys), (self.v_proj, keys)]
-        (q, k, v), carried = enter(rows, norm, columns, self.tp, carry=residual)
+        (q, k, v), carried, _ = enter(rows, norm, columns, self.tp, carry=residual)
         batch, seq, d = positions.batch, positions.seq_length, self.head_dim
         q, k, v = (positions.to_samples(y).reshape(batch, seq, y.shape[1] // d, d) for y in (q, k, v))
         q, k = self._norm_heads(q, k)

@@ -88,20 +88,20 @@ def enter(
     *,
     normed: ops.Normed | None = None,
     carry: bool = False,
-) -> tuple[Sequence[Tensor], Tensor]:
-    """(outputs of column-parallel children for norm(rows), rows for the residual path).
+) -> tuple[Sequence[Tensor], Tensor, bool]:
+    """(outputs of column-parallel children for norm(rows), rows for the residual path, whether the children are fused).
 
-    If the children are fused, one gather serves all, the norm's output is not kept, and the norm's backward adds the
-    residual path's gradient.
+    If they are, one gather serves all, no hook sees their outputs, the norm's output is not kept, and the norm's
+    backward adds the residual path's gradient.
     """
     children = [child for child, _ in columns]  # of which two may be one module
     ours = fusable(ColumnParallelLinear, *children)
     if ours and (norm is None or fusable_norm(norm)):
-        return project(rows, children, None if norm is None else norm.prologue(), normed, carry=carry)
+        return *project(rows, children, None if norm is None else norm.prologue(), normed, carry=carry), ours
     x = rows if norm is None else call_rows(norm, rows, tp)
     if ours:
-        return project(x, children, None)[0], rows
-    return [call_column(child, x, tp, features) for child, features in columns], rows
+        return project(x, children, None)[0], rows, ours
+    return [call_column(child, x, tp, features) for child, features in columns], rows, ours
 
 
 def leave(

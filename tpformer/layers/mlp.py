@@ -9,7 +9,7 @@ from tpformer import ops
 from tpformer.config import MLP_ACTIVATIONS, check_choice, default_ffn_size
 from tpformer.ops.sequence import flat_rows
 
-from .children import Features, enter, fusable, leave
+from .children import Features, enter, leave
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .module import ParallelModule
 from .tensor_parallel import TensorParallel
@@ -77,7 +77,7 @@ class MLP(ParallelModule):
         normed: norm(rows), if it has been made together with rows.
         """
         columns = [(child, self._features) for child in ([self.gate_proj, self.up_proj] if self.gated else [self.fc1])]
-        outputs, carried = enter(rows, norm, columns, self.tp, normed=normed, carry=residual)
+        outputs, carried, private = enter(rows, norm, columns, self.tp, normed=normed, carry=residual)
         y, _ = leave(
             outputs[-1],
             self.down_proj if self.gated else self.fc2,
@@ -87,6 +87,6 @@ class MLP(ParallelModule):
             gate=outputs[0] if self.gated else None,
             residual=carried if residual else None,
             dropout=dropout,
-            private=fusable(ColumnParallelLinear, *(child for child, _ in columns)),
+            private=private,
         )
         return y
