@@ -116,12 +116,23 @@ class Pair(NamedTuple):
     b_stride: Any
 
 
+class BlocksPair(NamedTuple):
+    """The inner dim and the exponents of one product of matrices in blocks of e4m3, whose values have no gaps."""
+
+    k: Any
+    a_exponents: Any
+    """(k / 128, rows of A)."""
+    b_exponents: Any
+    """(n / 128, k / 128)."""
+
+
 class Reduction(NamedTuple):
     """addends(sum over ranks of the sum of up to three products A_i @ B_i.T)."""
 
     n: Any
     """Columns of the result."""
-    pairs: tuple[Pair, Pair | None, Pair | None]
+    pairs: tuple
+    """Three, of which the missing ones are None: all of them Pairs, or all BlocksPairs."""
     addends: Addends
     out: Any
     """The result's rows of this rank, without gaps."""
@@ -148,6 +159,8 @@ class ReductionForm(NamedTuple):
     """All-reduce: rows of a tile that a program waits for and publishes at once, and adds, `step` of them at a time."""
     copied: int = 0
     """All-reduce: rows that a program copies at a time."""
+    blocks: bool = False
+    """Whether matrices are in blocks of e4m3."""
 
 
 def three(values: Any, missing: Any = None) -> tuple:

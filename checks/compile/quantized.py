@@ -6,6 +6,7 @@ Belongs here: what KERNELS of shipped.py lists of them.
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product as product_of
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,10 @@ from tpformer.kernels.all_gather_quantized_matmul.kernel import (
 )
 from tpformer.kernels.configurations import TILES, tile_names
 from tpformer.kernels.dropout.kernel import finish_backward
-from tpformer.kernels.finish import Norm
+from tpformer.kernels.finish import NOTHING, Dropout, Finish, Norm
 from tpformer.kernels.launch import Tile
+from tpformer.kernels.matmul_all_reduce.kernel import quantized_matmul_all_reduce
+from tpformer.kernels.matmul_reduce_scatter.kernel import quantized_matmul_reduce_scatter
 from tpformer.kernels.norm.kernel import finish_norm_forward, norm_forward
 from tpformer.kernels.quantize.format import (
     EXPONENTS,
@@ -189,10 +192,58 @@ def all_gather_quantized_matmul_cases() -> Iterator[Case]:
                     )  # fmt: skip
 
 
+def quantized_reduction_cases() -> Iterator[Case]:
+    """The reductions of one product with a finish, also of virtual ranks, and of three products. The kernels are those
+    of 16 bits."""
+    n, k = 4096, 2048
+
+    def factors(m: int, inputs: int, served: int = 1) -> tuple[list[Blocks], list[Blocks]]:
+        return [rows_of(served * m, k)] * inputs, [weight_of(served * n, k)] * inputs
+
+    def finish(rows: int, dtype: torch.dtype, served: int = 1) -> Finish:
+        dropout = Dropout(meta(rows, dtype=torch.int64), 1 << 63, 0.1)
+        return Finish(meta(served * n, dtype=dtype), dropout, meta(rows, n, dtype=dtype))
+
+    def scatter(inputs: int, served: int = 1, **options) -> None:
+        end = finish(served * 8192 // WORLD, options["dtype"], served) if inputs == 1 else NOTHING
+        given = *factors(8192, inputs, served), channel(served), end
+        quantized_matmul_reduce_scatter(*given, programs=PROGRAMS, **options)
+
+    def all_reduce(inputs: int, m: int, one_shot: bool, **options) -> None:
+        end = finish(m, options["dtype"]) if inputs == 1 else NOTHING
+        given = *factors(m, inputs), channel(), end
+        quantized_matmul_all_reduce(*given, one_shot=one_shot, programs=PROGRAMS, **options)
+
+    own = frozenset(("problem", *(f"{side}{i}" for side in "ab" for i in range(3))))
+    common: dict[str, Any] = {"acquires": 2, "own": own}
+    of_scatter = common | {"kernel": "matmul_reduce_scatter_kernel", "releases": 2, "local_atomics": 1}
+    # no rank writes what TMA loads
+    common |= {"kernel": "matmul_all_reduce_kernel", "waived": frozenset(("fence_before_tma_load",)), "fences": 1}
+    of_one_shot = common | {"releases": 1, "flags": WORLD}
+    of_two_shot = common | {"releases": 3, "flags": WORLD - 1, "acquires": 4}
+    launches: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
+        "blocks, finish": (partial(scatter, 1), of_scatter),
+        "blocks, virtual ranks": (partial(scatter, 1, served=WORLD), of_scatter),
+        "blocks, 3 inputs": (partial(scatter, 3), of_scatter),
+        "blocks, one-shot": (partial(all_reduce, 1, 64, True), of_one_shot),
+        "blocks, two-shot": (partial(all_reduce, 1, 8192, False), of_two_shot),
+        "blocks, two-shot, 3 inputs": (partial(all_reduce, 3, 8192, False), of_two_shot),
+    }
+    for capability in CAPABILITIES:
+        for dtype in DTYPES if capability >= 90 else ():
+            for tile in (TILES[name] for name in tile_names(capability, VALUES.itemsize)):
+                for name, (launch, expected) in launches.items():
+                    yield Case(
+                        name=name, dtype=dtype, capability=capability, tile=tile,
+                        launch=partial(launch, dtype=dtype, tile=tile), **expected,
+                    )  # fmt: skip
+
+
 QUANTIZED: tuple[Callable[[], Iterator[Case]], ...] = (
     quantize_cases,
     blocks_cases,
     quantized_matmul_cases,
     quantized_grouped_matmul_cases,
     all_gather_quantized_matmul_cases,
+    quantized_reduction_cases,
 )

@@ -1,4 +1,6 @@
-"""matmul_all_reduce: the row-parallel GEMM without sequence parallelism; every rank ends with the same bits."""
+"""matmul_all_reduce: the row-parallel GEMM without sequence parallelism; every rank ends with the same bits. And the
+same of matrices in blocks of e4m3.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,10 +15,14 @@ from ..arguments import ReductionForm
 from ..configurations import select_narrow_tile, select_tile
 from ..cost import POLL_SECONDS, RELEASE_SECONDS, Machine, is_one_shot, tile_seconds
 from ..finish import NOTHING, Finish
-from ..launch import Tile, is_interpreted, launch_options, padded, persistent_programs, step_rows, triton_dtype
+from ..launch import Tile, is_interpreted, launch_options, persistent_programs, step_rows, triton_dtype
 from ..matmul.reference import check_products
-from ..matmul_reduce_scatter.kernel import reduction_arguments, unit_rows
+from ..matmul_reduce_scatter.kernel import multiply_blocks, reduction_arguments, unit_rows
 from ..protocol import Channel, announce, flags_of, publish, reach, serve, slot_of, slots_of, wait
+from ..quantize.format import VALUES, Blocks
+from ..quantize.kernel import require_capability
+from ..quantized_matmul.kernel import CAPABILITIES, NO_TILE
+from ..quantized_matmul.reference import check_products as check_products_of_blocks
 from ..replay import launch, replayed
 from ..tile import finish_tile, load_packed, multiply_inputs, store_block, store_packed, sum_sources, swizzle
 
@@ -62,6 +68,7 @@ def matmul_all_reduce_kernel(
     COPIED: tl.constexpr = FORM.copied
     ALIGNED: tl.constexpr = FORM.aligned
     B_TRANSPOSED: tl.constexpr = FORM.b_transposed
+    BLOCKS: tl.constexpr = FORM.blocks
     ONE_SHOT: tl.constexpr = FORM.one_shot
     CHUNKS: tl.constexpr = 1 if FORM.one_shot else FORM.world
     END: tl.constexpr = FORM.world + 1 if FORM.one_shot else FORM.world  # as in announce: all that is pushed to
@@ -102,10 +109,17 @@ def matmul_all_reduce_kernel(
             # the addresses are under way while the tile is computed
             slots = slots_of(me, END, PARTIAL) if ONE_SHOT else (slot_of(me, owner, PARTIAL),)
             flag = flags_of(me, owner, me.rank) + tile
-            result = multiply_inputs(
-                problem.pairs, (a0, a1, a2), (b0, b1, b2), virtual * m + owner * rows, virtual,
-                row, column, row_end, n, B_TRANSPOSED, TILE,
-            )  # fmt: skip
+            first_row = virtual * m + owner * rows
+            if BLOCKS:
+                result = multiply_blocks(
+                    problem, (a0, a1, a2), (b0, b1, b2), first_row, tl.num_programs(1) * m, virtual,
+                    row, column, row_end, TILE,
+                )  # fmt: skip
+            else:
+                result = multiply_inputs(
+                    problem.pairs, (a0, a1, a2), (b0, b1, b2), first_row, virtual,
+                    row, column, row_end, n, B_TRANSPOSED, TILE,
+                )  # fmt: skip
             rounded = result.to(PARTIAL)
             at = me.rank * size + tile.to(tl.int64) * (BLOCK_M * BLOCK_N)
             for peer in tl.static_range(WORLD // CHUNKS):
@@ -261,6 +275,43 @@ def matmul_all_reduce_space(
     return chunks * (partial.itemsize + (0 if one_shot else dtype.itemsize)), tiles * (1 if one_shot else 1 + units)
 
 
+def launch_all_reduce(
+    operation: str, inputs: Sequence[Tensor] | Sequence[Blocks], weights: Sequence[Tensor] | Sequence[Blocks],
+    sizes: tuple[int, int, int], dtype: torch.dtype, channel: Channel, finish: Finish, tile: Tile, *,
+    one_shot: bool | None, b_transposed: bool = False, partial: torch.dtype | None, programs: int | None, spare: int,
+) -> Tensor:  # fmt: skip
+    """The launch of both functions below. sizes: rows and columns of a rank's result, which has this dtype, and K."""
+    (m, n, k), served, world, partial = sizes, channel.served, channel.world, partial or dtype
+    like, itemsize = (inputs[0].values, 1) if isinstance(inputs[0], Blocks) else (inputs[0], 2)
+    one_shot, rows, tiles = plan(m, n, world, partial, one_shot, tile)
+    finish.check_of_tiles(operation, like, (served * m, n), served)
+    space = matmul_all_reduce_space(m, n, world, dtype, partial, tile, one_shot)
+    channel.require(operation, *space, "matmul_all_reduce_space")
+    out = like.new_empty((served * m, n), dtype=dtype)
+    chunks = 1 if one_shot else world
+    # ranks may differ in `spare`, but not in what a unit is
+    every = persistent_programs(out.device, chunks * tiles, tile, programs, served, itemsize=itemsize)
+    band = band_rows(rows, n, world, tile, dtype.itemsize, every)
+    programs = persistent_programs(out.device, chunks * tiles, tile, programs, served, spare, itemsize)
+    machine = machine_of(out.device, itemsize)
+    sharing = plan_sums((rows, n, k), chunks, world, tile, dtype.itemsize, band, programs, machine, served)
+    producers = programs if is_interpreted() else 0
+    if producers:
+        sharing = share_in_bands(tiles * triton.cdiv(min(rows, tile.m), band), producers, chunks)
+        programs += sharing.adders + sharing.copiers
+    added, copied = min(band, added_rows(tile, dtype.itemsize, world)), min(band, unit_rows(tile, dtype.itemsize, 1))
+    kind, aligned = triton_dtype(partial), n % 4 == 0
+    form = ReductionForm(
+        tile, b_transposed, world, kind, added, aligned, producers, one_shot, band, copied, itemsize == 1
+    )  # fmt: skip
+    launch(
+        matmul_all_reduce_kernel, (programs, served),
+        channel.links, channel.rank, *reduction_arguments(inputs, weights, finish, out, tile, b_transposed), m,
+        *sharing, finish.key, form, **launch_options(tile.warps, tile.stages, cooperative=True),
+    )  # fmt: skip
+    return out
+
+
 @replayed
 def matmul_all_reduce(
     inputs: Sequence[Tensor],
@@ -294,31 +345,47 @@ def matmul_all_reduce(
     """
     served, world = channel.served, channel.world
     m, dtype = len(inputs[0]) // served, inputs[0].dtype
-    n = weights[0].shape[1] if b_transposed else len(weights[0]) // served
-    partial = partial or dtype
+    n, k = weights[0].shape[1] if b_transposed else len(weights[0]) // served, sum(a.shape[1] for a in inputs)
     tile = tile or select_all_reduce_tile(inputs[0].device, dtype, m, n, world, one_shot)
-    one_shot, rows, tiles = plan(m, n, world, partial, one_shot, tile)
     check_products("matmul_all_reduce", channel.epoch, inputs, weights, b_transposed, served)
-    finish.check_of_tiles("matmul_all_reduce", inputs[0], (served * m, n), served)
-    channel.require("matmul_all_reduce", *matmul_all_reduce_space(m, n, world, dtype, partial, tile, one_shot))
-    out = inputs[0].new_empty(served * m, n)
-    chunks, sizes = 1 if one_shot else world, (rows, n, sum(a.shape[1] for a in inputs))
-    # ranks may differ in `spare`, but not in what a unit is
-    every = persistent_programs(out.device, chunks * tiles, tile, programs, served)
-    band = band_rows(rows, n, world, tile, dtype.itemsize, every)
-    programs = persistent_programs(out.device, chunks * tiles, tile, programs, served, spare=spare)
-    sharing = plan_sums(sizes, chunks, world, tile, dtype.itemsize, band, programs, machine_of(out.device), served)
-    producers = programs if is_interpreted() else 0
-    if producers:
-        sharing = share_in_bands(tiles * triton.cdiv(min(rows, tile.m), band), producers, chunks)
-        programs += sharing.adders + sharing.copiers
-    added, copied = min(band, added_rows(tile, dtype.itemsize, world)), min(band, unit_rows(tile, dtype.itemsize, 1))
-    kind, aligned = triton_dtype(partial), n % 4 == 0
-    form = ReductionForm(tile, b_transposed, world, kind, added, aligned, producers, one_shot, band, copied)
-    lefts, rights = [padded(a) for a in inputs], [padded(b) for b in weights]
-    launch(
-        matmul_all_reduce_kernel, (programs, served),
-        channel.links, channel.rank, *reduction_arguments(lefts, rights, finish, out, tile, b_transposed), m,
-        *sharing, finish.key, form, **launch_options(tile.warps, tile.stages, cooperative=True),
+    return launch_all_reduce(
+        "matmul_all_reduce", inputs, weights, (m, n, k), dtype, channel, finish, tile, one_shot=one_shot,
+        b_transposed=b_transposed, partial=partial, programs=programs, spare=spare,
     )  # fmt: skip
-    return out
+
+
+@replayed
+def quantized_matmul_all_reduce(
+    inputs: Sequence[Blocks],
+    weights: Sequence[Blocks],
+    channel: Channel,
+    finish: Finish = NOTHING,
+    *,
+    dtype: torch.dtype,
+    partial: torch.dtype | None = None,
+    one_shot: bool | None = None,
+    tile: Tile | None = None,
+    programs: int | None = None,
+    spare: int = 0,
+) -> Tensor:
+    """matmul_all_reduce of the numbers that blocks of e4m3 stand for, with results in this dtype.
+
+    Math:     quantized_matmul_all_reduce_reference
+    Shapes:   input i blocks of rows (M, K_i); weight i blocks of (N, K_i), or the transposed copy of one (K_i, N);
+              K_i and N multiples of 128; dtype bfloat16, float16 or float32; else as matmul_all_reduce
+    Numerics: products as the kernel of quantized_matmul; sums as matmul_all_reduce, with `partial` by default dtype
+    Traffic:  quantized_matmul_all_reduce_cost; sums are sent as there
+    Order, source: as there and as quantized_matmul
+    Errors:   as there, and ValueError on a GPU for which no tile ships
+    """
+    served, world, values = channel.served, channel.world, inputs[0].values
+    check_products_of_blocks("quantized_matmul_all_reduce", channel.epoch, inputs, weights, dtype, served)
+    require_capability(values, *CAPABILITIES, NO_TILE)
+    m, n, k = len(values) // served, len(weights[0].values) // served, sum(a.values.shape[1] for a in inputs)
+    if one_shot is None:
+        one_shot = is_one_shot(m, n, (partial or dtype).itemsize)
+    tile = tile or select_all_reduce_tile(values.device, VALUES, m, n, world, one_shot)
+    return launch_all_reduce(
+        "quantized_matmul_all_reduce", inputs, weights, (m, n, k), dtype, channel, finish, tile, one_shot=one_shot,
+        partial=partial, programs=programs, spare=spare,
+    )  # fmt: skip

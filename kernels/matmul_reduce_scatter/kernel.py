@@ -1,4 +1,6 @@
-"""matmul_reduce_scatter: the row-parallel GEMM that sends each tile to the rank that owns its rows, once computed."""
+"""matmul_reduce_scatter: the row-parallel GEMM that sends each tile to the rank that owns its rows, once computed; and
+the same of matrices in blocks of e4m3, which are multiplied as quantized_matmul does.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,14 +10,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..arguments import Pair, Reduction, ReductionForm, three
+from ..arguments import BlocksPair, Pair, Reduction, ReductionForm, three
 from ..configurations import select_tile
 from ..finish import NOTHING, Finish
 from ..launch import Tile, is_interpreted, launch_options, operand, padded, persistent_programs, step_rows, triton_dtype
 from ..matmul.reference import check_products
 from ..protocol import Channel, barrier, flags_of, publish, reach, serve, slot_of, wait
+from ..quantize.format import VALUES, Blocks
+from ..quantize.kernel import require_capability
+from ..quantized_matmul.kernel import BLOCK, CAPABILITIES, NO_TILE, add_scaled
+from ..quantized_matmul.reference import check_products as check_products_of_blocks
 from ..replay import launch, replayed
-from ..tile import GROUP_M, Operand, finish_tile, multiply_step, store_block, store_packed, sum_sources, swizzle
+from ..tile import (
+    GROUP_M,
+    Operand,
+    finish_tile,
+    load_block,
+    multiply_step,
+    store_block,
+    store_packed,
+    sum_sources,
+    swizzle,
+)
 
 # Loads of a thread in flight while it adds: 32 KiB for 256 threads. An H200's memory would be busy with 26 KiB of each
 # SM if it answered after 0.8 us, which is an estimate.
@@ -48,9 +64,24 @@ def tile_of(tile, rank, tiles_m, tiles_n, WORLD: tl.constexpr):
 
 
 @triton.jit
+def push_tile(me, result, owner, row_block, column_block, tiles_m, tiles_n, FORM: tl.constexpr):
+    """Store a tile into its owner's slot. Whoever completes a row block sets its flag."""
+    TILE: tl.constexpr = FORM.tile
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    # Each tile is packed, so that stores are contiguous, unmasked and 16 bytes wide for any N.
+    at = (me.rank.to(tl.int64) * tiles_m * tiles_n + row_block * tiles_n + column_block) * (BLOCK_M * BLOCK_N)
+    store_packed(slot_of(me, owner, FORM.partial) + at, result, BLOCK_N, BLOCK_M, BLOCK_N)
+    counter = me.counters + owner * tiles_m + row_block
+    barrier()  # so that the count covers all warps' stores
+    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tiles_n - 1:
+        tl.store(counter, 0)
+        publish(flags_of(me, owner, me.rank) + row_block, me.epoch)
+
+
+@triton.jit
 def push_tiles(problem, lefts, rights, me, begin, end, programs, rows, virtual, FORM: tl.constexpr):
-    """Compute tiles begin, begin + programs, ... below `end`, and store each into its owner's slot. Whoever completes a
-    row block sets its flag.
+    """Compute tiles begin, begin + programs, ... below `end`, and push each.
 
     One loop has the steps of K of all pairs of all tiles, as in linear_tiles.
     """
@@ -88,16 +119,42 @@ def push_tiles(problem, lefts, rights, me, begin, end, programs, rows, virtual, 
         )
         if i == last:
             owner, row_block, column_block = tile_of(done, me.rank, tiles_m, tiles_n, FORM.world)
-            # Each tile is packed, so that stores are contiguous, unmasked and 16 bytes wide for any N.
-            at = (me.rank.to(tl.int64) * tiles_m * tiles_n + row_block * tiles_n + column_block) * (BLOCK_M * BLOCK_N)
-            store_packed(slot_of(me, owner, FORM.partial) + at, result, BLOCK_N, BLOCK_M, BLOCK_N)
-            counter = me.counters + owner * tiles_m + row_block
-            barrier()  # so that the count covers all warps' stores
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tiles_n - 1:
-                tl.store(counter, 0)
-                publish(flags_of(me, owner, me.rank) + row_block, me.epoch)
+            push_tile(me, result, owner, row_block, column_block, tiles_m, tiles_n, FORM)
             result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             done, last = done + programs, last + steps
+
+
+@triton.jit
+def multiply_blocks(problem, lefts, rights, a_row, a_rows, virtual, m, n, m_end, TILE: tl.constexpr):
+    """multiply_inputs of tile.py for pairs of matrices in blocks of e4m3, whose A has a_rows rows."""
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    rows, first, result = m + tl.arange(0, BLOCK_M), virtual * problem.n, tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for i in tl.static_range(3):  # as in multiply_inputs
+        if problem.pairs[i] is not None:
+            k, steps = problem.pairs[i].k, problem.pairs[i].k // BLOCK
+            of_rows = problem.pairs[i].a_exponents + a_row + rows
+            of_weight = problem.pairs[i].b_exponents + (first + n) // BLOCK * steps
+            for step in range(steps):
+                at = step * BLOCK
+                left = load_block(lefts[i], a_row + m, at, a_row + m_end, k, k, BLOCK_M, BLOCK, TILE.tma)
+                right = load_block(rights[i], first + n, at, first + problem.n, k, k, BLOCK_N, BLOCK, TILE.tma)
+                result = add_scaled(result, left, right, of_rows + step * a_rows, rows < m_end, of_weight + step)
+    return result
+
+
+@triton.jit
+def push_products_of_blocks(problem, lefts, rights, me, begin, end, programs, rows, virtual, FORM: tl.constexpr):
+    """push_tiles for matrices in blocks of e4m3. Each pair has a K loop for each tile."""
+    TILE: tl.constexpr = FORM.tile
+    tiles_m, tiles_n = tl.cdiv(rows, TILE.m), tl.cdiv(problem.n, TILE.n)
+    every = tl.num_programs(1) * FORM.world * rows
+    for tile in range(begin, end, programs):
+        owner, row_block, column_block = tile_of(tile, me.rank, tiles_m, tiles_n, FORM.world)
+        first = (virtual * FORM.world + owner) * rows
+        row, column = row_block * TILE.m, column_block * TILE.n
+        result = multiply_blocks(problem, lefts, rights, first, every, virtual, row, column, rows, TILE)
+        push_tile(me, result, owner, row_block, column_block, tiles_m, tiles_n, FORM)
 
 
 @triton.jit(do_not_specialize=["rank", "rows", "early_blocks", "early_runs", "late_runs", "key"])
@@ -125,7 +182,12 @@ def matmul_reduce_scatter_kernel(
     tiles = tiles_m * tiles_n
     if FORM.producers == 0 or program < producers:
         end = reach(limit, WORLD) * tiles
-        push_tiles(problem, (a0, a1, a2), (b0, b1, b2), me, program, end, producers, rows, virtual, FORM)
+        if FORM.blocks:
+            push_products_of_blocks(
+                problem, (a0, a1, a2), (b0, b1, b2), me, program, end, producers, rows, virtual, FORM
+            )
+        else:
+            push_tiles(problem, (a0, a1, a2), (b0, b1, b2), me, program, end, producers, rows, virtual, FORM)
     if FORM.producers == 0 or program >= producers:
         if FORM.producers > 0:
             program -= producers
@@ -155,20 +217,25 @@ def matmul_reduce_scatter_kernel(
 
 
 def reduction_arguments(
-    lefts: Sequence[Tensor], rights: Sequence[Tensor], finish: Finish, out: Tensor, tile: Tile, b_transposed: bool
-) -> tuple:
-    """The arguments a0 to `problem` of a reducing kernel: padded inputs and weights, and their sizes."""
-    a_block, b_block = (tile.m, tile.k), (tile.k, tile.n) if b_transposed else (tile.n, tile.k)
-    each = zip(lefts, rights, strict=True)
+    inputs: Sequence[Tensor] | Sequence[Blocks], weights: Sequence[Tensor] | Sequence[Blocks], finish: Finish,
+    out: Tensor, tile: Tile, b_transposed: bool,
+) -> tuple:  # fmt: skip
+    """The arguments a0 to `problem` of a reducing kernel: inputs and weights as it takes them, and their sizes."""
+    blocks = isinstance(inputs[0], Blocks)
+    k = BLOCK.value if blocks else tile.k
+    a_block, b_block = (tile.m, k), (k, tile.n) if b_transposed else (tile.n, k)
+    pairs: list[Pair] | list[BlocksPair]
+    if blocks:
+        lefts, rights = ([each.values.contiguous() for each in blocks] for blocks in (inputs, weights))
+        exponents = ([each.exponents.contiguous() for each in blocks] for blocks in (inputs, weights))
+        pairs = [BlocksPair(a.shape[1], *both) for a, *both in zip(lefts, *exponents, strict=True)]
+    else:
+        lefts, rights = ([padded(each) for each in matrices] for matrices in (inputs, weights))
+        pairs = [Pair(a.shape[1], a.stride(0), b.stride(0)) for a, b in zip(lefts, rights, strict=True)]
     return (
         *three([operand(a, a_block, tile) for a in lefts]),
         *three([operand(b, b_block, tile) for b in rights]),
-        Reduction(
-            out.shape[1],
-            three([Pair(a.shape[1], a.stride(0), b.stride(0)) for a, b in each]),
-            finish.arguments(),
-            out,
-        ),
+        Reduction(out.shape[1], three(pairs), finish.arguments(), out),
     )
 
 
@@ -215,6 +282,32 @@ def matmul_reduce_scatter_space(rows: int, n: int, world: int, partial: torch.dt
     return world * tiles_m * triton.cdiv(n, tile.n) * tile.m * tile.n * partial.itemsize, tiles_m
 
 
+def launch_scatter(
+    operation: str, inputs: Sequence[Tensor] | Sequence[Blocks], weights: Sequence[Tensor] | Sequence[Blocks],
+    sizes: tuple[int, int], dtype: torch.dtype, channel: Channel, finish: Finish, tile: Tile, *,
+    b_transposed: bool = False, partial: torch.dtype | None, programs: int | None, spare: int,
+) -> Tensor:  # fmt: skip
+    """The launch of both functions below. sizes: rows and columns of each rank's result, which has this dtype."""
+    (rows, n), served, world, partial = sizes, channel.served, channel.world, partial or dtype
+    like, blocks = (inputs[0].values, True) if isinstance(inputs[0], Blocks) else (inputs[0], False)
+    finish.check_of_tiles(operation, like, (served * rows, n), served)
+    space = matmul_reduce_scatter_space(rows, n, world, partial, tile)
+    channel.require(operation, *space, "matmul_reduce_scatter_space")
+    out = like.new_empty((served * rows, n), dtype=dtype)
+    tiles = world * triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n)
+    step = unit_rows(tile, out.element_size(), world)
+    programs = persistent_programs(out.device, tiles, tile, programs, served, spare, 1 if blocks else 2)
+    producers = programs if is_interpreted() else 0
+    launch(
+        matmul_reduce_scatter_kernel, (programs + producers, served),
+        channel.links, channel.rank, *reduction_arguments(inputs, weights, finish, out, tile, b_transposed), rows,
+        *plan_finishing(rows, n, tile, step, world, programs), finish.key,
+        ReductionForm(tile, b_transposed, world, triton_dtype(partial), step, n % 4 == 0, producers, blocks=blocks),
+        **launch_options(tile.warps, tile.stages, cooperative=True),
+    )  # fmt: skip
+    return out
+
+
 @replayed
 def matmul_reduce_scatter(
     inputs: Sequence[Tensor],
@@ -250,23 +343,44 @@ def matmul_reduce_scatter(
     served, world = channel.served, channel.world
     rows = len(inputs[0]) // (served * world)
     n = weights[0].shape[1] if b_transposed else len(weights[0]) // served
-    partial = partial or inputs[0].dtype
     tile = tile or select_tile(inputs[0].device, inputs[0].dtype, rows, n, chunks=world)
     check_products("matmul_reduce_scatter", channel.epoch, inputs, weights, b_transposed, served)
-    finish.check_of_tiles("matmul_reduce_scatter", inputs[0], (served * rows, n), served)
-    channel.require("matmul_reduce_scatter", *matmul_reduce_scatter_space(rows, n, world, partial, tile))
-    out = inputs[0].new_empty(served * rows, n)
-    tiles = world * triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n)
-    step = unit_rows(tile, out.element_size(), world)
-    programs = persistent_programs(out.device, tiles, tile, programs, served, spare=spare)
-    producers = programs if is_interpreted() else 0
-    finishing = plan_finishing(rows, n, tile, step, world, programs)
-    lefts, rights = [padded(a) for a in inputs], [padded(b) for b in weights]
-    launch(
-        matmul_reduce_scatter_kernel, (programs + producers, served),
-        channel.links, channel.rank, *reduction_arguments(lefts, rights, finish, out, tile, b_transposed), rows,
-        *finishing, finish.key,
-        ReductionForm(tile, b_transposed, world, triton_dtype(partial), step, n % 4 == 0, producers),
-        **launch_options(tile.warps, tile.stages, cooperative=True),
+    return launch_scatter(
+        "matmul_reduce_scatter", inputs, weights, (rows, n), inputs[0].dtype, channel, finish, tile,
+        b_transposed=b_transposed, partial=partial, programs=programs, spare=spare,
     )  # fmt: skip
-    return out
+
+
+@replayed
+def quantized_matmul_reduce_scatter(
+    inputs: Sequence[Blocks],
+    weights: Sequence[Blocks],
+    channel: Channel,
+    finish: Finish = NOTHING,
+    *,
+    dtype: torch.dtype,
+    partial: torch.dtype | None = None,
+    tile: Tile | None = None,
+    programs: int | None = None,
+    spare: int = 0,
+) -> Tensor:
+    """matmul_reduce_scatter of the numbers that blocks of e4m3 stand for, with results in this dtype.
+
+    Math:     quantized_matmul_reduce_scatter_reference, this rank's entry
+    Shapes:   input i blocks of rows (M, K_i); weight i blocks of (N, K_i), or the transposed copy of one (K_i, N);
+              K_i and N multiples of 128; dtype bfloat16, float16 or float32; else as matmul_reduce_scatter
+    Numerics: products as the kernel of quantized_matmul; sums as matmul_reduce_scatter, with `partial` by default dtype
+    Traffic:  quantized_matmul_reduce_scatter_cost; partial sums are sent as there, in 16 bits as those of 16 bits
+    Order:    as there; each pair has a K loop for each tile
+    Source:   as there and as quantized_matmul
+    Errors:   as there, and ValueError on a GPU for which no tile ships
+    """
+    served, world, values = channel.served, channel.world, inputs[0].values
+    check_products_of_blocks("quantized_matmul_reduce_scatter", channel.epoch, inputs, weights, dtype, served, world)
+    require_capability(values, *CAPABILITIES, NO_TILE)
+    rows, n = len(values) // (served * world), len(weights[0].values) // served
+    tile = tile or select_tile(values.device, VALUES, rows, n, chunks=world)
+    return launch_scatter(
+        "quantized_matmul_reduce_scatter", inputs, weights, (rows, n), dtype, channel, finish, tile,
+        partial=partial, programs=programs, spare=spare,
+    )  # fmt: skip

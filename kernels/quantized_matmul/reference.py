@@ -1,6 +1,9 @@
 """GEMM of two matrices in blocks of e4m3: the specification (torch only), and the cost. format.py of quantize has the
 blocks."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,6 +24,29 @@ def check_operands(a: Blocks, b: Blocks, bias: Tensor | None, dtype: torch.dtype
         OPERATION, a.values, ("the weight's values", b.values, (n, k), (b.values.dtype,)),
         ("the bias", bias, (n,), (dtype,)),
     )  # fmt: skip
+
+
+def check_products(
+    operation: str, like: Any, inputs: Sequence[Blocks], weights: Sequence[Blocks], dtype: torch.dtype,
+    served: int = 1, chunks: int = 1,
+) -> None:  # fmt: skip
+    """ValueError unless inputs are blocks of equally many rows, weights those of equally many columns of the result in
+    this dtype, and each pair has one K; all on the device of `like`.
+
+    served: of virtual ranks, whose tensors are stacked along dim 0, and whose rows are so many chunks.
+    """
+    if len(inputs) != len(weights):
+        raise ValueError(f"{operation}: {len(inputs)} inputs and {len(weights)} weights: give one for each")
+    for a, weight in zip(inputs, weights, strict=True):
+        check_blocks(operation, a, dtype)
+        check_weight_blocks(operation, weight, dtype)
+        rows, n = len(inputs[0].values) // (served * chunks) * served * chunks, len(weights[0].values)
+        n = n // (served * BLOCK) * served * BLOCK
+        k = a.values.shape[1]
+        require(
+            operation, like, ("an input", a.values, (rows, k), (a.values.dtype,)),
+            ("its weight", weight.values, (n, k), (weight.values.dtype,)),
+        )  # fmt: skip
 
 
 def quantized_matmul(a: Blocks, b: Blocks, bias: Tensor | None = None, *, dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,7 @@ from tpformer.kernels.all_gather_quantized_matmul.kernel import all_gather_quant
 from tpformer.kernels.configurations import TILES
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce_kernel as reduce
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter_kernel as scatter
-from tpformer.kernels.matmul_reduce_scatter.kernel import push_tiles
+from tpformer.kernels.matmul_reduce_scatter.kernel import push_tile
 
 UNAVAILABLE = compiler.unavailable()
 pytestmark = [pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE)), pytest.mark.proof]
@@ -32,8 +32,11 @@ pytestmark = [pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE
 GATHER, SCATTER = "all_gather_matmul_kernel dgrad", "matmul_reduce_scatter_kernel finish"
 ONE_SHOT, TWO_SHOT = "matmul_all_reduce_kernel one-shot", "matmul_all_reduce_kernel two-shot"
 AWAIT, GROUPED = "await_gathered_kernel 8 ranks", "all_gather_grouped_matmul_kernel dgrad"
-BLOCKS = "all_gather_quantized_matmul_kernel 3 weights, push"
-VARIANTS = [GATHER, SCATTER, ONE_SHOT, TWO_SHOT, AWAIT, GROUPED, BLOCKS]
+BLOCKS, SCATTER_OF_BLOCKS = (
+    "all_gather_quantized_matmul_kernel 3 weights, push",
+    "matmul_reduce_scatter_kernel blocks, finish",
+)
+VARIANTS = [GATHER, SCATTER, ONE_SHOT, TWO_SHOT, AWAIT, GROUPED, BLOCKS, SCATTER_OF_BLOCKS]
 SOME, OTHERS = VARIANTS[::2], VARIANTS[1::2]
 ANNOUNCING = [ONE_SHOT, TWO_SHOT]
 UNFENCED = {"fences", "fence_before_flag"}
@@ -84,10 +87,10 @@ MUTATIONS: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
     ),
     "no proxy fence": (protocol.order_tma_after_acquire, replace("if TMA:", "if False:"), {"fence_before_tma_load"},
         [GATHER, BLOCKS]),
-    "a relaxed count of tiles": (push_tiles, replace('"acq_rel"', '"relaxed"'), {"system_scope"}, [SCATTER]),
-    "a count of tiles below gpu scope": (push_tiles, replace('"gpu"', '"cta"'), {"system_scope"}, [SCATTER]),
+    "a relaxed count of tiles": (push_tile, replace('"acq_rel"', '"relaxed"'), {"system_scope"}, [SCATTER]),
+    "a count of tiles below gpu scope": (push_tile, replace('"gpu"', '"cta"'), {"system_scope"}, [SCATTER_OF_BLOCKS]),
     # with 16-bit partials one for the shared memory happens to stand there
-    "no barrier before the count of tiles": (push_tiles, replace("barrier()", "pass"), NO_BARRIER,
+    "no barrier before the count of tiles": (push_tile, replace("barrier()", "pass"), NO_BARRIER,
         [f"{SCATTER} float32"]),
     "wait behind the tiles of the chunk": (gather,
         move("limit = wait(me, own_flags, chunk", "linear_tiles(problem, slot"), LATE, [GATHER]),
@@ -96,7 +99,7 @@ MUTATIONS: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
     "wait behind the tiles of a rank's tokens": (grouped_gather,
         move("limit = wait(me, own_flags, source", "before = (before + tiles)"), LATE, [GROUPED]),
     "finishing wait behind its loads": (scatter, move("limit = wait(me, own_flags + row_block", "for unit in"), LATE,
-        [SCATTER]),
+        [SCATTER, SCATTER_OF_BLOCKS]),
     "reducing wait behind its loads": (reduce,
         move("limit = wait(me, own_flags + tile,", f"for piece in {PUSHED_LATE} STEP)"), LATE, ANNOUNCING),
     "wait for a sum behind its load": (reduce,

@@ -25,7 +25,8 @@ REACH = {
     "cross_entropy/kernel.py": ["targets outside", "cross entropy"],
     "dropout/kernel.py": ["dropout", "results in blocks"],
     "grouped_matmul/kernel.py": ["groups"], "launch.py": ["matmul by descriptors"],
-    "matmul_all_reduce/kernel.py": ["all-reduce"], "matmul_reduce_scatter/kernel.py": ["reduce-scatter"],
+    "matmul_all_reduce/kernel.py": ["all-reduce", "reductions of blocks"],
+    "matmul_reduce_scatter/kernel.py": ["reduce-scatter", "reductions of blocks"],
     "norm/kernel.py": ["norm", "results in blocks"], "pack/kernel.py": ["pack"], "philox/kernel.py": ["dropout"],
     "quantize/kernel.py": ["quantize", "results in blocks"],
     "all_gather_quantized_matmul/kernel.py": ["all-gather blocks"],
@@ -78,6 +79,15 @@ EQUIVALENT = {
             ("b, column, step * BLOCK", "n, k, k", "n + 1, k, k", "BLOCK_N"),
             ("b, column, step * BLOCK", "n, k, k", "n, k + 1, k", "BLOCK_N"),
             ("a, row, step * BLOCK", "m, k, k", "m, k + 1, k", "BLOCK_M"),
+        )
+    },
+    **{
+        f"matmul_reduce_scatter/kernel.py multiply_blocks: load_block({before}, {ends}, {tile}, BLOCK, TILE.tma)"
+        f" -> load_block({before}, {other}, {tile}, BLOCK, TILE.tma)": BLOCKS
+        for before, ends, other, tile in (
+            ("rights[i], first + n, at", "first + problem.n, k, k", "first + problem.n + 1, k, k", "BLOCK_N"),
+            ("rights[i], first + n, at", "first + problem.n, k, k", "first + problem.n, k + 1, k", "BLOCK_N"),
+            ("lefts[i], a_row + m, at", "a_row + m_end, k, k", "a_row + m_end, k + 1, k", "BLOCK_M"),
         )
     },
     **{

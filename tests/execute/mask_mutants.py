@@ -21,7 +21,8 @@ ENDS = {
     "load_block": ("row_end", "column_end"), "store_block": ("row_end", "column_end"),
     "store_activated": ("row_end", "column_end"), "store_derivative": ("row_end",), "add_bias": ("column_end",),
     "finish_tile": ("row_end",), "drop_tile": ("row_end",), "multiply_step": ("m_end", "n_end", "k"),
-    "multiply_inputs": ("m_end", "n_end"), "load_rows": ("column_end",), "numbers": ("end",),
+    "multiply_inputs": ("m_end", "n_end"), "multiply_blocks": ("m_end",), "load_rows": ("column_end",),
+    "numbers": ("end",),
 }  # fmt: skip
 # comparisons that are no bounds: roles of programs, polls, dropout's threshold, signs
 NO_BOUNDS = {

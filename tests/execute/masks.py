@@ -35,6 +35,7 @@ import test_pack_kernel as packs
 import test_quantize_kernel as quantizing
 import test_quantized_grouped_matmul_kernel as quantized_grouped
 import test_quantized_matmul_kernel as quantized_products
+import test_quantized_reductions as quantized_reductions
 import test_results_in_blocks as in_blocks
 import test_rope_kernel as ropes
 import test_route_kernel as routes
@@ -258,6 +259,13 @@ def matmul_all_reduce(shape: Shape, watch: Watch) -> None:
         on_ranks(all_reduces.gemm(1, True, one_shot), 3, shape, watch, space[1])
 
 
+def reductions_of_blocks(shape: Shape, watch: Watch) -> None:
+    tile = quantized_products.WIDE._replace(m=4)
+    on_ranks(quantized_reductions.scatter(2), 2, (shape[0], 1, 1), watch, tile=tile)
+    for one_shot in (True, False):
+        on_ranks(quantized_reductions.all_reduce(1, one_shot), 3, (shape[0], 1, 2), watch, tile=tile)
+
+
 # the check, and the shapes: those of mutants, then those that leave every remainder
 CASES: dict[str, tuple[Callable[[Shape, Watch], object], list[Shape]]] = {
     "activation": (activation, [(13,), (15,), *[(n,) for n in range(1, 18)]]),
@@ -296,6 +304,7 @@ CASES: dict[str, tuple[Callable[[Shape, Watch], object], list[Shape]]] = {
     "gather": (gather, [(5,), *[(n,) for n in range(1, 9)]]),
     "reduce-scatter": (matmul_reduce_scatter, [(11, 6, 7), *every_remainder(4, 4, 4)]),
     "all-reduce": (matmul_all_reduce, [(13, 6, 7), *every_remainder(4, 4, 4)]),
+    "reductions of blocks": (reductions_of_blocks, [(13,), (7,), *[(n,) for n in range(1, 10)]]),
 }  # fmt: skip
 
 

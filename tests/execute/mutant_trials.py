@@ -102,7 +102,7 @@ CASES = {
     "await_gathered": Case(AWAIT, f"{AWAIT} 8 ranks", partial(gather, world=3), (
         gathering.await_gathered_kernel, gathering.push_rows, gathering.copy_slot_kernel)),
     "matmul_reduce_scatter": Case(SCATTER, f"{SCATTER} finish", on_ranks(scatters.gemm(1), 2), (
-        scattering.matmul_reduce_scatter_kernel, scattering.push_tiles)),
+        scattering.matmul_reduce_scatter_kernel, scattering.push_tile)),
     "matmul_reduce_scatter, finished": Case(
         SCATTER, f"{SCATTER} finish", on_ranks(scatters.gemm(1, gemms.FINISH), 3)),
     "matmul_all_reduce, one shot": Case(

@@ -41,7 +41,7 @@ OF_ONE_FUNCTION = {
         ("flag shifted by one", "tl.store(epoch + rank,", "tl.store(epoch + rank + 1,"),
     ],
     "push_rows": counted("pushers"),
-    "push_tiles": counted("tiles_n"),
+    "push_tile": counted("tiles_n"),
     "matmul_all_reduce_kernel": [(COUNT, "copier < copiers", "copier < copiers + 1")],
 }
 # by function that is called: kind -> what stands in place of the call. Its arguments are {0}, {1} and so on; {rest} are

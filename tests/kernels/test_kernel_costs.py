@@ -73,10 +73,17 @@ CASES: list[tuple[str, tuple, dict, tuple[int, int]]] = [
     ("matmul_reduce_scatter", (8, 3, 5, 4, 2), {}, (240 + 24, 2 * (40 + 15 + 6) + 4 * 24)),
     ("matmul_all_reduce", (8, 3, 5, 4, 2), {"one_shot": True}, (240 + 24, 2 * (40 + 15 + 24 + 192))),
     ("matmul_all_reduce", (8, 3, 5, 4, 2), {"one_shot": False}, (240 + 24, 2 * (40 + 15 + 24 + 96))),
+    # of blocks: 8 rows and a weight of 2 blocks along K, then as above
+    ("quantized_matmul_reduce_scatter", (8, 128, 256, 4), {},
+     (2 * 8 * 32768 + 1024, 8 * 258 + 32768 + 2 + 2 * (256 + 2 * 1024))),
+    ("quantized_matmul_all_reduce", (8, 128, 256, 4, 2), {"one_shot": True},
+     (2 * 8 * 32768 + 1024, 8 * 258 + 32768 + 2 + 2 * (1024 + 8 * 1024))),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, arguments, options, expected", CASES)
 def test_costs_are_those_by_hand(name: str, arguments: tuple, options: dict, expected: tuple[int, int]) -> None:
-    module = import_module(f"tpformer.kernels.{'dropout' if name == 'finish' else name}.reference")
+    of_blocks = ("quantized_matmul_reduce_scatter", "quantized_matmul_all_reduce")
+    folder = name.removeprefix("quantized_") if name in of_blocks else "dropout" if name == "finish" else name
+    module = import_module(f"tpformer.kernels.{folder}.reference")
     assert getattr(module, f"{name}_cost")(*arguments, **options) == expected

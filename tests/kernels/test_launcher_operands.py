@@ -36,6 +36,7 @@ OPERATIONS = sorted(path.parent.name for path in FOLDER.glob("*/kernel.py"))
 # What launchers have in common, and what works on bits for `pack` and `unpack`.
 PARTS = {"launch_forward", "launch_gather", "check", "pack_bits", "unpack_bits", "unpacked"}
 PARTS |= {"launch_weight", "launch_dequantize", "launch_blocks", "launch_backward_blocks"}
+PARTS |= {"launch_scatter", "launch_all_reduce"}
 # What references take from autograd or from an operation, which have compared it; their launchers refuse it still.
 COMPARED = {"norm_rebuilt", "norm_backward", "activation_backward", "finish_forward", "finish_norm_forward"}
 LAUNCH = {
@@ -46,6 +47,8 @@ LAUNCH = {
     "launch_dequantize",
     "launch_blocks",
     "launch_backward_blocks",
+    "launch_scatter",
+    "launch_all_reduce",
 }
 T, N = 4, 8
 VOCAB, TERMS = VocabSlice(0, N, 7), LossTerms()
@@ -101,6 +104,11 @@ def channel(capacity: int = 1 << 14) -> Any:
 
 def shards() -> Tensor:
     return torch.cat([packed_shard(quantize_rows(floats(2, 256) + rank)) for rank in range(2)])
+
+
+def blocks(rows: int) -> tuple:
+    """One input and one weight of two virtual ranks."""
+    return [quantize_rows(floats(rows, 256))], [quantize_weight(floats(256, 256))]
 
 
 # (operation, launcher) -> (its arguments, its options), new ones in each call
@@ -185,6 +193,12 @@ ROWS: dict[tuple[str, str], Callable[[], tuple]] = {
     ),
     ("matmul_all_reduce", "matmul_all_reduce"): lambda: (
         ([floats(T, 3)], [floats(2 * N, 3)], channel(), Finish(floats(2 * N), drop(), floats(T, N))), SUMS
+    ),
+    ("matmul_reduce_scatter", "quantized_matmul_reduce_scatter"): lambda: (
+        (*blocks(8), channel(), Finish(floats(256), drop(), floats(T, 128))), {**SUMS, "dtype": torch.float32}
+    ),
+    ("matmul_all_reduce", "quantized_matmul_all_reduce"): lambda: (
+        (*blocks(T), channel(), Finish(floats(256), drop(), floats(T, 128))), {**SUMS, "dtype": torch.float32}
     ),
 }  # fmt: skip
 
