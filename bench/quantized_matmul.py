@@ -1,5 +1,5 @@
 """What do GEMMs of blocks of e4m3 gain over those of bfloat16 on one GPU, also of experts, what does it cost that one
-starts while other ranks' blocks arrive, and what do the passes that quantise?
+starts while other ranks' blocks arrive, or sends and adds partial sums, and what do the passes that quantise?
 
 Belongs here: sizes, providers, what must agree. More of FP8 is worth its work if torch's product is 1.3 times as fast.
 """
@@ -13,8 +13,9 @@ from torch import Tensor
 from harness.accuracy import poisoned, require_accurate
 from harness.ratios import Row, compared, mean_row, ratio_bench
 from harness.timing import FULL, QUICK, Call, copying, measure
+from tpformer.config.transport_table import OPERATIONS
 from tpformer.kernels.all_gather_quantized_matmul.reference import packed_shard
-from tpformer.kernels.quantize.format import BLOCK, Blocks
+from tpformer.kernels.quantize.format import BLOCK, VALUES, Blocks
 from tpformer.kernels.quantize.reference import dequantize, dequantize_weight, quantize_cost
 from tpformer.kernels.quantized_grouped_matmul.reference import quantized_grouped_matmul_cost
 from tpformer.kernels.quantized_matmul.reference import quantized_matmul_cost
@@ -31,6 +32,7 @@ from .shapes import FUSED, PUSHED
 DEVICE, DTYPE = "cuda", torch.bfloat16
 GROUPED = "tpformer, bfloat16"
 BFLOAT16, LIBRARY, OURS, COPY = "torch.matmul", "torch.scaled_mm", "tpformer", "copy"
+SCATTERED, REDUCED = "fused reduce-scatter", "fused all-reduce"
 RANKS, RANK = 8, 1  # the rank that is served, whose rows are not the first ones
 TILE_ROWS = 128
 ROWS, SIDES, WIDTHS = 8192, (2048, 4096, 8192), (2048, 4096, 14336)
@@ -111,6 +113,44 @@ def gather_calls(blocks: tuple[Blocks, Blocks]) -> dict[str, Call]:
     return {name: Call(partial(fused, name == PUSHED), partial(bump, channel)) for name in (FUSED, PUSHED)}
 
 
+def reduce_calls(blocks: tuple[Blocks, Blocks]) -> dict[str, Call]:
+    """By provider the product of blocks and its reduction on rank RANK, whose peers' partial sums have all arrived, and
+    are zero: so its rows of the result are those of the product."""
+    from tpformer.kernels.configurations import select_tile
+    from tpformer.kernels.matmul_all_reduce.kernel import (
+        matmul_all_reduce_space,
+        quantized_matmul_all_reduce,
+        select_all_reduce_tile,
+    )
+    from tpformer.kernels.matmul_reduce_scatter.kernel import (
+        matmul_reduce_scatter_space,
+        quantized_matmul_reduce_scatter,
+    )
+    from tpformer.kernels.protocol import bump
+
+    (a, w), device = blocks, torch.device(DEVICE)
+    n = len(w.values)
+    scattered = select_tile(device, VALUES, ROWS // RANKS, n, chunks=RANKS)
+    reduced = select_all_reduce_tile(device, VALUES, ROWS, n, RANKS, False)
+    kernels: dict[str, tuple[Callable[..., Tensor], tuple[int, int]]] = {
+        SCATTERED: (
+            partial(quantized_matmul_reduce_scatter, tile=scattered),
+            matmul_reduce_scatter_space(ROWS // RANKS, n, RANKS, DTYPE, scattered),
+        ),
+        REDUCED: (
+            partial(quantized_matmul_all_reduce, tile=reduced),
+            matmul_all_reduce_space(ROWS, n, RANKS, DTYPE, DTYPE, reduced),
+        ),
+    }
+    calls = {}
+    for name, (kernel, space) in kernels.items():
+        channel = local_channel(RANKS, *space, device, RANK)
+        for slot in channel.slots:
+            slot.zero_()
+        calls[name] = Call(partial(kernel, [a], [w], channel, dtype=DTYPE), partial(bump, channel))
+    return calls
+
+
 def check(quick: bool) -> None:
     """All products beside float64 of the numbers that the blocks stand for."""
     for product in experts(quick):
@@ -133,17 +173,23 @@ def check(quick: bool) -> None:
         for name, gather in gather_calls((a, b)).items():
             gather.prepare()
             require_accurate(f"({ROWS}, {n}, {k}) {name}", poisoned(gather.run, baseline), oracle, baseline)
+        own = slice(RANK * ROWS // RANKS, (RANK + 1) * ROWS // RANKS)
+        for name, reduction in reduce_calls((a, b)).items():
+            reduction.prepare()
+            whole = baseline if name == REDUCED else baseline[own]
+            rows = poisoned(reduction.run, whole)
+            found = rows[own] if name == REDUCED else rows
+            require_accurate(f"({ROWS}, {n}, {k}) {name}", found, oracle[own], baseline[own])
 
 
 def gemm_rows(n: int, k: int, quick: bool) -> list[Row]:
     """Products beside bfloat16's, without the passes that quantise."""
     blocks, calls = calls_of(n, k)
-    seconds = measure(
-        {name: Call(call) for name, call in calls.items()} | gather_calls(blocks), QUICK if quick else FULL
-    )
+    fused = gather_calls(blocks) | reduce_calls(blocks)
+    seconds = measure({name: Call(call) for name, call in calls.items()} | fused, QUICK if quick else FULL)
     shape, flops = f"{ROWS}x{n}x{k}", quantized_matmul_cost(ROWS, n, k, DTYPE.itemsize).flops
     pairs = [(name, BFLOAT16) for name in calls if name != BFLOAT16]
-    tax = [(FUSED, OURS), (PUSHED, OURS)]
+    tax = [(name, OURS) for name in fused]
     return [
         *compared("product", shape, seconds, pairs, unit="TFLOP/s", amount=flops / 1e12),
         *compared(f"flag tax, rank of {RANKS}", shape, seconds, tax),
@@ -194,18 +240,19 @@ def rows(quick: bool) -> list[Row]:
 
 def predictions() -> list[Row]:
     """The tile's cycles on H100 by hand, and published figures of cuBLASLt's product (docs/fp8.md). Of experts the same
-    rates, or the bytes, with half a tile of rows more for each. Of gathers the model of `auto`."""
+    rates, or the bytes, with half a tile of rows more for each. Of gathers and reductions the model of `auto`."""
     found = []
     for n, k in sizes(quick=False):
         flops = quantized_matmul_cost(ROWS, n, k, DTYPE.itemsize).flops
         for provider, rate in ((OURS, EXPECTED[k]), (LIBRARY, EXPECTED_OF_LIBRARY)):
             found.append(share_row("product", f"{ROWS}x{n}x{k}", flops / rate, flops, provider))
         machine = present_machine()
-        with as_if_on(machine) as device:
-            times = times_of_blocks((ROWS, n, k), RANKS, device, machine.of_blocks or machine)
-        seconds = {PREDICTED: [times["fused"].device], SEQUENTIAL: [times["sequential"].device]}
-        label = f"prediction: gather, {RANKS} {machine.name}"
-        found += compared(label, f"{ROWS}x{n}x{k}", seconds, [(PREDICTED, SEQUENTIAL)])
+        for op in OPERATIONS:
+            with as_if_on(machine) as device:
+                times = times_of_blocks(op, (ROWS, n, k), RANKS, device, machine.of_blocks or machine)
+            seconds = {PREDICTED: [times["fused"].device], SEQUENTIAL: [times["sequential"].device]}
+            label = f"prediction: {op}, {RANKS} {machine.name}"
+            found += compared(label, f"{ROWS}x{n}x{k}", seconds, [(PREDICTED, SEQUENTIAL)])
     for product in experts(quick=False):
         widths = product.n, product.k, product.groups, DTYPE.itemsize
         cost = quantized_grouped_matmul_cost(product.rows, *widths)
@@ -224,7 +271,8 @@ BENCH = ratio_bench(
     device="cuda",
     check=check,
     note="cold L2. Products are without the passes that quantise, which are beside a copy of as many bytes. "
-    "A flag tax is of one rank whose peers' blocks have all arrived. "
+    "A flag tax is of one rank whose peers' blocks, or partial sums, have all arrived; that of a reduction contains "
+    "the pass over M x N of them. "
     "Experts are those of bench grouped_matmul, on one of 8 ranks, beside its kernel. "
     "Predictions stand beside the peak of bfloat16.",
 )

@@ -89,6 +89,7 @@ GROUPED = (*kernels("grouped_matmul"), "bench/grouped_matmul.py")
 GATHERED = (*GROUPED, *kernels("all_gather_grouped_matmul"), "bench/gathered_experts.py")
 QUANTIZED = (
     *kernels("quantized_matmul", "quantized_grouped_matmul", "all_gather_quantized_matmul", "quantize"),
+    *kernels("matmul_reduce_scatter", "matmul_all_reduce"),
     "bench/quantized_matmul.py",
     "bench/channels.py",
     "tpformer/ops/quantized_product.py",

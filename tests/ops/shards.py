@@ -128,12 +128,10 @@ def check(run: Callable[..., Any], cases: Sequence[Case], dtype: torch.dtype) ->
 
 
 def on_transport(transport: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call the function with this transport in the linears of its cases; fail if another one ran. What the fused one
-    does not fuse of blocks is sequential's."""
+    """Call the function with this transport in the linears of its cases; fail if another one ran."""
     with mock.patch.object(Here, "transport", transport), ops.record_transports() as ran:
         result = function(*args)
-    allowed = {transport.removeprefix(IN_FP8), *(["sequential"] if transport == IN_FP8 + "fused" else [])}
-    assert {name for _, name in ran} <= allowed and (ran or dist.get_world_size() == 1), ran
+    assert {name for _, name in ran} <= {transport.removeprefix(IN_FP8)} and (ran or dist.get_world_size() == 1), ran
     return result
 
 

@@ -1,8 +1,9 @@
 """Fused linears in FP8 compute the recipe of test_quantized_op.py, from the blocks that sequential gathers, in Triton's
-interpreter; what no kernel fuses is sequential's, and says so. Each mistake with what was gathered is caught."""
+interpreter, and reduce to sequential's bits. Each mistake with what was gathered is caught."""
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ from opened import opened
 from pool import WorkerPool
 from shards import check, on_ranks, on_transport
 from test_quantized_op import FUSED, SEQUENTIAL, Fp8Column, Fp8Row
-from testing import on_every_rank
+from testing import assert_identical, on_every_rank
 from torch import Tensor
 from turns import in_turns
 
@@ -21,18 +22,27 @@ pytest.importorskip("triton")
 
 from checks.quantized_blocks import digests
 from tpformer import ops
+from tpformer.kernels.finish import Finish
 from tpformer.kernels.quantize import reference
 from tpformer.kernels.quantize.format import Blocks
+from tpformer.kernels.quantize.reference import quantize_rows
 from tpformer.ops.transports import fused, fused_blocks
 from tpformer.ops.transports.quantized import record_blocks
-from tpformer.ops.transports.sequential import Sequential
 
 
 def cases(t: int) -> list[Fp8Column | Fp8Row]:
     """A rank has one block of features, or two; 3 or 1 rows. What is quantised is given: no activation, no norm."""
     return [
         Fp8Column(t, 3, 256, (128, 256)),
-        Fp8Row(t, 3, 128, 256, drop=False, residual=False),
+        Fp8Row(t, 3, 128, 256, drop=False),
+    ]
+
+
+def unsharded(t: int) -> list[Fp8Column | Fp8Row]:
+    """Without sequence parallelism reductions are all-reduces, and nothing is gathered."""
+    return [
+        Fp8Column(t, 2, 256, (128, 256), sequence_parallel=False),
+        Fp8Row(t, 1, 128, 256, drop=False, sequence_parallel=False),
     ]
 
 
@@ -48,8 +58,8 @@ def sent_by(copies: bool, function: Callable, *args: Any) -> Any:
 
 
 @pytest.mark.parametrize("t, copies", [(2, False), *in_turns([(2, True), (3, False), (4, False), (4, True)])])
-def test_fused_gathers_compute_the_recipe(interpreted: WorkerPool, t: int, copies: bool) -> None:
-    several = cases(t) if (t, copies) == (2, False) else cases(t) + more(t)
+def test_fused_linears_compute_the_recipe(interpreted: WorkerPool, t: int, copies: bool) -> None:
+    several = cases(t) + (unsharded(t)[1:] if (t, copies) == (2, False) else unsharded(t) + more(t))
     check(partial(interpreted(t).run, sent_by, copies, on_transport, FUSED), several, torch.float32)
 
 
@@ -115,15 +125,52 @@ def test_fused_quantises_what_sequential_does(interpreted: WorkerPool) -> None:
     assert run(on_transport, FUSED, blocks_of, 2) == run(on_transport, SEQUENTIAL, blocks_of, 2)
 
 
+WEIGHTS = {True: (128, 256), False: (256, 128)}  # (N, K) of y = x W^T, or of y = x W, for as many columns
+
+
+def reduced(name: str, rank: int, scatter: bool, transposed: bool, weights: int) -> Tensor:
+    """A reduction of products of so many weights, of whole numbers."""
+    generator = torch.Generator().manual_seed(10 * rank + weights)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randint(-2, 3, shape, generator=generator).float()
+
+    shape = WEIGHTS[transposed]
+    inputs = [quantize_rows(drawn(6, shape[transposed])) for _ in range(weights)]
+    residual = drawn(3 if scatter else 6, shape[not transposed])
+    transport = opened(dist.group.WORLD, residual, scatter, name)
+    finish = Finish(drawn(shape[not transposed]), None, residual)
+    return transport.matmul_reduce(
+        inputs, [drawn(*shape) for _ in range(weights)], transposed=transposed, finish=finish
+    )[0]
+
+
 @on_every_rank(2, pool="interpreted")
-def test_what_no_kernel_fuses_is_sequential_and_says_so() -> None:
+def test_reductions_of_whole_numbers_are_sequentials_to_the_bit() -> None:
+    """Of one weight, and of more than a launch takes."""
+    for case in product((True, False), (True, False), (1, 4)):
+        found, wanted = (reduced(name, dist.get_rank(), *case) for name in (FUSED, SEQUENTIAL))
+        assert_identical(found, wanted, str(case))
+
+
+@on_every_rank(2, pool="interpreted")
+def test_fused_linears_fuse_all_and_say_so() -> None:
     x = shard_of(0, dist.get_rank())
     weight, transport = torch.ones(128, 256), opened(dist.group.WORLD, x, transport=FUSED)
     with ops.record_transports() as ran:
         y = ops.column_linear(x.requires_grad_(), weight.requires_grad_(), transport=transport)
         ops.row_linear(y, torch.ones(256, 128), transport=transport).sum().backward()
-    gather, scatter = ("all_gather_matmul", "fused"), ("matmul_reduce_scatter", "sequential")
+    gather, scatter = ("all_gather_matmul", "fused"), ("matmul_reduce_scatter", "fused")
     assert list(ran) == [gather, scatter, gather, scatter]
     whole = opened(dist.group.WORLD, x, False, FUSED)
-    assert type(whole) is Sequential and whole.agreed == ("sequential", "quantized")
-    assert transport.agreed == ("fused", "quantized")
+    assert whole.agreed == transport.agreed == ("fused", "quantized")
+
+
+@on_every_rank(2, pool="interpreted")
+def test_reductions_of_two_precisions_are_told_so() -> None:
+    """Before a rank adds what the other has put into tiles of another size."""
+    x = torch.ones(4, 128)
+    transport = opened(dist.group.WORLD, x, False, FUSED if dist.get_rank() else "fused")
+    rows = x if dist.get_rank() == 0 else quantize_rows(x)
+    with pytest.raises(RuntimeError, match="quantized_matmul_all_reduce"):
+        transport.matmul_reduce([rows], [torch.ones(128, 128)], transposed=True)

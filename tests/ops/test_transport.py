@@ -27,7 +27,6 @@ COPIED = {"copied_flags": "torch lacks the operation"}
 FLAGS = "; copy engines set flags by copies: torch lacks the operation"
 GATHERS = "blocks are gathered, and "
 FP8 = {"precision": "fp8"}
-ONLY = "; only the gather is fused, the reduction is sequential"
 EVENS = "; break-even of its gather 1160, of its reduction in bfloat16 2303"
 BLOCKS = tuple(
     f"; FP8: {gathers}the GEMM multiplies what blocks stand for{evens}"
@@ -91,16 +90,17 @@ def choice(*args, **options) -> tuple[str, str]:
     ({}, {"where": CPU, "op": ALL_REDUCE, **FP8}, "sequential", "on cpu the collective, then the GEMM" + BLOCKS[0]),
     ({}, {"where": CPU, "choice": "pipelined", **FP8}, "pipelined", "as asked for" + BLOCKS[1]),
     # fused where the model says that it pays
-    *((COPIED, {"op": op, "n": n, "k": k, **FP8}, "fused", "predicted of its gather: .*" + BLOCKS[1] + ONLY + FLAGS)
+    *((COPIED, {"op": op, "n": n, "k": k, **FP8}, "fused", "predicted of both ways: .*" + BLOCKS[1] + FLAGS)
       for op, n, k in ((GATHER, 1792, 4096), (SCATTER, 4096, 1792))),
-    ({}, {"n": 7168, "ranks": 2, **FP8}, "sequential", "predicted of its gather: .*; break-even of its gather 663, .*"),
-    ({}, {"choice": "fused", **FP8}, "fused", "as asked for" + BLOCKS[1] + ONLY),
+    ({}, {"op": ALL_REDUCE, "n": 4096, "k": 1792, **FP8}, "fused", "predicted: .*" + BLOCKS[0]),
+    ({}, {"m": 16, "ranks": 2, **FP8}, "fused", "predicted of both ways: .*; break-even of its gather 663, .*"),
+    ({}, {"m": 512, "n": 8192, "k": 3584, **FP8}, "sequential", "predicted of both ways: .*" + BLOCKS[1]),
+    ({}, {"choice": "fused", **FP8}, "fused", "as asked for" + BLOCKS[1]),
+    ({}, {"op": ALL_REDUCE, "choice": "fused", **FP8}, "fused", "as asked for" + BLOCKS[0]),
     (TWO_HOSTS, FP8, "pipelined", "1024 rows per rank >= 1024; not fused: ranks 0 and 4 are on two hosts" + BLOCKS[1]),
     (B200, FP8, "pipelined", "1024 rows .*; not fused: the rate of blocks on NVIDIA B200 is not known; FP8: .*"),
     # what no kernel fuses
-    ({}, {"op": ALL_REDUCE, "choice": "fused", **FP8}, "sequential", "fused was asked for, but its kernels reduce.*"),
     ({}, {"grouped": Grouped(8, 16, 1536), "choice": "fused", **FP8}, "sequential", "fused was asked.* experts; .*"),
-    ({}, {"op": ALL_REDUCE, **FP8}, "pipelined", "1024 rows .*; not fused: its kernels reduce no products.*"),
     ({}, {"grouped": Grouped(8, 16, 1536), "m": 8, **FP8}, "sequential", ".* its kernels gather no blocks .*"),
 ])  # fmt: skip
 def test_what_is_chosen_and_why(node, described, options, name, reason):

@@ -20,7 +20,7 @@ from tpformer.kernels.quantize.format import NUMBER_BYTES
 from tpformer.words import dtype_name
 
 from ..implementation import KERNEL_DTYPES
-from ..transports.interface import ALL_REDUCE, GATHER, REGISTRY, Transport
+from ..transports.interface import ALL_REDUCE, GATHER, REGISTRY, SCATTER, Transport
 from ..transports.pipelined import Pipelined
 from ..transports.products import PLAIN
 from ..transports.quantized import BLOCKS
@@ -61,7 +61,7 @@ def open_transport(request: Request) -> Transport:
     if request.precision == FP8:
         from ..transports.fused_blocks import FusedBlocks  # imports triton
 
-        return FusedBlocks(request.group)
+        return FusedBlocks(request.group, request.sequence_parallel)
     from ..transports.fused import Fused  # imports triton
 
     return Fused(request.group, request.sequence_parallel)
@@ -77,8 +77,8 @@ def choose_transport(request: Request) -> Decision:
         the faster one of "fused" and "sequential" by the performance model, if topology and dtype (16 bits) allow both
         "pipelined", if the topology forbids "fused" and the chunks of the GEMM are large
         "sequential"
-    In FP8 nothing is measured, and only gathers are fused: what no fused kernel serves, `sequential` does, though
-    "fused" is asked for, and the reason says so. ValueError where FP8 cannot be.
+    In FP8 nothing is measured, and no fused kernel gathers for experts: that `sequential` does, though "fused" is asked
+    for, and the reason says so. ValueError where FP8 cannot be.
     """
     check_choice("transport", request.transport, TRANSPORTS)
     if request.precision == FP8:
@@ -118,7 +118,6 @@ def _with_notes(decision: Decision, request: Request) -> Decision:
     if request.precision == FP8:
         gathers = "blocks are gathered, and " * (request.ranks > 1 and request.sequence_parallel)
         reason += f"; FP8: {gathers}the GEMM multiplies what blocks stand for{_break_evens(request)}"
-        reason += "; only the gather is fused, the reduction is sequential" * (decision.transport == "fused")
     if decision.transport == "fused" and request.op != ALL_REDUCE:
         assert request.group is not None
         if (why := why_copied_flags(request.group, request.device)) is not None:
@@ -151,8 +150,6 @@ def left_to_sequential(request: Request) -> str | None:
     """Why the fused transport would leave a request to `sequential`; None if it has a kernel. In 16 bits it has all."""
     if request.precision == FP8 and request.grouped is not None:
         return "its kernels gather no blocks for experts"
-    if request.precision == FP8 and request.op == ALL_REDUCE:
-        return "its kernels reduce no products of blocks, and without sequence shards there is no gather"
     return None
 
 
@@ -226,22 +223,26 @@ def _fused_or_sequential(request: Request) -> Decision:
         )
     times = predicted_times(request, machine)
     fastest = min(times, key=lambda name: times[name].seconds)
-    what = "predicted of its gather: " if request.precision == FP8 else "predicted: "
+    what = "predicted of both ways: " if request.precision == FP8 and _backward_operation(request) else "predicted: "
     return Decision(fastest, what + ", ".join(f"{name} {time}" for name, time in times.items()))
 
 
 def predicted_times(request: Request, machine: Machine, spare: int | None = None) -> dict[str, Times]:
     """What "auto" compares, by transport. spare: SMs that the fused kernel leaves free, by default as it does.
 
-    In FP8 it is the gather, in the forward or in the backward, because reductions are alike."""
+    In FP8 it is the forward and the gradient of the input together, because a gather of half the bytes gains much less
+    than a reduction."""
     assert request.group is not None
     op, sizes = request.op, (request.m, request.n, request.k)
     spare = spare_processors(request.group) if spare is None else spare
     t, dtype, device = request.ranks, request.dtype, request.device
     if request.precision == FP8:
-        if op != GATHER:
-            sizes = (request.m, request.k, request.n)
-        return times_of_blocks(sizes, t, device, machine.of_blocks or machine, spare)
+        ways = [
+            (op, sizes),
+            *([(back, (request.m, request.k, request.n))] if (back := _backward_operation(request)) else []),
+        ]
+        times = [times_of_blocks(*way, t, device, machine.of_blocks or machine, spare) for way in ways]
+        return {name: Times(*map(sum, zip(*(each[name] for each in times), strict=True))) for name in times[0]}
 
     def gemm(sources: int, spare: int) -> float | None:
         """Seconds of the experts' GEMM; None for a linear, whose GEMM the model knows."""
@@ -253,6 +254,11 @@ def predicted_times(request: Request, machine: Machine, spare: int | None = None
         "fused": fused_times(op, sizes, t, dtype, device, machine, spare, gemm(t, spare)),
         "sequential": sequential_times(op, sizes, t, dtype.itemsize, machine, gemm(1, 0)),
     }
+
+
+def _backward_operation(request: Request) -> str | None:
+    """The operation of a linear's backward; None if it communicates in one of both ways alone."""
+    return {GATHER: SCATTER, SCATTER: GATHER}.get(request.op)
 
 
 def _measured(request: Request) -> Decision | None:

@@ -104,15 +104,15 @@ def fused_times(
 
 
 def times_of_blocks(
-    sizes: tuple[int, int, int], t: int, device: torch.device, machine: Machine, spare: int = 0
+    op: str, sizes: tuple[int, int, int], t: int, device: torch.device, machine: Machine, spare: int = 0
 ) -> dict[str, Times]:
-    """By transport, a gather of blocks of e4m3 and the GEMM that multiplies them into 16 bits, at `machine`'s rate of
-    blocks. sizes: as above."""
+    """By transport, an operation whose GEMM multiplies blocks of e4m3 into 16 bits, at `machine`'s rate of blocks.
+    sizes: as above."""
     gemm = gemm_seconds(*sizes, 2, machine, NUMBER_BYTES)
-    sent, itemsize = as_sent(GATHER, sizes, 1, True)
+    sent, itemsize = as_sent(op, sizes, 2, True)
     return {
-        "fused": fused_times(GATHER, sizes, t, VALUES, device, machine, spare),
-        "sequential": sequential_times(GATHER, sent, t, itemsize, machine, gemm),
+        "fused": fused_times(op, sizes, t, VALUES, device, machine, spare),
+        "sequential": sequential_times(op, sent, t, itemsize, machine, gemm),
     }
 
 

@@ -204,8 +204,8 @@ def tiled_traffic(
     op: str, sizes: tuple[int, int, int], t: int, itemsize: int, tile: Tile, programs: int, push: Push,
     band: int | None = None, machine: Machine = MACHINES[0],
 ) -> Traffic:  # fmt: skip
-    """The closed form of an operation; sizes: M of all ranks, N and K of this rank's GEMM. push: of a gather. band: of
-    an all-reduce; None: what is best for these programs."""
+    """The closed form of an operation; sizes: M of all ranks, N and K of this rank's GEMM. itemsize: of what travels,
+    of blocks 1. push: of a gather. band: of an all-reduce; None: what is best for these programs."""
     from tpformer.kernels.all_gather_matmul.plan import sent_bytes
     from tpformer.kernels.matmul_all_reduce.kernel import band_rows
 
@@ -249,23 +249,25 @@ def planned_launch(
     from tpformer.kernels.matmul_all_reduce.kernel import band_rows, select_all_reduce_tile
 
     (m, n, k), itemsize = sizes, dtype.itemsize
+    sums = max(itemsize, 2)  # of blocks, results have 16 bits
+    one_shot = op == ALL_REDUCE and is_one_shot(m, n, sums)
     if op == ALL_REDUCE:
-        tile = select_all_reduce_tile(device, dtype, m, n, t)
+        tile = select_all_reduce_tile(device, dtype, m, n, t, one_shot)
     elif op == GATHER:
         tile = select_gather_tile(device, dtype, m // t, [n], k, t)
     else:
         tile = select_tile(device, dtype, m // t, n, chunks=t)
-    one_shot = op == ALL_REDUCE and is_one_shot(m, n, dtype.itemsize)
     chunks, band = 1 if one_shot else t, None
     tiles = chunks * tile_count(share(m, chunks), n, tile)
     if op == GATHER:
-        seconds = gemm_seconds(m, n, k, max(itemsize, 2), machine_of(device, itemsize), itemsize)
+        seconds = gemm_seconds(m, n, k, sums, machine_of(device, itemsize), itemsize)
         work = Work(sent_bytes(m // t, k, itemsize), t, tiles, seconds, itemsize)
         programs, push = plan_launch(work, device, tile, not copies, None, 1, spare)
     else:
-        programs, push = persistent_programs(device, tiles, tile, spare=spare), NO_PUSH
+        programs, push = persistent_programs(device, tiles, tile, spare=spare, itemsize=itemsize), NO_PUSH
     if op == ALL_REDUCE:
-        every = persistent_programs(device, tiles, tile)
-        band = band_rows(share(m, chunks), n, t, tile, dtype.itemsize, every)
-    found = tiled_traffic(op, sizes, t, dtype.itemsize, tile, programs, push, band, machine_of(device))
+        every = persistent_programs(device, tiles, tile, itemsize=itemsize)
+        band = band_rows(share(m, chunks), n, t, tile, sums, every)
+    machine = machine_of(device, itemsize)
+    found = tiled_traffic(op, sizes, t, itemsize if op == GATHER else sums, tile, programs, push, band, machine)
     return Launch(tile, programs, push, found)

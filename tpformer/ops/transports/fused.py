@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from tpformer.kernels.all_gather_matmul.kernel import (
 )
 from tpformer.kernels.arguments import MAXIMUM_WEIGHTS
 from tpformer.kernels.configurations import select_tile
+from tpformer.kernels.cost import is_one_shot
 from tpformer.kernels.finish import NOTHING, Finish
 from tpformer.kernels.launch import Tile, packed, require_matrices
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce, matmul_all_reduce_space, select_all_reduce_tile
@@ -156,29 +158,31 @@ class Fused(Transport):
         finish: Finish = NOTHING,
     ) -> tuple[Tensor, Normed | None]:
         """Transport.matmul_reduce: each tile goes to its owner as it is computed; the norm has its own pass."""
-        scatter = self.sequence_parallel
-        record_transport(SCATTER if scatter else ALL_REDUCE, self.name)
         require_matrices(*inputs, *weights)
         inputs, weights = _at_most_three(inputs, weights, transposed)
-        x, world = inputs[0], self.group.size()
-        m, n = len(x), weights[0].shape[0 if transposed else 1]
+        x, n = inputs[0], weights[0].shape[0 if transposed else 1]
+        reduce = matmul_reduce_scatter if self.sequence_parallel else matmul_all_reduce
+        reduce = partial(reduce, inputs, weights, b_transposed=not transposed)
+        return self._reduce(reduce, (len(x), n), x, x.dtype, finish)
+
+    def _reduce(
+        self, reduce: Callable[..., Tensor], sizes: tuple[int, int], like: Tensor, operands: torch.dtype, finish: Finish
+    ) -> tuple[Tensor, Normed | None]:
+        """matmul_reduce by a kernel. sizes: rows of all ranks, and columns. like: the result has its dtype and device.
+        operands: the dtype of what the GEMM multiplies."""
+        (m, n), scatter, world = sizes, self.sequence_parallel, self.group.size()
+        op, dtype = SCATTER if scatter else ALL_REDUCE, like.dtype
+        record_transport(op, self.name)
         if scatter:
             check_divisible(m, world)
-        record("reduce_scatter" if scatter else "all_reduce", m * n * x.element_size())
-        workspace = kernel_workspace(self.group, "reduce", x.device)
-        tile, space = _reduction(scatter, m, n, world, x.dtype, x.device)
+        record("reduce_scatter" if scatter else "all_reduce", m * n * dtype.itemsize)
+        workspace = kernel_workspace(self.group, "reduce", like.device)
+        tile, space = _reduction(scatter, m, n, world, dtype, operands, like.device)
         residual = None if finish.residual is None else finish.residual.contiguous()
         end = Finish(finish.bias, finish.dropout, residual)
-        if scatter:
-            channel = workspace.begin(SCATTER, *space, (m, n), x.dtype, told(finish.dropout))
-            y = matmul_reduce_scatter(
-                inputs, weights, channel, end, b_transposed=not transposed, tile=tile, spare=self.spare
-            )
-        else:
-            channel = workspace.begin(ALL_REDUCE, *space, (m, n), x.dtype, told(finish.dropout))
-            y = matmul_all_reduce(
-                inputs, weights, channel, end, b_transposed=not transposed, tile=tile, spare=self.spare
-            )
+        called = op if operands == dtype else f"quantized_{op}"
+        channel = workspace.begin(called, *space, sizes, dtype, told(finish.dropout))
+        y = reduce(channel, end, tile=tile, spare=self.spare)
         workspace.end()
         return (y, None) if finish.norm is None else finish_rows(y, Finish(norm=finish.norm))
 
@@ -204,13 +208,13 @@ def for_all(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Seque
 
 @functools.lru_cache(maxsize=1024)
 def _reduction(
-    scatter: bool, m: int, n: int, world: int, dtype: torch.dtype, device: torch.device
+    scatter: bool, m: int, n: int, world: int, dtype: torch.dtype, operands: torch.dtype, device: torch.device
 ) -> tuple[Tile, tuple[int, int]]:
-    """(tile, what the channel must offer) of a reduction of (m, n)."""
+    """(tile, what the channel must offer) of a reduction of (m, n) in this dtype, of products of such operands."""
     if scatter:
-        tile = select_tile(device, dtype, m // world, n, chunks=world)
+        tile = select_tile(device, operands, m // world, n, chunks=world)
         return tile, matmul_reduce_scatter_space(m // world, n, world, dtype, tile)
-    tile = select_all_reduce_tile(device, dtype, m, n, world)
+    tile = select_all_reduce_tile(device, operands, m, n, world, is_one_shot(m, n, dtype.itemsize))
     return tile, matmul_all_reduce_space(m, n, world, dtype, dtype, tile)
 
 

@@ -1,10 +1,12 @@
-"""GEMMs of blocks of e4m3 fused with their gather in one Triton kernel over symmetric memory; imports triton.
+"""GEMMs of blocks of e4m3 fused with their communication in one Triton kernel over symmetric memory; imports triton.
 
-Belongs here: what a gather of blocks does otherwise than one of 16 bits. Its reductions are sequential's.
+Belongs here: what products of blocks do otherwise than those of 16 bits.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -18,6 +20,8 @@ from tpformer.kernels.all_gather_quantized_matmul.reference import packed_shard,
 from tpformer.kernels.arguments import MAXIMUM_WEIGHTS
 from tpformer.kernels.finish import NOTHING, Finish
 from tpformer.kernels.launch import require_matrices
+from tpformer.kernels.matmul_all_reduce.kernel import quantized_matmul_all_reduce
+from tpformer.kernels.matmul_reduce_scatter.kernel import quantized_matmul_reduce_scatter
 from tpformer.kernels.protocol import Channel
 from tpformer.kernels.quantize.format import VALUES, Blocks, blocks_bytes
 
@@ -28,22 +32,23 @@ from .fused import Fused, for_all
 from .interface import GATHER, record_transport
 from .products import Factor, Kept
 from .quantized import BLOCKS
-from .sequential import Sequential
+from .sequential import Sequential, local
 
 OPERATION = "all_gather_quantized_matmul"
 
 
 class FusedBlocks(Fused):
     """Fused for products of blocks. A rank sends one piece of memory, its rows' values and then their exponents. What
-    it has gathered is copied out of the slot, so no later operation overwrites it.
+    it has gathered is copied out of the slot, so no later operation overwrites it. Sums travel in the weights' dtype.
 
-    No kernel fuses such products with their reduction, or gathers for experts: these are sequential's.
+    No kernel gathers blocks for experts: that is sequential's.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
-        super().__init__(group)
-        self.products, self.sequential = BLOCKS, Sequential(group, products=BLOCKS)
-        self.untold = group  # a reduction begins no fused operation, which would tell the other ranks of the linear
+    def __init__(self, group: ProcessGroup, sequence_parallel: bool = True) -> None:
+        super().__init__(group, sequence_parallel)
+        self.products = BLOCKS
+        if not sequence_parallel:
+            self.gathering = local(BLOCKS)
 
     def _begin_blocks(
         self, operation: str, blocks: Blocks, columns: int | None, keep: bool
@@ -99,7 +104,9 @@ class FusedBlocks(Fused):
         self, x_shard: Factor, dispatch: Dispatch, weights: Tensor, *, transposed: bool, keep: bool
     ) -> tuple[Tensor, Factor]:
         """What experts.gather_experts returns, by sequential."""
-        return gather_experts(self.sequential, x_shard, dispatch, weights, transposed=transposed, keep=keep)
+        return gather_experts(
+            Sequential(self.group, products=BLOCKS), x_shard, dispatch, weights, transposed=transposed, keep=keep
+        )
 
     def matmul_reduce(
         self,
@@ -109,8 +116,14 @@ class FusedBlocks(Fused):
         transposed: bool,
         finish: Finish = NOTHING,
     ) -> tuple[Tensor, Normed | None]:
-        """Transport.matmul_reduce, by sequential."""
-        return self.sequential.matmul_reduce(inputs, weights, transposed=transposed, finish=finish)
+        """Transport.matmul_reduce: each tile goes to its owner as it is computed; the norm has its own pass."""
+        lefts = [BLOCKS.factor(x) for x in inputs]
+        require_matrices(*(x.values for x in lefts), *weights)
+        rights = [BLOCKS.right(weight, transposed).blocks for weight in weights]
+        lefts, rights = joined(lefts, 0), joined(rights, 1)
+        like, sizes = weights[0], (len(lefts[0].values), len(rights[0].values))
+        reduce = quantized_matmul_reduce_scatter if self.sequence_parallel else quantized_matmul_all_reduce
+        return self._reduce(partial(reduce, lefts, rights, dtype=like.dtype), sizes, like, VALUES, finish)
 
     def start_gather(self, x_shard: Factor) -> Callable[[], Factor]:
         """Transport.start_gather: copy engines begin at once; shards that they would be slow with, the wait pushes."""
@@ -123,3 +136,14 @@ class FusedBlocks(Fused):
             return unpacked_shards(self._gathered(channel, workspace, shard), blocks.values.shape[1])
 
         return wait
+
+
+def joined(factors: list[Blocks], dim: int) -> list[Blocks]:
+    """At most the three factors that kernels take: later ones are joined to the third, along K. dim: that of exponents
+    that K is."""
+    last = MAXIMUM_WEIGHTS - 1
+    if len(factors) <= MAXIMUM_WEIGHTS:
+        return factors
+    values, exponents = zip(*factors[last:], strict=True)
+    bytes_of_all = torch.cat([each.view(torch.uint8) for each in values], 1)
+    return [*factors[:last], Blocks(bytes_of_all.view(VALUES), torch.cat(exponents, dim))]
