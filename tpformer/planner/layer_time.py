@@ -18,7 +18,7 @@ import torch
 from tpformer.config import FP8, RunConfig
 from tpformer.distributed.links import Link, all_reduce_seconds, all_to_all_seconds
 from tpformer.kernels.cost import as_sent, overlapped_seconds
-from tpformer.kernels.quantize.format import NUMBER_BYTES
+from tpformer.kernels.quantize.format import NUMBER_BYTES, VALUES
 from tpformer.layers.embedding import padded_vocab
 from tpformer.ops.choice import Grouped
 from tpformer.ops.choice.prediction import fused_times, grouped_seconds, sequential_times
@@ -44,22 +44,27 @@ def exposed_seconds(
     gemm: float,
     itemsize: int,
     grouped: Grouped | None = None,
+    blocks: bool = False,
 ) -> float:
     """Seconds that a linear's communication adds to its GEMM's `gemm`. sizes: M of all ranks, N and K of this rank.
-    grouped: of experts that are gathered for, and have as much work."""
+    grouped: of experts that are gathered for, and have as much work. blocks: the GEMM multiplies blocks of e4m3."""
     if t == 1:
         return 0.0
     if transport == "auto":
         ways = ("sequential", "fused") if device.capability else ("sequential",)
-        return min(exposed_seconds(op, sizes, t, each, device, gemm, itemsize, grouped) for each in ways)
+        return min(exposed_seconds(op, sizes, t, each, device, gemm, itemsize, grouped, blocks) for each in ways)
     if transport == "fused":
         with as_if_on(device) as cuda:
             parts = None
             if grouped is not None:
                 m, _, k = sizes
                 parts = grouped_seconds(grouped, m, k, t, t, torch.bfloat16, cuda, device.machine)
-            found = fused_times(op, sizes, t, torch.bfloat16, cuda, device.machine, gemm=parts)
+            machine, dtype = device.machine, torch.bfloat16
+            if blocks:
+                machine, dtype = machine.of_blocks or machine, VALUES
+            found = fused_times(op, sizes, t, dtype, cuda, machine, gemm=parts)
         return max(0.0, found.device - gemm)
+    sizes, itemsize = as_sent(op, sizes, itemsize, blocks)
     found = sequential_times(op, sizes, t, itemsize, device.machine, gemm)
     if transport == "pipelined":
         return overlapped_seconds(gemm, found.links, t) - gemm
@@ -82,6 +87,7 @@ class LayerModel:
         self.ep = exchanging_ranks(layout)
         self.fp8 = config.train.precision == FP8
         self.uses = config.n_microbatches if layout.keeps_weights else None  # of a weight that is quantised
+        self.fuses = self.fp8 and self.t > 1 and software.forward_transport in ("auto", "fused")
         self.speed = check_fp8_device(device) / device.machine.flops if self.fp8 else software.speed
         q, kv = model.query_size // self.t, kv_heads(model, self.t)[0] * model.head_size
         self.q, self.kv = q, kv
@@ -130,14 +136,14 @@ class LayerModel:
         gathered, there = self.t > 1 and self.layout.sequence_parallel, self.tokens
         if linear.experts is not None and self.ep is not None:
             gathered, there = True, exchanged_rows(self.config)
-        moved = quantising_bytes(linear, self.rows, gathered, there)
+        moved = quantising_bytes(linear, self.rows, gathered, there, self.fuses)
         forward, inputs, weights = (stream_seconds(each, self.device) for each in moved)
         of_weights, of_inputs = (stream_seconds(each, self.device) for each in weight_bytes(linear, self.uses))
         return forward + (0.0 if again and self.uses else of_weights), inputs + of_inputs, weights
 
     def launches(self, experts: bool) -> tuple[float, float]:
         """Kernels that FP8 adds to the forward and to the backward of a layer. experts: whether it has some."""
-        return launches(self.linears[experts], self.uses) if self.fp8 else (0, 0)
+        return launches(self.linears[experts], self.uses, self.fuses) if self.fp8 else (0, 0)
 
     def _cast(self, linear: Linear, operands: int) -> float:
         """Seconds to cast the operands of a linear's GEMM: its weight, and features of all rows."""
@@ -157,19 +163,18 @@ class LayerModel:
             grouped = Grouped(self.model.experts_per_token, linear.experts, n)
             n = grouped.width(self.t)
         transport = self.software.backward_transport if backward else self.software.forward_transport
-        collective = self.fp8 or (linear.experts is not None and op != GATHER)
+        collective = linear.experts is not None and (self.fp8 or op != GATHER)
         if collective and transport in ("auto", "fused"):
             transport = "sequential"
-        itemsize = self.device.itemsize
+        itemsize, sizes = self.device.itemsize, (self.tokens, n, k)
         if op == GATHER and not backward and self.software.gathered_bytes:
             itemsize = self.software.gathered_bytes
-        sizes, itemsize = as_sent(op, (self.tokens, n, k), itemsize, self.fp8)
-        return exposed_seconds(op, sizes, self.t, transport, self.device, gemm, itemsize, grouped)
+        return exposed_seconds(op, sizes, self.t, transport, self.device, gemm, itemsize, grouped, self.fp8)
 
     def _links(self, op: str, blocks: bool = False) -> float:
         """Seconds of a collective of rows as wide as the residual stream, hidden by nothing. blocks: as in as_sent."""
-        sizes, itemsize = as_sent(op, (self.tokens, self.h, self.h), self.device.itemsize, blocks)
-        return exposed_seconds(op, sizes, self.t, "sequential", self.device, 1.0, itemsize)
+        sizes, itemsize = (self.tokens, self.h, self.h), self.device.itemsize
+        return exposed_seconds(op, sizes, self.t, "sequential", self.device, 1.0, itemsize, None, blocks)
 
     def linear_forward(self, linear: Linear, again: bool = False) -> Terms:
         """The forward of one linear. again: one that a backward repeats, for which kept blocks of weights are there."""
@@ -199,8 +204,10 @@ class LayerModel:
                 inputs["tp"] = max(0.0, self._links(op) - wgrad)
             else:
                 inputs["tp"] = self._exposed(op, linear, dgrad, True)
-            if sequence and software.regathers:  # blocks are gathered when they are waited for, behind the GEMM
-                inputs["tp"] += max(0.0, self._links(GATHER, self.fp8) - dgrad * (not self.fp8))
+            if sequence and software.regathers:
+                # `sequential` gathers when it is waited for, behind the GEMM: of blocks this is counted
+                behind = self.fp8 and software.backward_transport == "sequential"
+                inputs["tp"] += max(0.0, self._links(GATHER, self.fp8) - dgrad * (not behind))
         elif sequence:
             inputs["tp"] = self._links(GATHER) if beside else self._exposed(GATHER, linear, dgrad, True)
         return inputs, weights

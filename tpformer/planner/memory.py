@@ -133,13 +133,12 @@ def fused_workspaces(
 
     A slot's bytes are a power of two. A gather's slot holds the gathered rows. A reduction's slot holds what every rank
     adds to this rank's rows, in whole tiles. Without sequence_parallel both are replaced by the slot of an all-reduce,
-    which holds as much as a reduction's, and the sums. blocks: in FP8 only gathers are fused, of blocks.
+    which holds as much as a reduction's, and the sums. blocks: in FP8 gathers are of blocks.
     """
     rows = -(-tokens // tp)
     tiles = -(-rows // TILE_ROWS) * TILE_ROWS * (-(-hidden // TILE_COLUMNS) * TILE_COLUMNS)
-    slots = [tp * tiles * itemsize, rows * tp * hidden * itemsize] if sequence_parallel else [2 * tp * tiles * itemsize]
-    if blocks:
-        slots = [tp * shard_bytes(rows, hidden)] * sequence_parallel
+    gathered = shard_bytes(rows, hidden) if blocks else rows * hidden * itemsize
+    slots = [tp * tiles * itemsize, tp * gathered] if sequence_parallel else [2 * tp * tiles * itemsize]
     flags = tp * WRITER_FLAGS_MINIMUM * FLAG_BYTES
     return sum(2 * slot_bytes(slot) + flags for slot in slots)
 

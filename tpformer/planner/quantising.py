@@ -34,15 +34,19 @@ def check_fp8_device(device: Device) -> float:
     )
 
 
-def quantising_bytes(linear: Linear, own: float, gathered: bool, there: float = 0.0) -> tuple[float, float, float]:
+def quantising_bytes(
+    linear: Linear, own: float, gathered: bool, there: float = 0.0, fused: bool = False
+) -> tuple[float, float, float]:
     """Bytes that FP8's passes over rows read and write in the forward, for the gradients of the input and for those of
     weights.
 
     own: this rank's rows, of the residual stream. gathered: whether these rows are gathered, as a column linear's input
     and a row linear's output gradient are: values and exponents are joined before, and parted behind. there: for
-    experts, the rows that are there, gathered or by an exchange, of which each expert takes some.
+    experts, the rows that are there, gathered or by an exchange, of which each expert takes some. fused: whether fused
+    kernels multiply what is gathered or reduced, but that of experts.
 
-    What each weight of several adds to the gradient of its input is added up in 16 bits. Norms and activations, also
+    What each weight of several adds to the gradient of its input is added up in 16 bits, but by a fused kernel, which
+    reads what is gathered for a forward from where it arrives, too. Norms and activations, also
     where a backward makes them again, write blocks in place of 16 bits, as dropout's backward does, and the backward of
     an activation writes those of its gradients beside them, as the sum for a bias does of what it reads; a pass
     quantises attention's result, also again, and all other output gradients. For weight gradients both factors are
@@ -51,7 +55,7 @@ def quantising_bytes(linear: Linear, own: float, gathered: bool, there: float = 
     gradients but what dropout's backward writes. A shared expert on the same rows takes their blocks, and has no
     gradient of an output of its own.
     """
-    m, n, k, several = linear.rows * (linear.experts or 1), linear.n, linear.k, linear.weights - 1
+    m, n, k, several = linear.rows * (linear.experts or 1), linear.n, linear.k, (linear.weights - 1) * (not fused)
     if linear.experts is not None:
         taken = finished(linear) * own + 2 * NUMBER_BYTES * (own + there) * gathered
         if linear.column:
@@ -64,7 +68,8 @@ def quantising_bytes(linear: Linear, own: float, gathered: bool, there: float = 
     sent = 2 * NUMBER_BYTES * (own + m) * gathered  # of one feature of what may be gathered
     if linear.column:
         normed, given = own * WRITTEN + sent, PASS if linear.name == PROJECTIONS else NUMBER_BYTES
-        return normed * k, given * m * n + 6 * several * m * k, normed * k + PASS * m * (n + k)
+        parted = 2 * NUMBER_BYTES * m * (gathered and fused)
+        return (normed - parted) * k, given * m * n + 6 * several * m * k, normed * k + PASS * m * (n + k)
     read = PASS if linear.name == ATTENTION else WRITTEN
     return read * m * k, (own * finished(linear) + sent) * n + read * m * k, PASS * m * (n + k)
 
@@ -88,8 +93,9 @@ def weight_bytes(linear: Linear, uses: int | None) -> tuple[float, float]:
     return (3 if uses is None else 4) * elements * forward, 4 * elements * inputs
 
 
-def launches(linears: Sequence[Linear], uses: int | None) -> tuple[float, float]:
-    """Kernels that FP8 adds to the forward and to the backward, to within those of a gather, which are three."""
+def launches(linears: Sequence[Linear], uses: int | None, fused: bool = False) -> tuple[float, float]:
+    """Kernels that FP8 adds to the forward and to the backward, to within those of a gather, which are three. fused: as
+    of quantising_bytes; a fused kernel takes scales as they are, and several weights at once."""
     forward = backward = 0.0
     of_weights = quantised_weights(uses)
     for linear in linears:
@@ -100,10 +106,11 @@ def launches(linears: Sequence[Linear], uses: int | None) -> tuple[float, float]
             forward += linear.weights * (of_weights[0] + SCALES) + (not linear.column)
             backward += linear.weights * (of_weights[1] + SCALES + 1 + linear.column)
             continue
-        forward += linear.weights * (of_weights[0] + SCALES) + (linear.name == ATTENTION)
+        scales = 0 if fused else SCALES
+        forward += linear.weights * (of_weights[0] + scales) + (linear.name == ATTENTION)
         # rows of output gradients, and of attention's result again; a sum less than weights; what is dequantised
         of_row = not (linear.column or linear.dropout or linear.bias)
         quantised = linear.weights if linear.name == PROJECTIONS else of_row
-        backward += linear.weights * (of_weights[1] + SCALES) + quantised + (linear.name == ATTENTION)
-        backward += (linear.weights - 1) + linear.weights + 1
+        backward += linear.weights * (of_weights[1] + scales) + quantised + (linear.name == ATTENTION)
+        backward += (linear.weights - 1) * (not fused) + linear.weights + 1
     return forward, backward

@@ -48,7 +48,9 @@ def why_no_graph(config: RunConfig, device: str) -> str | None:
         "a recorded step holds its memory beside what parallel.memory_budget counts": bool(layout.memory_budget),
         'only parallel.transport = "fused" counts its epochs on the device': tensor_parallel
         and layout.transport != "fused",
-        "in FP8 reductions are collectives, which count on the host": tensor_parallel and config.train.precision == FP8,
+        "in FP8 a collective, which counts on the host, adds gradients of shared key-value heads": tensor_parallel
+        and config.train.precision == FP8
+        and config.model.kv_heads % layout.tensor_parallel != 0,
     }
     if asked == "auto":  # what a graph can do, but would make slower or larger
         obstacles |= {
