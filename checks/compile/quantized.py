@@ -43,8 +43,8 @@ from tpformer.kernels.quantize.kernel import (
 from tpformer.kernels.quantized_grouped_matmul.kernel import quantized_grouped_matmul
 from tpformer.kernels.quantized_matmul.kernel import quantized_matmul
 
+from . import memory_bound
 from .cases import CAPABILITIES, DTYPES, WORLD, Case, channel, meta, meta_packed
-from .memory_bound import row_finish
 
 PROGRAMS = 132
 
@@ -86,18 +86,20 @@ def blocks_cases() -> Iterator[Case]:
                 norm = Norm("layernorm", meta(n, dtype=dtype), meta(n, dtype=dtype), 1e-5)
                 launches: dict[str, Callable[[], object]] = {
                     "blocks": partial(norm_forward, x, norm, blocks=True),
-                    "blocks finish": partial(finish_norm_forward, x, row_finish(dtype, n, norm), blocks=True),
+                    "blocks finish": partial(
+                        finish_norm_forward, x, memory_bound.row_finish(dtype, n, norm), blocks=True
+                    ),
                 }
                 for name, launch in launches.items():
                     yield Case(name=f"{name} {n}", kernel="norm_forward_kernel", launch=launch, **same)
             x = meta(8192, 4096, dtype=dtype)
-            dropout = row_finish(dtype, 4096).dropout
+            dropout = memory_bound.row_finish(dtype, 4096).dropout
             for name, given in {
                 "dropout": (dropout, True),
                 "no dropout": (None, True),
                 "no bias": (dropout, False),
             }.items():
-                launch = partial(finish_backward, x, *given, blocks=True, programs=2 * PROGRAMS)
+                launch = partial(finish_backward, x, *given, blocks=True, programs=memory_bound.PROGRAMS)
                 yield Case(name=f"blocks {name}", kernel="finish_backward_kernel", launch=launch, **same)
             for name, gate in ((each, each == "silu") for each in ACTIVATIONS):
                 launch = partial(activation_forward, x, name, x if gate else None, blocks=True)

@@ -40,11 +40,19 @@ def shipped_cases(capability: int, shelf: Shelf) -> list[Any]:
     to fit beside one another; its first one in float32; the last two of each other kernel."""
     from checks.compile import cases
 
-    cases.meta = shelf
-    from checks.compile import memory_bound, quantized, shipped
+    made = cases.channel
 
-    shipped.channel = cache(shipped.channel)  # what is kept of calls, a channel keeps
-    shipped.channel(), shipped.channel(1), shipped.channel(shipped.WORLD)  # before a case takes memory
+    @cache
+    def channel(*sizes: int, **options: int) -> Any:
+        """One for all calls, because what is kept of calls, a channel keeps. Its memory is none of a case's."""
+        place = shelf.tensors, shelf.taken
+        shelf.begin([])
+        found = made(*sizes, **options)
+        shelf.tensors, shelf.taken = place
+        return found
+
+    cases.meta, cases.channel = shelf, channel
+    from checks.compile import memory_bound, quantized, shipped
 
     memory_bound.PROGRAMS = quantized.PROGRAMS = shipped.PROGRAMS = None
     ours = [case for case in shipped.cases() if case.capability == capability and case.dtype != torch.float16]
