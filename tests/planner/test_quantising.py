@@ -15,16 +15,17 @@ from tpformer.cli.plan import plan_command
 from tpformer.config import RunConfig, build_config
 from tpformer.kernels import cost
 from tpformer.kernels.quantize import reference
-from tpformer.kernels.quantize.format import NUMBER_BYTES
+from tpformer.kernels.quantize.format import NUMBER_BYTES, VALUES
 from tpformer.layers import TensorParallel
 from tpformer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpformer.models import GPT
 from tpformer.ops.choice import Request, break_even, choose_transport
+from tpformer.ops.choice.prediction import fused_times
 from tpformer.ops.implementation import implementation
 from tpformer.ops.quantized_product import quantized_product
 from tpformer.ops.transports import quantized
 from tpformer.ops.transports.interface import REGISTRY
-from tpformer.planner.devices import load_device
+from tpformer.planner.devices import as_if_on, load_device
 from tpformer.planner.dry_run import fake_world
 from tpformer.planner.layer_time import LayerModel
 from tpformer.planner.memory_budget import with_budget
@@ -221,6 +222,38 @@ def test_a_gather_joins_and_parts_blocks() -> None:
         for place in range(3):
             more = gathered[place] - alone[place]
             assert more == pytest.approx((place in places) * 2 * NUMBER_BYTES * 1.25 * linear.rows * features)
+
+
+def test_fused_kernels_hide_what_blocks_send_and_need_neither_scales_nor_sums() -> None:
+    """Each collective as the model of `auto` has it, at the rate of blocks, and a column linear's input is gathered
+    again under a GEMM; nothing of a forward's gather is parted, or launched, that a kernel does in its place."""
+    pytest.importorskip("triton")
+    fused, plain = (
+        layer(LLAMA, parallel={"tensor_parallel": 8, "transport": each}, microbatch_size=8)
+        for each in ("fused", "sequential")
+    )
+    assert fused.fuses and not plain.fuses
+    for linear in fused.linears[False]:
+        sizes, back = (linear.rows, linear.n, linear.k), (linear.rows, linear.k, linear.n)
+        ops = (GATHER, SCATTER) if linear.column else (SCATTER, GATHER)
+        given = [fused.linear_forward(linear), fused.linear_backward(linear)[0]]
+        for op, of_way, found in zip(ops, (sizes, back), given, strict=True):
+            with as_if_on(H100) as device:
+                alone = fused_times(op, of_way, 8, VALUES, device, MACHINE.of_blocks or MACHINE).device
+            gathered = cost.collective_seconds(GATHER, linear.rows, 4096, 4096 + 32, 8, 1, MACHINE)  # again, under it
+            again = max(0.0, gathered - found["gemm"]) * (linear.column and op == SCATTER)
+            assert found["tp"] == max(0.0, alone - found["gemm"]) + again
+        behind = plain.linear_forward(linear), plain.linear_backward(linear)[0]
+        assert sum(each["tp"] for each in given) < sum(each["tp"] for each in behind)
+    linears, weights = fused.linears[False], sum(linear.weights for linear in fused.linears[False])
+    more = [a - b for a, b in zip(launches(linears, 4), launches(linears, 4, True), strict=True)]
+    assert more == [SCALES * weights, SCALES * weights + weights - len(linears)]
+    for linear in linears:
+        own, several = linear.rows / 8, linear.weights - 1
+        bytes_of = [quantising_bytes(linear, own, True, 0.0, each) for each in (False, True)]
+        parted, added = 2 * NUMBER_BYTES * linear.rows * linear.k, 6 * several * linear.rows * linear.k
+        expected = (parted * linear.column, added * linear.column, 0.0)
+        assert [a - b for a, b in zip(*bytes_of, strict=True)] == pytest.approx(expected, abs=1.0)
 
 
 def test_rows_leave_for_their_experts_in_blocks_and_come_home_in_16_bits() -> None:
