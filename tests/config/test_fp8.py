@@ -33,6 +33,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"train.precision": "int8"}, "train.precision='int8': choose one of 16, fp8"),
 ]
+GATHER = {"parallel.zero_gather": "fp8"}
+GATHERS: list[tuple[dict[str, Any], str]] = [
+    ({"train.precision": "16", "parallel.data_parallel_shard": 2}, "with train.precision='16': linears would multiply"),
+    ({}, r"no ranks share a linear's weight \(zero_stage=0, data_parallel_shard \* context_parallel = 1\)"),
+    ({"parallel.data_parallel_replicate": 2, "parallel.zero_stage": 0}, r"no ranks share .*zero_stage=0"),
+    (
+        {"parallel.data_parallel_shard": 8, "parallel.tensor_parallel": 2},
+        "with 8 ranks that share each weight: .* of e4m3: none; as they are, being no whole blocks of 128 x 128: "
+        "q_proj 256 x 32, k_proj 128 x 32, v_proj 128 x 32, o_proj 32 x 256, fc1 384 x 32, fc2 32 x 384; share them",
+    ),
+    ({"parallel.zero_gather": "e4m3"}, "parallel.zero_gather='e4m3': choose one of 16, fp8"),
+]
 
 
 def values(changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -59,6 +71,14 @@ def test_what_cannot_be_is_refused_and_taken_in_16_bits(changes: dict[str, Any],
         check_config(build_config(values({**changes, "train.precision": "16"})), trains=False)
 
 
+@pytest.mark.parametrize("changes, message", GATHERS)
+def test_gathers_without_blocks_are_refused(changes: dict[str, Any], message: str) -> None:
+    batch = {"train.global_batch_size": 8}
+    with pytest.raises(ValueError, match=message):
+        check_config(build_config(values({**batch, **GATHER, **changes})), trains=False)
+    check_config(build_config(values({**batch, **changes, "parallel.zero_gather": "16"})), trains=False)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_fits_is_taken(tp: int) -> None:
     """Each rank has two heads of 128, one of keys, and 384 of the MLP's features; experts are whole on their ranks, and
@@ -66,6 +86,8 @@ def test_what_fits_is_taken(tp: int) -> None:
     check_config(
         build_config(values({"parallel.tensor_parallel": tp, "parallel.transport": "pipelined"})), trains=False
     )
+    shared = {"parallel.data_parallel_shard": 2, "train.global_batch_size": 2, **GATHER}
+    check_config(build_config(values({"parallel.tensor_parallel": tp, **shared})), trains=False)
     experts = {**EXPERTS, "model.shared_expert_size": 256, "model.ffn_hidden_size": 100}
     check_config(build_config(values({**experts, "parallel.tensor_parallel": tp})), trains=False)
 

@@ -49,6 +49,7 @@ CHOICES: dict[str, Iterable[str]] = {
     "pipeline_schedule": SCHEDULES,
     "pipeline_split": ("parameters", "time"),
     "reduce_dtype": ("float32", "bfloat16"),
+    "zero_gather": ("16", "fp8"),
     "recompute": RECOMPUTE,
 }
 
@@ -85,6 +86,9 @@ class Layout:
     """0 shares nothing, 1 optimizer state, 2 also gradients, 3 also parameters. Unset: 1 if several ranks share."""
     reduce_dtype: str = "float32"
     """float32 or bfloat16: how 16-bit runs add up gradients over data-parallel ranks (ZeRO 0, 1: and microbatches)."""
+    zero_gather: str = "16"
+    """fp8: with train.precision = "fp8" ZeRO gathers the linears' weights in blocks of e4m3: half of the bytes, and the
+    same numbers, which were to be quantised anyway. 16: in train.dtype."""
     exchange: str = "library"
     """How gradients of replicas become one: library, or a lesson by its name and options (docs/data_parallel.md)."""
     cpu_offload: bool = False

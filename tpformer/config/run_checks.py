@@ -9,6 +9,7 @@ from .fp8 import FP8, PRECISIONS, check_precision
 from .ranges import check_ranges
 from .run import OptimizerSection, RunConfig, TrainSection, batch_sizes
 from .transport_table import DTYPES, read_transport_table
+from .zero_gather import check_zero_gather
 
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 CUDA_GRAPHS = ("auto", "on", "off")
@@ -51,6 +52,7 @@ def check_config(config: RunConfig, *, trains: bool = True) -> None:
     _check_train(config)
     if config.train.precision == FP8:
         check_precision(model, parallel, config.train.device, config.train.dtype)
+    check_zero_gather(model, parallel, config.train.precision)
     _check_recorded(config)
     if not config.run.dir.strip():
         raise ValueError(f"run.dir = {config.run.dir!r} names no directory: give the run one of its own")

@@ -15,7 +15,7 @@ from .sequential import pipeline_sequential
 from .split import split_stages
 from .tied import TiedParameter
 from .whole_matrices import WholeMatrices
-from .zero import apply_zero, prepare_backward, reshard
+from .zero import apply_zero, gathers_of, prepare_backward, reshard
 
 __all__ = [
     "SCHEDULES",
@@ -31,6 +31,7 @@ __all__ = [
     "exchange_of",
     "clip_grad_norm_",
     "gather_actions",
+    "gathers_of",
     "gradient_norm",
     "gradient_norms",
     "local_norms",

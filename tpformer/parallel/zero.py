@@ -16,10 +16,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
 
-from tpformer.config import Layout
+from tpformer.config import FP8, Layout
+from tpformer.config.zero_gather import shard_dim
 from tpformer.distributed.mesh import DEFAULT_TIMEOUT, data_mesh, expert_mesh
+from tpformer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpformer.layers.moe import Experts
 
+from .block_gather import BlockGather
+from .block_gather import Shard as SentShard
 from .exchange import Exchange, exchange_named
 
 
@@ -78,7 +82,8 @@ def apply_zero(
     Experts that exchange tokens are laid out over the ranks that have the same of them, in the unit of their layer.
     Communication, for a unit of P parameters, or for the experts and the rest of a unit that has both:
         all-gather of P * compute itemsize: stages 0 to 2 once a step; stage 3 in the forward and the backward of each
-        microbatch (the rest of `part` in the forward only);
+        microbatch (the rest of `part` in the forward only); with layout.zero_gather = "fp8" weights of linears in FP8
+        are a byte a number and one for each block;
         reduce-scatter of P * reduce itemsize: stages 0 and 1 once a step, stages 2 and 3 once a microbatch;
         all-reduce over replicas, or the exchange's own sum, of what the reduce-scatter leaves: once a step, but
         once a microbatch where stages 2 and 3 reduce in 16 bits, in which microbatches must not be added up.
@@ -114,6 +119,32 @@ def apply_zero(
             held = [each for group in _groups(fully_shard.state(unit)) for each in group.fsdp_params]
             shapes = [each.padded_sharded_param_size for each in held]
             unit.set_all_reduce_hook(ReplicaSum(exchange.unit(name, shapes, data.get_group(0))))
+    if layout.zero_gather == FP8:
+        _gather_blocks(part, sharded)
+
+
+def _gather_blocks(part: nn.Module, units: Iterable[FSDPModule]) -> None:
+    """Let units send those weights of linears in FP8 in blocks of which every rank's shard is whole ones."""
+    quantised = set()
+    for module in part.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear | Experts) and module.tp.precision == FP8:
+            quantised |= {id(each) for each in module.parameters(recurse=False) if each.ndim > 1}
+    for unit in units:
+        names = {id(each): name for name, each in unit.named_parameters()}
+        for group in _groups(fully_shard.state(unit)):
+            shards = []
+            for each in group.fsdp_params:
+                own = id(each.sharded_param)
+                shards.append(SentShard(names[own], tuple(each.padded_sharded_param_size), own in quantised))
+            if any(shard.in_blocks for shard in shards) and group.mesh_info.shard_mesh_size > 1:
+                group._all_gather_comm = BlockGather(shards)  # torch's own setter takes no unit of several groups
+
+
+def gathers_of(part: nn.Module) -> list[str]:
+    """How units that gather blocks send weights of linears, in words: one line for all that are alike."""
+    units = [module for module in part.modules() if isinstance(module, FSDPModule)]
+    comms = [group._all_gather_comm for unit in units for group in _groups(fully_shard.state(unit))]
+    return list(dict.fromkeys(str(comm) for comm in comms if isinstance(comm, BlockGather)))
 
 
 def _unit_names(part: nn.Module, units: Iterable[nn.Module]) -> list[str]:
@@ -152,9 +183,8 @@ def _placements(part: nn.Module, mesh: DeviceMesh, layout: Layout, timeout: time
 def _placement(parameter: nn.Parameter, shards: int) -> Shard | None:
     """Shard(1) for what the tp axis already cut by rows, or by experts: each rank then keeps one block, not strided
     rows."""
-    if isinstance(parameter, DTensor) and parameter.ndim >= 2 and parameter.placements == (Shard(0),):
-        return Shard(1) if parameter.shape[1] % shards == 0 else None
-    return None
+    cut = isinstance(parameter, DTensor) and parameter.placements == (Shard(0),)
+    return Shard(1) if shard_dim(parameter.shape, shards, cut) else None
 
 
 def prepare_backward(part: nn.Module, zero_stage: int, *, last: bool) -> None:

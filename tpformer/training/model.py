@@ -25,6 +25,7 @@ from tpformer.parallel import (
     MasterWeights,
     Pipeline,
     TiedParameter,
+    gathers_of,
     gradient_norms,
     needs_masters,
     prepare_backward,
@@ -338,6 +339,8 @@ class ModelParts:
             part.train(mode)
 
     def explain(self, dtype: torch.dtype) -> str:
-        """A table of the linears of this rank's parts, for one microbatch: transport and reason. All ranks call it."""
+        """A table of the linears of this rank's parts, for one microbatch: transport and reason. Behind it, how ZeRO
+        gathers their weights, if it gathers blocks. All ranks call it."""
         tokens = self.microbatch_size * self.config.seq_length
-        return "\n".join(part.explain(tokens, dtype) for part in self.parts)
+        gathers = dict.fromkeys(line for part in self.parts for line in gathers_of(part))
+        return "\n".join([*(part.explain(tokens, dtype) for part in self.parts), *gathers])

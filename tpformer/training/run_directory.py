@@ -40,7 +40,7 @@ _TABLE = {
     ("data", REFUSED): "weights mask separate_documents end_of_document train_contents valid_contents",
     ("parallel", CONTINUED): "tensor_parallel sequence_parallel transport transport_table pipeline_parallel "
     "pipeline_schedule pipeline_stages_per_rank pipeline_split data_parallel_replicate data_parallel_shard "
-    "context_parallel expert_parallel zero_stage "
+    "context_parallel expert_parallel zero_stage zero_gather "
     "exchange cpu_offload recompute recompute_layers recompute_interval pack_activations "
     "pack_layers offload_activations keep memory_budget",
     ("parallel", REFUSED): "reduce_dtype",

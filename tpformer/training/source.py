@@ -218,6 +218,7 @@ def source_config(path: str | Path, overrides: Values | None = None) -> RunConfi
         "data_parallel_shard": 1,
         "context_parallel": 1,
         "expert_parallel": None,
+        "zero_gather": "16",
         "cpu_offload": False,
         "pack_activations": False,
         "pack_layers": "",
