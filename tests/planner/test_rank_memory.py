@@ -35,6 +35,7 @@ FOUR, MUON = {"n_layers": 4}, {"name": "muon"}
 CP2, EP2 = {"context_parallel": 2}, {"expert_parallel": 2}
 PACKED, OFFLOADED = {"pack_activations": True}, {"offload_activations": True}
 REGIONS = {"recompute": "full", "recompute_interval": 2}
+BLOCKS = {"precision": "fp8", "zero_gather": "fp8"}
 FEW = {"microbatches": 2}  # a dry run counts as many; of more, three
 # most parts of the sums are in one of these, by itself or beside others
 LAYOUTS = [
@@ -46,6 +47,7 @@ LAYOUTS = [
     (LLAMA, {**CP2, **ZERO3, **FEW, "recompute": "full", "tensor_parallel": 4}),  # twice as many as keys' heads
     (SHARED, {**EP2, **ZERO1, **TP2, **FEW, "recompute": "mlp", "balance_loss": 0.01}),
     ({**WIDE, **FOUR}, {**TP2, **ZB, "precision": "fp8"}),
+    ({**BLOCKED, "n_kv_heads": 1}, {**TP2, **ZERO3, **FEW, **BLOCKS}),
 ]
 # the rest, and the same parts in other combinations
 OTHERS = [
@@ -93,6 +95,9 @@ OTHERS = [
     (BLOCKED, {**EP2, **ZERO1, **TP2, **FEW, "precision": "fp8", "recompute": "mlp"}),
     ({**BLOCKED, **FOUR}, {**TP2, **ZB, "precision": "fp8"}),
     ({**BLOCKED, **FOUR}, {**EP2, **ZB, **TP2, "precision": "fp8"}),
+    (WIDE, {**ZERO2, **BLOCKS, "data_parallel_replicate": 2, "recompute": "full"}),
+    ({**BLOCKED, "n_experts": 6}, {**EP2, **ZERO3, **FEW, **BLOCKS}),
+    ({**WIDE, **FOUR}, {**ILV, **ZERO1, **TP2, **BLOCKS}),
 ]
 
 

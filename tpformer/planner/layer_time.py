@@ -25,6 +25,7 @@ from tpformer.ops.choice.prediction import fused_times, grouped_seconds, sequent
 from tpformer.ops.transports.interface import ALL_REDUCE, GATHER, SCATTER
 
 from .devices import Device, as_if_on
+from .gathers import gather_launches
 from .kept import kept_by_kind
 from .memory import context_bytes, exchanged_rows, kv_heads, microbatch_tokens
 from .quantising import check_fp8_device, launches, quantising_bytes, weight_bytes
@@ -143,7 +144,11 @@ class LayerModel:
 
     def launches(self, experts: bool) -> tuple[float, float]:
         """Kernels that FP8 adds to the forward and to the backward of a layer. experts: whether it has some."""
-        return launches(self.linears[experts], self.uses, self.fuses) if self.fp8 else (0, 0)
+        if not self.fp8:
+            return 0, 0
+        gather = gather_launches(self.config, experts) if self.layout.zero == 3 else 0  # else once a step
+        forward, backward = launches(self.linears[experts], self.uses, self.fuses)
+        return forward + gather, backward + gather
 
     def _cast(self, linear: Linear, operands: int) -> float:
         """Seconds to cast the operands of a linear's GEMM: its weight, and features of all rows."""

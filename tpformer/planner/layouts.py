@@ -20,7 +20,8 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 UNSET = "none"  # ep without a number: experts are on the tensor-parallel ranks
 PACKS = ("none", "all")  # layers whose activations are packed
-WORDS = {"schedule": tuple(SCHEDULES), "recompute": RECOMPUTE, "offload": OFFLOADS, "pack": PACKS}
+GATHERS = ("16", "fp8")  # parallel.zero_gather
+WORDS = {"schedule": tuple(SCHEDULES), "recompute": RECOMPUTE, "offload": OFFLOADS, "pack": PACKS, "gather": GATHERS}
 
 
 def layout_text(config: RunConfig) -> str:
@@ -31,7 +32,8 @@ def layout_text(config: RunConfig) -> str:
     parts |= {"cp": layout.context_parallel} if layout.context_parallel > 1 else {}
     parts |= {"pp": layout.pipeline_parallel, "dp": layout.data_parallel}
     parts |= {} if layout.expert_parallel is None else {"ep": layout.expert_parallel}
-    parts |= {"zero": layout.zero, "microbatch": config.microbatch_size}
+    parts |= {"zero": layout.zero} | ({"gather": layout.zero_gather} if layout.zero_gather != "16" else {})
+    parts |= {"microbatch": config.microbatch_size}
     if layout.pipeline_parallel > 1:
         parts |= {"schedule": layout.pipeline_schedule, "stages": layout.stages_per_rank}
     others = {"recompute": layout.recompute, "offload": offload_of(layout), "pack": pack_of(config)}
@@ -55,11 +57,12 @@ def with_layout(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """The configuration in the layout of layout_text's keys. Missing ones are as in DEFAULTS.
 
     What is recomputed or packed is so in all layers, each by itself, because the text says nothing else. Without `pack`
-    the configuration decides.
+    the configuration decides, and without `gather` it does where something is gathered.
     """
     stages, values = values.get("stages"), {**DEFAULTS, **values}  # unset: the schedule's own number
     dp, zero, offload, schedule = (values[key] for key in ("dp", "zero", "offload", "schedule"))
     kind = SCHEDULES[schedule]
+    gathers = zero > 0 and dp * values["cp"] > 1
     layout = dataclasses.replace(
         config.parallel,
         tensor_parallel=values["tp"],
@@ -71,6 +74,7 @@ def with_layout(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
         data_parallel_replicate=1 if zero else dp,
         data_parallel_shard=dp if zero else 1,
         zero_stage=zero,
+        zero_gather=values.get("gather", config.parallel.zero_gather if gathers else "16"),
         recompute=values["recompute"],
         recompute_layers="",
         recompute_interval=1,
@@ -105,7 +109,8 @@ def _values(text: str, several: bool) -> dict[str, Any]:
         key, equals, value = (each.strip() for each in part.partition("="))
         if not equals:
             raise ValueError(f"layout {shown(text)}: {shown(part.strip())} is not KEY=VALUE, such as tp=8")
-        check_choice(f"layout {shown(text)}: key", key, (*NUMBERS, *WORDS))
+        known = [name for name in (*NUMBERS, *WORDS) if not (several and name == "gather")]  # nobody searches it
+        check_choice(f"layout {shown(text)}: key", key, known)
         if key in found:
             raise ValueError(f"layout {shown(text)}: {key} is given twice")
         found[key] = tuple(_value(text, key, each.strip()) for each in (value.split("|") if several else [value]))

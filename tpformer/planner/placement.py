@@ -20,6 +20,7 @@ from tpformer.parallel.zero import uses_fsdp
 
 from .counting import EXPERT_AXES, OF_OWNERS, SEND, named_axes
 from .devices import Device, load_device
+from .gathers import gather_bytes, in_blocks
 from .memory import boundary_bytes, context_bytes, exchanged_rows, microbatch_rows, microbatch_tokens
 from .muon import itemsize, sent_elements
 from .states import Precision, exchanging_ranks, stage_elements
@@ -178,16 +179,21 @@ def _data_parallel_bytes(config: RunConfig, pipeline_rank: int) -> dict[str, flo
     exchanged = sum(size.exchanged for size in sizes)
     if not uses_fsdp(layout, precision.compute):
         return {}
-    families = [(*data_axes(layout), layers - exchanged, rest, layout.replicas, layout.shards)]
+    ranges = stage_ranges(config.model, layout.pipeline_split, layout.n_stages)
+    blocks = in_blocks(config, [layer for stage in layout.stages_of(pipeline_rank) for layer in ranges[stage]])
+    families = [(*data_axes(layout), layers - exchanged, rest, layout.replicas, layout.shards, blocks.others)]
     if exchanged:
-        families.append((*EXPERT_AXES[:2], exchanged, 0.0, layout.expert_replicas, layout.expert_shards))
+        expert_ranks = layout.expert_replicas, layout.expert_shards
+        families.append((*EXPERT_AXES[:2], exchanged, 0.0, *expert_ranks, blocks.exchanged))
     found = {}
-    for replica, shard, of_layers, others, replicas, shards in families:
+    for replica, shard, of_layers, others, replicas, shards, of_blocks in families:
         reduced = (of_layers + others) * precision.reduce.itemsize
-        gathers = (2 * m * of_layers + m * others) if layout.zero == 3 else of_layers + others
+        times, of_root = (2 * m, m) if layout.zero == 3 else (1, 1)
+        layer_bytes = gather_bytes(of_layers, of_blocks, precision.compute.itemsize)
+        gathered = times * layer_bytes + of_root * others * precision.compute.itemsize
         reductions = m if layout.zero > 1 else 1
         found[replica] = sent_bytes("all_reduce", reduced / shards, replicas)
-        found[shard] = sent_bytes("all_gather", gathers * precision.compute.itemsize, shards)
+        found[shard] = sent_bytes("all_gather", gathered, shards)
         found[shard] += sent_bytes("reduce_scatter", reductions * reduced, shards)
     return found
 

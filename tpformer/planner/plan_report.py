@@ -14,6 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from tpformer.config import FP8
+from tpformer.config.zero_gather import check_zero_gather, gather_words, gathered_weights
 from tpformer.kernels.cost import break_even_width, break_evens_in_blocks
 from tpformer.models import GPTConfig
 from tpformer.ops.row_exchange import share_of_rank
@@ -21,7 +22,7 @@ from tpformer.ops.row_exchange import share_of_rank
 from .advice import advice
 from .candidates import Question
 from .costs import Cost, cost_lines
-from .layouts import layout_text
+from .layouts import GATHERS, layout_text
 from .placement import EXCHANGED, placement
 from .published import Outcome, strong_scaling
 from .quantising import check_fp8_device
@@ -191,6 +192,7 @@ def blocks_part(choice: Choice, question: Question) -> dict[str, list[str]]:
         f"{machine.flops / 1e12:.0f}; MFU is of the dense peak of 16 bits, {machine.peak_flops / 1e12:.0f}",
         f"in 16 bits this layout takes {without.seconds:.3g} s for a step: FP8 is {gain:.2f} times as fast",
     ]
+    lines += _gather_lines(choice, question)
     t = config.parallel.tensor_parallel
     evens = break_evens_in_blocks(t, machine, question.device.itemsize)
     if t > 1 and evens is not None:
@@ -200,6 +202,26 @@ def blocks_part(choice: Choice, question: Question) -> dict[str, list[str]]:
             f"longer than their gather from {evens[0]:.0f} on, and than a reduction in 16 bits from {evens[1]:.0f}"
         )
     return {"FP8, predicted": lines}
+
+
+def _gather_lines(choice: Choice, question: Question) -> list[str]:
+    """What ZeRO's gathers in blocks are predicted to gain; nothing where they cannot be."""
+    config, model = choice.config, choice.config.model
+    both = {
+        gather: dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, zero_gather=gather))
+        for gather in GATHERS
+    }
+    try:
+        check_zero_gather(model, both[FP8].parallel, FP8)
+    except ValueError:
+        return []
+    takes = [f"{model_of(question, each).step().seconds:.3g} s with gather={gather}" for gather, each in both.items()]
+    lines = [f"a step takes {' and '.join(takes)}"]
+    if config.parallel.zero_gather == FP8:
+        kinds = dict.fromkeys(map(model.has_experts, range(model.n_layers)))
+        weights = [each for kind in kinds for each in gathered_weights(model, config.parallel, experts=kind)]
+        lines.append(gather_words((each.name, each.shard) for each in weights if each.shards > 1))
+    return lines
 
 
 def sent_once(model: GPTConfig, places: int) -> float:

@@ -18,6 +18,7 @@ from tpformer.parallel import Layout, exchange_named
 
 from .bubbles import Order, schedule_order
 from .counting import StageCount
+from .gathers import received_bytes
 from .kept import Kept, factor_bytes, kept_by_kind
 from .memory import (
     Occupancies,
@@ -237,6 +238,8 @@ def rank_memory(
         parts.append(("fused workspaces *", float(workspaces)))
     if (blocks := kept_blocks(config, of_rank)) > 0:
         parts.append(("weights in blocks *", blocks))
+    if (received := received_bytes(config, precision.compute.itemsize)) > 0:
+        parts.append(("gathers in blocks *", received))
     parts.append(("temporaries *", at.working))
     if config.optimizer.name == "muon":  # when it steps, activations and temporaries are gone, and all gradients there
         later = 0.0 if layout.cpu_offload else (1 - at.gradients) * states[1].nbytes

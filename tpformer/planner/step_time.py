@@ -18,6 +18,7 @@ from tpformer.parallel import Action, Exchange, exchange_named
 from .bubbles import simulate
 from .costs import model_flops_utilization
 from .devices import Device
+from .gathers import InBlocks, gather_bytes, in_blocks, pass_seconds
 from .layer_time import LayerModel
 from .memory import microbatch_rows
 from .muon import STEP_BYTES, muon_seconds
@@ -290,7 +291,8 @@ class StepModel:
         units = sum(len(self.ranges[index]) for index in layout.stages_of(rank)) + 1
         forward = sum(stage.seconds("F") for stage in stages)
         backward = sum(stage.seconds("B") for stage in stages)
-        gathers, gradients, replicas = self._reductions(self.of_rank(rank), units)
+        layers = [layer for index in layout.stages_of(rank) for layer in self.ranges[index]]
+        gathers, gradients, replicas = self._reductions(self.of_rank(rank), units, in_blocks(self.config, layers))
         window = self._window(len(stages))
         of_forward = self.m if layout.zero == 3 else 1
         of_backward = self.m if layout.zero > 1 else 1
@@ -304,19 +306,22 @@ class StepModel:
             return seconds + of_backward * _exposed(gradients, backward, units) + replicas
         return seconds + _exposed(gradients + replicas, window * backward, units)
 
-    def _reductions(self, size: Elements, units: int) -> tuple[float, float, float]:
+    def _reductions(self, size: Elements, units: int, blocks: InBlocks) -> tuple[float, float, float]:
         """Seconds of a gather of all parameters, of the gradients' reduction, and of their sum over replicas.
 
+        blocks: what is gathered in blocks, behind which passes are a part of the gather.
         Each layer is gathered and reduced on its own, its experts apart from the rest where they exchange tokens.
         """
         layout, found = self.layout, [0.0, 0.0, 0.0]
-        families = [(size.total - size.exchanged, units, layout.shards, False)]
+        families = [(size.total - size.exchanged, units, layout.shards, False, blocks.others)]
         if size.exchanged:
-            families.append((size.exchanged, sum(each > 0 for each in size.experts), layout.expert_shards, True))
-        for whole, number, shards, experts in families:
-            gradient, copy = (each * whole / number for each in (self.software.gradient_bytes, self.device.itemsize))
+            routed = sum(each > 0 for each in size.experts)
+            families.append((size.exchanged, routed, layout.expert_shards, True, blocks.exchanged))
+        for whole, number, shards, experts, of_blocks in families:
+            gradient = self.software.gradient_bytes * whole / number
+            copy = gather_bytes(whole, of_blocks, self.device.itemsize) / number
             if layout.zero:
-                found[0] += number * self.collective(copy, experts=experts) / 2
+                found[0] += number * self.collective(copy, experts=experts) / 2 + pass_seconds(of_blocks, self.device)
                 found[1] += number * self.collective(gradient, experts=experts) / 2
             found[2] += number * self.collective(gradient / shards, True, experts)
         return found[0], found[1], found[2]
