@@ -104,6 +104,7 @@ class LayoutCase(NamedTuple):
         elif layout.zero != int(layout.context_parallel > 1):
             words.append(f"ZeRO-{layout.zero}")
         words += [f"EP{layout.expert_parallel}"] if layout.expert_parallel is not None else []
+        words += ["gathers in blocks"] if layout.zero_gather != "16" else []
         words += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
         words += [layout.transport] if layout.transport != "auto" else []
         words += ["CPU offload"] if layout.cpu_offload else []
@@ -330,6 +331,11 @@ FP8_CASES = (
     # key-value heads that ranks share
     *(case(tp=4, model=FP8_NEWER), case(2, tp=4, sequence_parallel=False, recompute="full", model=FP8_NEWER)),
     case(2, tp=4, pp=2, schedule="ZBVZeroBubble", model=FP8_NEWER),
+    # weights that ZeRO gathers in blocks, as far as shards have whole ones
+    *(
+        case(2, shard=2, zero=3, zero_gather="fp8", model=FP8_NEWER),
+        case(1, shard=2, zero=2, zero_gather="fp8", model=FP8_MODEL),
+    ),
     # chunks of gathers
     *(case(2, tp=2, transport="pipelined", model=FP8_NEWER), case(2, tp=4, transport="pipelined", model=FP8_MODEL)),
     case(2, tp=2, pp=2, transport="pipelined", schedule="ZBVZeroBubble", model=FP8_MODEL),
@@ -351,6 +357,8 @@ FP8_EXPERTS_CASES = tuple(
         *(case(2, shard=2, tp=2, ep=4, zero=3, recompute="full"), case(2, cp=2, tp=2, ep=4)),
         *(case(2, shard=2, tp=2, ep=2, recompute="mlp"), case(2, pp=2, shard=2, ep=2, schedule="ZBVZeroBubble")),
         case(1, pp=2, tp=2, shard=2, ep=4, schedule="DualPipeV"),
+        # weights that ZeRO gathers in blocks
+        *(case(2, shard=2, zero=3, zero_gather="fp8"), case(1, shard=4, zero=3, ep=2, zero_gather="fp8")),
     )
 )
 BFLOAT16_CASES = (TP4, PP4, DP4, ALL_AXES)

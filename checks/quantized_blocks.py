@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from tpformer.kernels.quantize.format import BLOCK, Blocks, row_exponents
+from tpformer.kernels.quantize.reference import dequantize_weight, quantize_weight
 
 Step = frozenset[bytes]
 LEAST = -60
@@ -22,7 +23,12 @@ one."""
 
 
 def digests(made: Sequence[Blocks]) -> Step:
-    """SHA-256 of each block's values and exponent, of matrices that `record_blocks` gave."""
+    """SHA-256 of each block's values and exponent, of matrices that `record_blocks` gave.
+
+    Weights are quantised once more: where ZeRO gathered blocks, the linear has quantised what blocks stand for. A block
+    whose largest magnitude was rounded to 224 scales then has other bytes for the same numbers, and after another time
+    everyone's are those.
+    """
     found: set[bytes] = set()
     for values, exponents in made:
         m, k = values.shape
@@ -32,6 +38,8 @@ def digests(made: Sequence[Blocks]) -> Step:
         if exponents.shape == row_exponents(m, k):
             cells, scales = cells.view(m, k // BLOCK, BLOCK), exponents.t()
         else:
+            values, exponents = quantize_weight(dequantize_weight(Blocks(values, exponents), torch.float32))
+            cells = values.view(torch.uint8)
             cells, scales = cells.view(m // BLOCK, BLOCK, k // BLOCK, BLOCK).permute(0, 2, 1, 3), exponents
         blocks, counted = cells.reshape(scales.numel(), -1).numpy(), scales.reshape(-1).numpy()
         for block, scale in zip(blocks[counted >= LEAST], counted[counted >= LEAST], strict=True):

@@ -101,15 +101,17 @@ def sent(*experts: list[int], gap: float = 1.0) -> dict:
 
 
 def test_a_token_at_another_expert_is_a_miss() -> None:
-    def moe_row(double: dict, single: dict, gap: float) -> layouts.Row:
-        expected = {dtype: trained()._replace(routed=sent([0, 1], [1, 2], gap=gap)) for dtype in (FLOAT64, FLOAT32)}
-        found = {FLOAT64: [trained()._replace(routed=double)], FLOAT32: [trained()._replace(routed=single)]}
-        return make_row(case(tp=2, model=EIGHT), found, expected)
+    def moe_row(double: dict, single: dict, gap: float, model: str = EIGHT) -> layouts.Row:
+        run = trained()._replace(quantized=[frozenset()])
+        expected = {dtype: run._replace(routed=sent([0, 1], [1, 2], gap=gap)) for dtype in (FLOAT64, FLOAT32)}
+        found = {FLOAT64: [run._replace(routed=double)], FLOAT32: [run._replace(routed=single)]}
+        return make_row(case(tp=2, model=model), found, expected)
 
     same, other = sent([0, 1], [1, 2]), sent([0, 1], [1, 3])
     assert moe_row(same, same, 1.0)["ok"]
     assert not moe_row(other, same, 1e-7)["ok"]  # not even a near one, in float64
     assert not moe_row(same, other, 1e-4)["ok"]
+    assert moe_row(same, other, 1e-4, FP8_EXPERTS)["ok"] and not moe_row(other, same, 1e-7, FP8_EXPERTS)["ok"]
     near = moe_row(same, other, 1e-6)
     assert near["ok"] and near["routing"]["flips"] == [(1, 0, 0, 1, 1e-6)]
     with pytest.raises(ValueError, match="0 samples were routed in place of 1"):
@@ -283,13 +285,15 @@ sys.exit(main(["layouts"], [layouts.BENCH], Path(sys.argv[1])))
 
 
 def test_few_layouts_in_fp8(ranks: WorkerPool, tmp_path: Path) -> None:
-    """In the suite: with experts that ranks share or exchange tokens for, and with key-value heads that ranks share."""
+    """In the suite: with experts that ranks share or exchange tokens for, with key-value heads that ranks share, and
+    with weights that ZeRO gathers in blocks."""
     text, _ = build_small_split(tmp_path, quiet=True)
     expected: dict[str, RankRun] = {}
     for one in (
         case(4, tp=2, transport="pipelined", model=FP8_EXPERTS),
         case(4, tp=2, ep=2, model=FP8_EXPERTS),
         case(4, tp=4, model=FP8_NEWER),
+        case(4, shard=2, zero=3, zero_gather="fp8", model=FP8_NEWER),
     ):
 
         def trained_in(each: layouts.LayoutCase) -> list[RankRun]:

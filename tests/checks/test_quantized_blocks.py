@@ -7,7 +7,7 @@ from checks.quantized_blocks import LEAST, differing, digests, joined_steps, run
 from checks.quantized_errors import MOST, Operands, beyond, errors_table, quantised, relative, results, rounded
 from checks.scalings import ACTIVATIONS, WEIGHTS, scalings_table
 from checks.scalings import differing as of_shards
-from tpformer.kernels.quantize.reference import quantize_rows, quantize_weight
+from tpformer.kernels.quantize.reference import dequantize_weight, quantize_rows, quantize_weight
 
 X = torch.randn(6, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -25,6 +25,10 @@ def test_blocks_are_known_by_what_they_hold() -> None:
     weight = X.repeat(64, 1)[:256]
     assert digests([quantize_weight(weight)]) == digests([quantize_weight(part) for part in weight.chunk(2)])
     assert len(digests([quantize_weight(weight)])) == 4
+    rounded = torch.where(weight.abs() > 0.5, 226.0, weight)  # to 224 scales, so that the linear has other bytes of it
+    linears = quantize_weight(dequantize_weight(quantize_weight(rounded), torch.float64))
+    assert linears.exponents.eq(quantize_weight(rounded).exponents - 1).all()
+    assert digests([linears]) == digests([quantize_weight(rounded)]) != digests([quantize_weight(weight)])
     noise = X * 2.0 ** (LEAST - 20)
     assert not digests([quantize_rows(noise)]), "zeros but for rounding"
 
