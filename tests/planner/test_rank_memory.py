@@ -96,6 +96,7 @@ OTHERS = [
     ({**BLOCKED, **FOUR}, {**TP2, **ZB, "precision": "fp8"}),
     ({**BLOCKED, **FOUR}, {**EP2, **ZB, **TP2, "precision": "fp8"}),
     (WIDE, {**ZERO2, **BLOCKS, "data_parallel_replicate": 2, "recompute": "full"}),
+    ({**WIDE, "n_kv_heads": 1}, {**TP2, **FEW, "precision": "fp8", "sequence_parallel": False, "recompute": "full"}),
     ({**BLOCKED, "n_experts": 6}, {**EP2, **ZERO3, **FEW, **BLOCKS}),
     ({**WIDE, **FOUR}, {**ILV, **ZERO1, **TP2, **BLOCKS}),
 ]

@@ -136,9 +136,13 @@ def axis_bytes(config: RunConfig, pipeline_rank: int = 0) -> dict[str, float]:
         sent["ep"] = m * sum(sent_bytes("all_to_all", exchanged_bytes(config, each), ep) for each in of_experts)
     whole = transfers * gathered_bytes(config) + routed * max(4, precision.compute.itemsize)
     sent["tp"] = m * sent_bytes("all_gather", whole, layout.tensor_parallel)
-    # partial are gradients of routers' weights on sequence shards, and those of keys and values that ranks share
-    partial = sum(of_stages) * (model.n_experts or 0) * layout.sequence_parallel
-    partial += 2 * len(own) * model.kv_size * (model.kv_heads % layout.tensor_parallel > 0)
+    # partial are gradients of routers' weights on sequence shards, and those of keys and values that ranks share, which
+    # FP8 adds up before they are quantised, too
+    shared = 2 * len(own) * model.kv_size * (model.kv_heads % layout.tensor_parallel > 0)
+    if config.train.precision == FP8:
+        added = shared * tokens * precision.compute.itemsize
+        sent["tp"] += m * sent_bytes("all_reduce", added, layout.tensor_parallel)
+    partial = sum(of_stages) * (model.n_experts or 0) * layout.sequence_parallel + shared
     times, dtype = (m, precision.compute) if layout.zero > 1 else (1, precision.reduce)
     sent["tp"] += times * sent_bytes("all_reduce", partial * model.hidden_size * dtype.itemsize, layout.tensor_parallel)
     if config.optimizer.name == "muon" and (axes := owners_axes(layout)):
