@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.config import RunConfig
+from tpformer.config.zero_gather import gathers_blocks
 from tpformer.distributed import check_all, indexed
 from tpformer.distributed.mesh import close_mesh
 from tpformer.parallel import local_part
@@ -320,7 +321,7 @@ class Trainer:
         config, final = self.config, self.config.train.steps
         if log is not None:
             log.note(summary(config, self.device, self.step))
-            if self.config.parallel.tensor_parallel > 1:
+            if config.parallel.tensor_parallel > 1 or gathers_blocks(config.parallel, config.train.precision):
                 log.note(self.linears)
             for notice in notices(config):
                 log.note(notice)
