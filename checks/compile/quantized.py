@@ -24,7 +24,7 @@ from tpformer.kernels.finish import NOTHING, Dropout, Finish, Norm
 from tpformer.kernels.launch import Tile
 from tpformer.kernels.matmul_all_reduce.kernel import quantized_matmul_all_reduce
 from tpformer.kernels.matmul_reduce_scatter.kernel import quantized_matmul_reduce_scatter
-from tpformer.kernels.norm.kernel import finish_norm_forward, norm_forward
+from tpformer.kernels.norm.kernel import WIDEST_BACKWARD, finish_norm_forward, norm_backward, norm_forward
 from tpformer.kernels.quantize.format import (
     EXPONENTS,
     VALUES,
@@ -77,7 +77,7 @@ def quantize_cases() -> Iterator[Case]:
 
 def blocks_cases() -> Iterator[Case]:
     """Norms of rows of one tile, several rows in it, and wider rows, activations, and gradients behind dropout and a
-    bias, whose results are blocks; and gradients of activations, which have blocks beside them."""
+    bias, whose results are blocks; and gradients of norms and activations, which have blocks beside them."""
     for capability in CAPABILITIES:
         for dtype in DTYPES if capability >= 90 else ():
             same = {"dtype": dtype, "capability": capability}
@@ -92,6 +92,11 @@ def blocks_cases() -> Iterator[Case]:
                 }
                 for name, launch in launches.items():
                     yield Case(name=f"{name} {n}", kernel="norm_forward_kernel", launch=launch, **same)
+                kernel = "wide_norm_backward_kernel" if n > WIDEST_BACKWARD else "norm_backward_kernel"
+                for form, kept in [("", x), *([("packed ", meta_packed(8192, n))] if dtype == torch.bfloat16 else [])]:
+                    statistics = (meta(8192, 1, dtype=torch.float32),) * 2
+                    launch = partial(norm_backward, x, kept, statistics, norm, x, blocks=True, programs=PROGRAMS)
+                    yield Case(name=f"{form}blocks {n}", kernel=kernel, launch=launch, **same)
             x = meta(8192, 4096, dtype=dtype)
             dropout = memory_bound.row_finish(dtype, 4096).dropout
             for name, given in {

@@ -37,7 +37,7 @@ from .reference import Statistics, check_operands
 
 WIDEST_FORWARD = 16384  # columns of a row that registers hold
 WIDEST_BACKWARD = 8192  # fewer, because registers also hold dweight and dbias sums, one float32 each per column
-GRADIENT_ELEMENTS = 16  # of a tile for each thread in the backward; half of the forward's, because of those sums
+GRADIENT_ELEMENTS = 16  # for each thread: half of the forward's, because of those sums, and with blocks half again
 WEIGHT_GRADIENT = RowTile(8, 256, 4)
 
 
@@ -166,9 +166,12 @@ def load_normalised(x, mean, rstd, row, column, m, n, TILE: tl.constexpr):
 
 @triton.jit
 def store_input_gradient(
-    dx, dresidual, g, normalised, reciprocal, g_sum, product_sum, rows, columns, mask, n, LAYERNORM: tl.constexpr
-):
-    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) (+ dresidual), from the sums of each row."""
+    dx, blocks, dresidual, g, normalised, reciprocal, g_sum, product_sum, row, column, m, n,
+    LAYERNORM: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) (+ dresidual), from each row's sums. blocks: of dx, or None."""
+    rows, columns = row + tl.arange(0, TILE.rows), column + tl.arange(0, TILE.columns)
+    mask = tile_mask(rows, columns, m, n)
     value = g - normalised * (product_sum / n)[:, None]
     if LAYERNORM:
         value -= (g_sum / n)[:, None]
@@ -176,13 +179,16 @@ def store_input_gradient(
     if dresidual is not None:
         value += load_tile(dresidual, rows, columns, mask)
     store_tile(dx, value, rows, columns, mask, n)
+    if blocks is not None:
+        stored = value.to(dx.dtype.element_ty).to(tl.float32)
+        store_blocks(blocks[0], blocks[1], stored, row, column, m, n, TILE, INTERPRETED)
 
 
 @triton.jit(do_not_specialize=["m", "share"])
 def norm_backward_kernel(
-    operands, weight, dresidual, dx,
+    operands, weight, dresidual, dx, blocks,
     partials,  # (2 with SHIFT, else 1, programs, n): each program's sums for dweight and dbias
-    m, n, share, SHIFT: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    m, n, share, SHIFT: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A program takes `share` rows, one tile after another, and keeps dweight and dbias sums in registers."""
     ROWS: tl.constexpr = TILE.rows
@@ -197,10 +203,12 @@ def norm_backward_kernel(
         mask = tile_mask(rows, columns, m, n)
         normalised, reciprocal = load_normalised(x, mean, rstd, row, 0, m, n, TILE)
         gradient = load_tile(dy, rows, columns, mask)
+        if blocks is not None:
+            scale = load_row(weight, columns, n)  # again, because blocks leave no registers to keep it
         g = gradient * scale
         store_input_gradient(
-            dx, dresidual, g, normalised, reciprocal, tl.sum(g, 1), tl.sum(g * normalised, 1), rows, columns, mask, n,
-            mean is not None,
+            dx, blocks, dresidual, g, normalised, reciprocal, tl.sum(g, 1), tl.sum(g * normalised, 1), row, 0, m, n,
+            mean is not None, TILE, INTERPRETED,
         )  # fmt: skip
         dweight += gradient * normalised
         dbias += gradient
@@ -211,7 +219,9 @@ def norm_backward_kernel(
 
 
 @triton.jit(do_not_specialize=["m"])
-def wide_norm_backward_kernel(operands, weight, dresidual, dx, m, n, TILE: tl.constexpr):
+def wide_norm_backward_kernel(
+    operands, weight, dresidual, dx, blocks, m, n, TILE: tl.constexpr, INTERPRETED: tl.constexpr
+):
     """dx of rows wider than a tile: one pass for the sums, one for the result."""
     ROWS: tl.constexpr = TILE.rows
     COLUMNS: tl.constexpr = TILE.columns
@@ -233,8 +243,9 @@ def wide_norm_backward_kernel(operands, weight, dresidual, dx, m, n, TILE: tl.co
         g = load_tile(dy, rows, columns, mask) * load_row(weight, columns, n)
         normalised, reciprocal = load_normalised(x, mean, rstd, row, column, m, n, TILE)
         store_input_gradient(
-            dx, dresidual, g, normalised, reciprocal, g_sum, product_sum, rows, columns, mask, n, mean is not None
-        )
+            dx, blocks, dresidual, g, normalised, reciprocal, g_sum, product_sum, row, column, m, n, mean is not None,
+            TILE, INTERPRETED,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["m", "share"])
@@ -269,8 +280,7 @@ def complete(norm: Norm, x: Tensor | Packed) -> Norm:
 
 
 def launch_forward(x: Any, finish: Finish, norm: Norm, widest: int, blocks: bool) -> tuple[Any, Any, Statistics]:
-    """(z, which is x if nothing is added, its norm, statistics). x: a tensor, or packed rows. blocks: as in
-    norm_forward."""
+    """(z, which is x if nothing is added, its norm, statistics). x may be packed. blocks: as in norm_forward."""
     check_operands(x, norm)
     finish.check("finish_norm_forward", x)
     x, norm = with_contiguous_columns(x), complete(norm, x)
@@ -312,10 +322,8 @@ def norm_forward(
 
 
 def norm_rebuilt(x: Tensor | Packed, statistics: Statistics, norm: Norm, blocks: bool = False) -> Any:
-    """norm_forward's y again: of a tensor to the bit, of packed rows as near as float32 sums in another order are.
-
-    The statistics are computed again, because reading them saves no time.
-    """
+    """norm_forward's y again: of a tensor to the bit, of packed rows as near as float32 sums in another order are. The
+    statistics are computed again, because reading them saves no time."""
     check_operands(x, norm, statistics=statistics)
     return norm_forward(x, norm, blocks=blocks)[0]
 
@@ -339,56 +347,53 @@ def finish_norm_forward(
 
 @replayed
 def norm_backward(
-    dy: Tensor,
-    x: Tensor | Packed,
-    statistics: Statistics,
-    norm: Norm,
-    dresidual: Tensor | None = None,
-    *,
-    widest: int = WIDEST_BACKWARD,
-    programs: int | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    dy: Tensor, x: Tensor | Packed, statistics: Statistics, norm: Norm, dresidual: Tensor | None = None,
+    *, blocks: bool = False, widest: int = WIDEST_BACKWARD, programs: int | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """(dx, dweight or None, dbias or None) of norm_forward; dx includes dresidual, the residual path's gradient.
+    blocks: behind them dx in blocks of e4m3, too.
 
     Math:     norm_backward of reference.py
     Shapes:   dy, x, dresidual and dx (M, N), rows of the inputs may lie apart; x may be packed; dweight, dbias (N,)
-    Numerics: float32, dx (with dresidual) rounded once; dweight and dbias summed in float32, rounded once
+    Numerics: float32, dx (with dresidual) rounded once; dweight and dbias summed in float32, rounded once. Blocks are
+              those of dx as it is stored, to the byte
     Traffic:  norm_cost, and 4 N bytes per program for each of dweight and dbias, written and read once. x and dy of
               rows wider than `widest` are read twice from memory (for dx, then for the sums) and once more from L2
     Order:    programs take contiguous shares of rows. The order of all sums depends on M and the number of programs
-              only, so results are bitwise repeatable on one device
+              only, and of rows of up to 1024 on `blocks`, so results are bitwise repeatable on one device
     Source:   the two-stage sum of Triton's layer norm tutorial and Apex, without its atomics
     """
     check_operands(x, norm, dy, statistics, dresidual)
     dy, x = with_contiguous_columns(dy), with_contiguous_columns(x)
     weighted, norm = norm.weight is not None, complete(norm, x)
     (m, n), (mean, rstd) = x.shape, (None if each is None else each.contiguous() for each in statistics)
-    layernorm, dx = norm.kind == "layernorm", dy.new_empty(m, n)
-    outputs = [torch.empty_like(norm.weight)]
-    if layernorm and norm.bias is not None:
-        outputs.append(torch.empty_like(norm.bias))
-    dbias = outputs[1] if len(outputs) > 1 else None
-    dweight = outputs[0] if weighted else None
+    dx, of_dx = dy.new_empty(m, n), empty_result(dy, m, n, True) if blocks else None
+    layernorm = norm.kind == "layernorm"
+    outputs = [torch.empty_like(each) for each in (norm.weight, norm.bias if layernorm else None) if each is not None]
+    dweight, dbias = outputs[0] if weighted else None, outputs[1] if len(outputs) > 1 else None
+    gradients = (dx, dweight, dbias, of_dx) if blocks else (dx, dweight, dbias)
     if m == 0:
-        return dx, dweight if dweight is None else dweight.zero_(), None if dbias is None else dbias.zero_()
-    tile = row_tile(n, widest, GRADIENT_ELEMENTS)
+        for each in outputs:
+            each.zero_()
+        return gradients
+    tile = row_tile(n, widest, GRADIENT_ELEMENTS // (1 + blocks))
     looped = n > tile.columns
     sums = WEIGHT_GRADIENT if looped else tile
-    blocks = triton.cdiv(n, sums.columns)
-    count, share = shares(m, sums.rows, dy.device, sums.warps, programs, blocks)
+    across = triton.cdiv(n, sums.columns)
+    count, share = shares(m, sums.rows, dy.device, sums.warps, programs, across)
     partials = dy.new_empty(len(outputs), count, n, dtype=torch.float32)
     operands = GradientOperands(row_argument(dy), row_argument(x), mean if layernorm else None, rstd)
     residual = None if dresidual is None else row_argument(with_contiguous_columns(dresidual))
+    given, options = (operands, norm.weight, residual, dx, of_dx), row_options(tile.warps)
     if looped:
-        launch(wide_norm_backward_kernel, (triton.cdiv(m, tile.rows),), operands, norm.weight, residual, dx, m, n,
-               TILE=tile, **row_options(tile.warps))  # fmt: skip
-        launch(norm_weight_gradient_kernel, (count, blocks), operands, partials, m, n, share, SHIFT=dbias is not None,
+        launch(wide_norm_backward_kernel, (triton.cdiv(m, tile.rows),), *given, m, n,
+               TILE=tile, INTERPRETED=is_interpreted(), **options)  # fmt: skip
+        launch(norm_weight_gradient_kernel, (count, across), operands, partials, m, n, share, SHIFT=dbias is not None,
                TILE=sums, **row_options(sums.warps))  # fmt: skip
     else:
-        stages = 3 if isinstance(x, Tensor) and x.element_size() == 2 else 2  # unpacking leaves registers for two
-        launch(
-            norm_backward_kernel, (count,), operands, norm.weight, residual, dx, partials, m, n, share,
-            SHIFT=dbias is not None, TILE=tile, STAGES=stages, **row_options(tile.warps),
-        )  # fmt: skip
+        # unpacking leaves registers for two stages, or for three where the weight is read again
+        stages = 3 if dy.element_size() == 2 and (blocks or isinstance(x, Tensor)) else 2
+        launch(norm_backward_kernel, (count,), *given, partials, m, n, share, SHIFT=dbias is not None,
+               TILE=tile, STAGES=stages, INTERPRETED=is_interpreted(), **options)  # fmt: skip
     sum_partials(partials, outputs)
-    return dx, dweight, dbias
+    return gradients

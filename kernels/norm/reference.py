@@ -107,9 +107,11 @@ def _rebuilt(x: Tensor | Packed, statistics: Statistics, norm: Norm) -> Tensor:
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor | Packed, statistics: Statistics, norm: Norm, dresidual: Tensor | None = None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients (dx, dweight or None, dbias or None) of norm_forward, from its input and statistics.
+    dy: Tensor, x: Tensor | Packed, statistics: Statistics, norm: Norm, dresidual: Tensor | None = None,
+    *, blocks: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Gradients (dx, dweight or None, dbias or None) of norm_forward, from its input and statistics. blocks: behind
+    them dx by quantize_rows, too.
 
     Math:     with xhat the normalised row and g = dy * weight:
               dx = rstd * (g - mean(g) - xhat * mean(g * xhat))   (no mean(g) term for rmsnorm)
@@ -133,7 +135,9 @@ def norm_backward(
     if dresidual is not None:
         dx += dresidual
     dweight = None if weight is None else cast(dweight, weight.dtype)
-    return cast(dx, x.dtype), dweight, None if bias is None else cast(dbias, bias.dtype)
+    dx = cast(dx, x.dtype)
+    gradients = dx, dweight, None if bias is None else cast(dbias, bias.dtype)
+    return (*gradients, quantize.quantize_rows(dx)) if blocks else gradients
 
 
 def norm_cost(
@@ -141,7 +145,7 @@ def norm_cost(
     *, bias: bool = False, dropout: bool = False, residual: bool = False, blocks: bool = False,
 ) -> Cost:  # fmt: skip
     """Forward reads x and writes y, with `blocks` as blocks of e4m3, and the statistics; backward reads x and dy and
-    writes dx. Each weight is one row.
+    writes dx, with `blocks` its blocks, too. Each weight is one row.
 
     With bias, dropout or residual the forward is finish_norm_forward, which also reads them and writes z. In a backward
     `residual` means dresidual, and the other two change nothing.
@@ -151,6 +155,6 @@ def norm_cost(
     operands = 3 + residual if backward else 2 + residual + bool(added)
     flops_per_element = (11 if backward else 7) if kind == "layernorm" else (9 if backward else 4)
     vectors = (2 + (bias and not backward)) * n * itemsize + (8 * m if dropout and not backward else 0)
-    less = m * n * itemsize - blocks_bytes(m, n) if blocks else 0
+    written = blocks_bytes(m, n) - (0 if backward else m * n * itemsize) if blocks else 0
     flops = (flops_per_element + added + 2 * blocks) * m * n
-    return Cost(flops, operands * m * n * itemsize + statistics + vectors - less)
+    return Cost(flops, operands * m * n * itemsize + statistics + vectors + written)

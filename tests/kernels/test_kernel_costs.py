@@ -39,6 +39,8 @@ CASES: list[tuple[str, tuple, dict, tuple[int, int]]] = [
     ("norm", (3, 10, 2, "rmsnorm"), {"bias": True}, (150, 252)),  # x, z, y: 3*30*2, 4*3, 3*10*2
     # in blocks: x is read, 3 x 2 bytes of exponents and one a value are written; two flops a value more
     ("norm", (3, 256, 2, "rmsnorm"), {"blocks": True}, (6 * 768, 2 * 768 + 768 + 6 + 12 + 2 * 512)),
+    ("norm", (3, 256, 2, "rmsnorm", True), {"residual": True, "blocks": True},
+        (12 * 768, 2 * 4 * 768 + 768 + 6 + 12 + 2 * 512)),
     ("activation", (3, 256, 2), {"gated": True, "blocks": True}, (22 * 768, 2 * 2 * 768 + 768 + 6)),
     ("activation", (3, 256, 2, True, True), {"blocks": True}, (54 * 768, 2 * 5 * 768 + 3 * (768 + 6))),
     # dz is read, and 8 bytes of each row; blocks are in the place of dx, and beside what a bias is summed of

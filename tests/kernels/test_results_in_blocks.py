@@ -1,4 +1,5 @@
-"""Norms, activations and dropout whose results are blocks of e4m3: the bytes that quantising what they store gives."""
+"""Norms, activations and dropout whose results are blocks of e4m3, or have them beside: the bytes that quantising what
+they store gives."""
 
 from itertools import product
 from types import ModuleType
@@ -7,7 +8,7 @@ from unittest import mock
 import blocks
 import pytest
 import torch
-from row_checks import FLOATS, draw, draw_dropout, draw_norm, everywhere
+from row_checks import FLOATS, check_normalised, draw, draw_dropout, draw_norm, everywhere
 from testing import assert_identical, poisoned_memory
 
 from tpformer.kernels.activation.reference import ACTIVATIONS
@@ -18,6 +19,7 @@ from tpformer.kernels.quantize.format import BLOCK, Blocks
 from tpformer.kernels.quantize.reference import quantize_rows
 
 KINDS = ("layernorm", "rmsnorm")
+FORMS = ("", "packed")
 
 
 def scaled(rows: int, columns: int, dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -46,6 +48,29 @@ def check_norm(module: ModuleType, shape: tuple[int, int], dtype: torch.dtype, d
         assert_identical([same, z_again, others_again], [statistics, z, others])
         rebuilt = module.norm_rebuilt(x, statistics, norm, True)
         assert_quantised(rebuilt, module.norm_rebuilt(x, statistics, norm), what)
+
+
+def check_norm_gradients(
+    module: ModuleType, shape: tuple[int, int], dtype: torch.dtype, device: str, **options: int
+) -> None:
+    """The gradient of x stays as it is, and beside it are its blocks. Those of the norm's parameters are sums, of short
+    rows in another order. Of bfloat16 x may be packed."""
+    dy, x, dresidual = (scaled(*shape, dtype, device).roll(i, 1) for i in range(3))
+    pack = (pack_kernel if module.__name__.endswith(".kernel") else pack_reference).pack
+    forms = FORMS if dtype == torch.bfloat16 and x.numel() else FORMS[:1]
+    for kind, form, added in product(KINDS, forms, (None, dresidual)):
+        norm = draw_norm(shape[1], shape[1], kind, dtype, device)
+        y, statistics = module.norm_forward(x, norm)
+        given = dy, pack(x)[0] if form else x, statistics, norm, added
+        dx, *sums = module.norm_backward(*given, **options)
+        with poisoned_memory():
+            found, *sums_again, beside = module.norm_backward(*given, blocks=True, **options)
+        assert_identical(found, dx)
+        assert_quantised(beside, dx, f"{kind} {form} {shape} {dtype} {options}")
+        if shape[1] > 1024:
+            assert_identical(sums_again, sums)
+        elif not form:
+            check_normalised(module, x, y, statistics, norm, dy, added, blocks=True, **options)
 
 
 def check_activation(module: ModuleType, shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
@@ -101,6 +126,17 @@ def test_norms(module: ModuleType, dtype: torch.dtype, device: str) -> None:
         check_norm(module, (3, 5 * BLOCK), dtype, device, widest=2 * BLOCK)
 
 
+@everywhere("norm", FLOATS)
+def test_gradients_of_norms(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+    """As above, with rows of one tile that programs share with a remainder, and of several tiles."""
+    for shape in ((0, BLOCK), (1, BLOCK), (33, BLOCK), (3, 3 * BLOCK), (5, 8 * BLOCK)):
+        check_norm_gradients(module, shape, dtype, device)
+    if module.__name__.endswith(".kernel"):
+        check_norm_gradients(module, (40, 3 * BLOCK), dtype, device, programs=4)
+        check_norm_gradients(module, (5, 9 * BLOCK), dtype, device, programs=2)
+        check_norm_gradients(module, (3, 5 * BLOCK), dtype, device, widest=2 * BLOCK)
+
+
 @everywhere("activation", FLOATS)
 def test_activations(module: ModuleType, dtype: torch.dtype, device: str) -> None:
     for shape in ((0, BLOCK), (1, BLOCK), (3, 3 * BLOCK), (17, 2 * BLOCK)):
@@ -150,8 +186,8 @@ def test_what_is_not_finite_reaches_its_block_and_its_bias(module: ModuleType, d
 
 def check_small(activation: ModuleType, norm: ModuleType, dropout: ModuleType, rows: int) -> None:
     """For tiles of a few rows and for programs of two blocks."""
-    check_norm(norm, (rows, 3 * BLOCK), torch.float32, "cpu", widest=BLOCK)
-    check_norm(norm, (rows, 3 * BLOCK), torch.float32, "cpu", widest=4 * BLOCK)
+    for check, widest in product((check_norm, check_norm_gradients), (BLOCK, 4 * BLOCK)):
+        check(norm, (rows, 3 * BLOCK), torch.float32, "cpu", widest=widest)
     with mock.patch.multiple(activation, FORWARD_BYTES=2 * BLOCK * 4, BACKWARD_BYTES=2 * BLOCK * 4):
         check_activation(activation, (rows, 3 * BLOCK), torch.float32, "cpu")
     for columns in (BLOCK, 2 * BLOCK):
