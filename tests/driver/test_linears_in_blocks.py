@@ -43,6 +43,14 @@ for dropout in (None, ops.Dropout(torch.empty(64, device="cuda", dtype=torch.int
     launched.clear()
     z.backward(torch.empty_like(z))
     print(launched)
+for rows, private in ((40, False), (48, True)):  # calls that are unlike
+    y = empty(rows, 384)
+    y = ops.row_linear(y, empty(256, 384), residual=empty(rows, 256), transport=tp.row_transport(y, 384, 256))
+    options = {"transport": tp.column_transport(y, 384), "carry": True, "private": private}
+    z, carried = ops.column_linear(y, empty(384, 256), norm=norm, **options)
+    launched.clear()
+    torch.autograd.backward([z, carried], [torch.empty_like(z), torch.empty_like(carried)])
+    print(launched)
 """
 
 
@@ -60,5 +68,8 @@ def test_no_pass_quantises_what_norms_and_activations_wrote(tmp_path: Path) -> N
     assert [each for each in backward if each.startswith(("quantize", "norm", "activation"))] == [
         "quantize_rows", weight, "activation_backward_blocks", weight, "norm_backward",
     ]  # fmt: skip
+    *behind, seen, private = behind
     # the one pass quantises x again
     assert behind == [["finish_backward", "sum_partials", "quantize_rows"], ["finish_backward", "sum_partials"]]
+    # of the output's gradient, which x again is like, and of the row linear's, unless a norm has written its blocks
+    assert [launched.count("quantize_rows") for launched in (seen, private)] == [2, 1] and "norm_backward" in private

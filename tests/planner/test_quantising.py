@@ -164,11 +164,11 @@ def test_passes_are_those_that_the_linears_make(sizes: dict, dropout: float, kep
 
 def of_other_kernels(linear: Linear) -> tuple[float, float]:
     """Bytes of the forward and of the backward that no pass of the transports moves: norms and activations, also again,
-    write blocks in place of 16 bits, and so does dropout's backward; an activation's backward writes some beside its
-    gradients, and the sum for a bias beside what it reads; what several add is added up. What a backward makes again of
-    no activation, attention's result, is quantised beside the activations."""
+    write blocks in place of 16 bits, and so does dropout's backward; the backwards of an activation and of a block's
+    second norm write some beside their gradients, and the sum for a bias beside what it reads; what several add is
+    added up. What a backward makes again of no activation, attention's result, is quantised beside the activations."""
     column, row = linear.rows * linear.k, linear.rows * linear.n
-    finished = WRITTEN if linear.dropout else NUMBER_BYTES * linear.bias
+    finished = WRITTEN if linear.dropout else NUMBER_BYTES * (linear.bias or linear.normed)
     if linear.experts is not None:
         return 0.0, finished * 2 * 64 * linear.n
     if linear.column:

@@ -129,7 +129,16 @@ class TransformerBlock(ParallelModule):
         in_blocks = self.tp.precision == FP8 and isinstance(unwrapped(self.mlp), MLP)
         next_norm = None if in_blocks else self.post_attention_layernorm
         x, normed = self.add_attention(x, positions, sites[0], next_norm, cache)
-        return self.add_mlp(x, normed, positions, sites[1])
+        return self.add_mlp(x, normed, positions, sites[1], self.private(sites[0]))
+
+    def private(self, site: ops.Dropout | None) -> bool:
+        """Whether the gradient of what add_attention returns is private, as of ops.column_linear, and in FP8. site: as
+        add_attention has it."""
+        attention, o_proj = self.self_attn, getattr(self.self_attn, "o_proj", None)
+        if site is not None or not isinstance(o_proj, RowParallelLinear) or o_proj.tp.precision != FP8:
+            return False
+        own = type(self).add_attention is TransformerBlock.add_attention  # FSDP2 makes a class of each block's
+        return own and fusable(SelfAttention, attention) and fusable(RowParallelLinear, o_proj) and o_proj.bias is None
 
     def add_attention(
         self,
@@ -148,14 +157,22 @@ class TransformerBlock(ParallelModule):
         options: dict = {"residual": True, "dropout": site, "next_norm": next_norm, "cache": cache}
         return attention.branch(x, positions, norm, **options)
 
-    def add_mlp(self, x: Tensor, normed: ops.Normed | None, positions: Positions, site: ops.Dropout | None) -> Tensor:
-        """x + dropout(mlp(norm(x))). normed: norm(x), if it was made together with x."""
+    def add_mlp(
+        self,
+        x: Tensor,
+        normed: ops.Normed | None,
+        positions: Positions,
+        site: ops.Dropout | None,
+        private: bool = False,
+    ) -> Tensor:
+        """x + dropout(mlp(norm(x))). normed: norm(x), if it was made together with x. private: as of
+        ops.column_linear."""
         norm, mlp = self.post_attention_layernorm, self.mlp
         options: dict = {"positions": positions} if isinstance(unwrapped(mlp), MoE) else {}
         if not (fusable(MLP, mlp) or fusable(MoE, mlp)):
             return x + ops.dropout(call_rows(mlp, call_rows(norm, x, self.tp), self.tp, **options), site)
         # This does the same in fewer passes, as above, and does not keep act(fc1(...)), either.
-        return mlp.branch(x, norm, normed=normed, residual=True, dropout=site, **options)
+        return mlp.branch(x, norm, normed=normed, residual=True, dropout=site, private=private, **options)
 
     def _called_attention(self, x: Tensor, positions: Positions, cache: LayerCache | None) -> Tensor:
         """The attention, called as a module. If it is not this library's, it gets its rows in the order of samples.

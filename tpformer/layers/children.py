@@ -88,16 +88,18 @@ def enter(
     *,
     normed: ops.Normed | None = None,
     carry: bool = False,
+    private: bool = False,
 ) -> tuple[Sequence[Tensor], Tensor, bool]:
     """(outputs of column-parallel children for norm(rows), rows for the residual path, whether the children are fused).
 
     If they are, one gather serves all, no hook sees their outputs, the norm's output is not kept, and the norm's
-    backward adds the residual path's gradient.
+    backward adds the residual path's gradient. private: as of ops.column_linear.
     """
     children = [child for child, _ in columns]  # of which two may be one module
     ours = fusable(ColumnParallelLinear, *children)
     if ours and (norm is None or fusable_norm(norm)):
-        return *project(rows, children, None if norm is None else norm.prologue(), normed, carry=carry), ours
+        prologue = None if norm is None else norm.prologue()
+        return *project(rows, children, prologue, normed, carry=carry, private=private), ours
     x = rows if norm is None else call_rows(norm, rows, tp)
     if ours:
         return project(x, children, None)[0], rows, ours

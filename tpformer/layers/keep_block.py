@@ -43,8 +43,9 @@ class Block(Protocol):
     def add_attention(
         self, x: Tensor, positions: Positions, site: ops.Dropout | None
     ) -> tuple[Tensor, ops.Normed | None]: ...
+    def private(self, site: ops.Dropout | None) -> bool: ...
     def add_mlp(
-        self, x: Tensor, normed: ops.Normed | None, positions: Positions, site: ops.Dropout | None
+        self, x: Tensor, normed: ops.Normed | None, positions: Positions, site: ops.Dropout | None, private: bool
     ) -> Tensor: ...
 
 
@@ -82,7 +83,8 @@ class Keep:
         if self.recompute == "full":
             return ops.recompute(block.rows, x, positions, sites, keep_random_state=draws, skip_end=True)
         x, _ = block.add_attention(x, positions, sites[0])
-        return ops.recompute(block.add_mlp, x, None, positions, sites[1], keep_random_state=draws, skip_end=True)
+        given = x, None, positions, sites[1], block.private(sites[0])
+        return ops.recompute(block.add_mlp, *given, keep_random_state=draws, skip_end=True)
 
     @uncompiled
     def _run_packed(self, block: Block, x: Tensor, *arguments: Any) -> Tensor:

@@ -184,10 +184,12 @@ def project(
     normed: ops.Normed | None = None,
     *,
     carry: bool = False,
+    private: bool = False,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """(the layers' outputs for the same rows (tokens, K), the rows that ops.column_linear carries or None).
 
-    The layers lie on one mesh, and one gather serves them all. `carry` returns rows for the residual path.
+    The layers lie on one mesh, and one gather serves them all. `carry` returns rows for the residual path. private: as
+    of ops.column_linear.
     """
     parameters = [layer.local_parameters() for layer in layers]
     tp = layers[0].tp
@@ -203,6 +205,7 @@ def project(
         carry=carry,
         transport=tp.column_transport(rows, sum(layer.width for layer in layers)),
         deferred=None if queue is None else ops.Deferred(queue, [layer.take_weight_gradient for layer in layers]),
+        private=private,
     )
     ys, carried = (outputs[:-1], outputs[-1]) if carry else (outputs, None)
     return _whole(ys, layers) if tp.precision == FP8 else ys, carried

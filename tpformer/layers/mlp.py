@@ -71,13 +71,14 @@ class MLP(ParallelModule):
         normed: ops.Normed | None = None,
         residual: bool = False,
         dropout: ops.Dropout | None = None,
+        private: bool = False,
     ) -> Tensor:
         """The MLP of norm(rows), or with `residual` rows + dropout(mlp(norm(rows))).
 
-        normed: norm(rows), if it has been made together with rows.
+        normed: norm(rows), if it has been made together with rows. private: as of ops.column_linear.
         """
         columns = [(child, self._features) for child in ([self.gate_proj, self.up_proj] if self.gated else [self.fc1])]
-        outputs, carried, private = enter(rows, norm, columns, self.tp, normed=normed, carry=residual)
+        outputs, carried, fused = enter(rows, norm, columns, self.tp, normed=normed, carry=residual, private=private)
         y, _ = leave(
             outputs[-1],
             self.down_proj if self.gated else self.fc2,
@@ -87,6 +88,6 @@ class MLP(ParallelModule):
             gate=outputs[0] if self.gated else None,
             residual=carried if residual else None,
             dropout=dropout,
-            private=private,
+            private=fused,
         )
         return y

@@ -190,8 +190,10 @@ class MoE(ParallelModule):
         residual: bool = False,
         dropout: ops.Dropout | None = None,
         positions: Positions | None = None,
+        private: bool = False,
     ) -> Tensor:
-        """The layer of norm(rows), or with `residual` rows + dropout(layer(norm(rows))). normed: as in MLP.branch."""
+        """The layer of norm(rows), or with `residual` rows + dropout(layer(norm(rows))). normed, private: as in
+        MLP.branch."""
         if not (self.fuses() and (norm is None or fusable_norm(norm))):
             x = rows if norm is None else call_rows(norm, rows, self.tp)
             y = ops.dropout(self._called(x, positions), dropout)
@@ -211,6 +213,7 @@ class MoE(ParallelModule):
             normed=normed,
             residual=rows if residual else None,
             dropout=dropout,
+            private=private and not beside,  # else its gradient is a sum of two
             **beside,
         )
         take_balance_loss(loss)

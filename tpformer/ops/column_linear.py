@@ -33,6 +33,7 @@ class _Call(NamedTuple):
     transport: Transport
     norm: Norm | None
     carry: bool
+    private: bool
     deferred: Deferred | None
 
 
@@ -87,8 +88,9 @@ class ColumnLinearFunction(Function):
             some = [list(compress(each, used)) for each in (factors, weights)]
             dx_shard, _ = call.transport.matmul_reduce(*some, transposed=False)
             if norm is not None:
-                backward = implementation("norm", x_shard).norm_backward
-                dx_shard, dnorm_weight, dnorm_bias = backward(dx_shard, x_shard, (mean, rstd), norm, dcarried)
+                dx_shard, dnorm_weight, dnorm_bias = call.transport.products.norm_gradients(
+                    dx_shard, x_shard, (mean, rstd), norm, dcarried, call.private and needed[0]
+                )
             elif dcarried is not None:
                 dx_shard += dcarried
         dbiases = [dy.sum(0) if wants else None for dy, wants in zip(dys, wanted_biases, strict=True)]
@@ -132,26 +134,26 @@ def column_linear(
     carry: bool = False,
     transport: Transport | None = None,
     deferred: Deferred | None = None,
+    private: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
     """Y = gather(norm(x)) W^T + b for weights sharded by output feature: one gather, one GEMM per weight.
 
     Shapes:  x (tokens / t, K) with sequence_parallel, else (tokens, K) and equal on all ranks; weight (N / t, K), or a
              sequence of such weights, which share the gather; bias (N / t,) or None, one per weight; result
-             (tokens, N / t), or a tuple. Leading dims of x are flattened to rows; the result has them again if it has
-             as many rows.
+             (tokens, N / t), or a tuple. Leading dims of x are flattened to rows; a result of as many has them again.
              transport: how the t ranks talk, and whether with sequence_parallel; None is one rank.
              TensorParallel.column_transport opens one: for the largest N / t if ranks differ in it, so that "auto"
              chooses alike on all ranks.
              normed: norm(x), if row_linear has made it together with x.
-             carry: x is also returned, as the last output, for the residual path. The norm's backward then adds that
-             output's gradient in its own pass.
+             carry: x is also returned, last, for the residual path: the norm's backward adds that output's gradient.
+             private: a row_linear without bias and dropout made x, and no hook can see x, or write its gradient, beside
+             which a norm's backward then lays blocks in FP8.
     Saves:   x before the norm, and two statistics a row. The backward rebuilds norm(x) and gathers it again.
     Communication, per rank, B = tokens * K * itemsize:
              sequence parallel: forward all-gather B; backward reduce-scatter B (dx), all-gather B (x again, for dW)
              otherwise:         forward none; backward all-reduce B (dx)
              deferred: its queue takes the weight gradients and the second all-gather; it has one sink per weight.
-    With sequence_parallel the gradients of the norm's parameters are partial sums, over this rank's rows.
-    At t = 1 every output and gradient is bit-identical to F.linear's.
+    With sequence_parallel the norm's gradients are partial sums, over own rows. At t = 1 all is F.linear's, bit by bit.
     Under torch.autocast the norm runs in float32 and its output is saved; gather and GEMMs have autocast's dtype.
     Errors:  TypeError for a transport that is not an opened one; ValueError for a bias sequence of another length than
              weight's, for a `normed` without `norm` or not of x and norm as they are now, and for operands of other
@@ -172,7 +174,7 @@ def column_linear(
         rows, norm = cast(rows if norm is None else normalise(rows, norm), autocast), None
         weights, biases = ([cast(each, autocast) for each in some] for some in (weights, biases))
     check_linears("column_linear", rows, rows, rows.shape[-1], weights, biases, None, False)
-    call = _Call(transport, norm, carry and autocast is None, deferred)
+    call = _Call(transport, norm, carry and autocast is None, private, deferred)
     inputs = (rows, *parameters(norm))
     if transport.untold is not None:
         communicates, alike = transport.sequence_parallel, (*transport.agreed, norm and norm[::3])

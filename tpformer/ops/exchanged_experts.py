@@ -53,6 +53,7 @@ class _Call(NamedTuple):
     dropout: Dropout | None
     once_a_rank: bool
     carry: bool  # whether x is the residual, too
+    private: bool
     deferred: Deferred | None
     transport: Transport  # of one rank
     skip: bool = False  # whether this is the end of a region's second run, whose result nobody reads
@@ -170,7 +171,8 @@ def _backward(saved: _Saved, dy: Tensor | None, dbalance: Tensor | None) -> tupl
         assert call.router is not None and saved.router_weight is not None
         given = dbalance, saved.decided, rows, saved.router_weight, call.router.policy
         drows, drouter = routing_gradients(exchange.weights_home(dw), drows, *given)
-    of_input = norm_gradients(drows, dcarried, saved.x, saved.norm, (saved.mean, saved.rstd))
+    private = call.private and saved.wants_x
+    of_input = norm_gradients(drows, dcarried, saved.x, saved.norm, (saved.mean, saved.rstd), products, private)
     dgate_up = _gate_up_gradient(saved, rows, dhidden, arriving)
     return *of_input, dresidual, dadded, drouter, dweights, None, None, dgate_up, ddown
 
@@ -285,7 +287,7 @@ def exchanged_experts(
     routing: Routing | None = None, n_experts: int, activation: str, norm: Norm | None = None,
     normed: Normed | None = None, residual: Tensor | None = None, added: Tensor | Callable[[], Tensor] | None = None,
     dropout: Dropout | None = None, group: ProcessGroup | None = None, once_a_rank: bool = True,
-    transport: Transport = LOCAL, deferred: Deferred | None = None,
+    transport: Transport = LOCAL, deferred: Deferred | None = None, private: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(Y, balance loss or None): Y = residual + dropout(added + sum over a token's experts of weight * E(norm(x))).
 
@@ -294,8 +296,8 @@ def exchanged_experts(
              rank r of ep being the r-th part; without a shared expert, whose result is `added`, or a function that
              makes it while rows travel, and reads it no more (skip_end of `recompute`). Either router_weight
              (n_experts, H) and router, or `routing` of own tokens, in which op `route` decided before. group: None is
-             one rank. activation, normed, dropout: as in `experts`. transport: one of one rank, which says what is
-             multiplied, and so as what rows travel out.
+             one rank. activation, normed, dropout, private: as in `experts`. transport: one of one rank, which says
+             what is multiplied, and so as what rows travel out.
     once_a_rank: a token's row goes once to a rank that has several experts of it, and one row comes back, the sum of
              what these make of it. Otherwise a row goes and comes for each expert.
     Numerics: a token's rows are added in the order of experts, in at least float32; what travels is rounded before.
@@ -329,7 +331,9 @@ def exchanged_experts(
     check_operands(rows, matrices, routing, router_weight, Finish(None, dropout, residual), n_experts, autocast)
     if routing is not None:
         routing = Routing(routing.experts, routing.weights.to(wide(rows.dtype)))
-    call = _Call(group, norm, router, routing, n_experts, activation, dropout, once_a_rank, carry, deferred, transport)
+    call = _Call(
+        group, norm, router, routing, n_experts, activation, dropout, once_a_rank, carry, private, deferred, transport
+    )
     of_input, of_router = (rows, *parameters(norm)), (router_weight, None if routing is None else routing.weights)
     dtypes = (rows.dtype,) if autocast is None else FLOATS
     y, loss = _applied(of_input, normed, inside, added, of_router, call, matrices, dtypes)

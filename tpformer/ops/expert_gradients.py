@@ -8,13 +8,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from tpformer.kernels.cast import cast
+from tpformer.kernels.norm.reference import Statistics
 
 from .implementation import implementation
 from .norm import Norm
 from .packing import unpacked
 from .route import Decided, Policy, decide_backward
-
-Statistics = tuple[Tensor | None, Tensor | None]  # mean and rstd of rows, as the norm's kernels take them
+from .transports.products import Products
 
 
 def routing_gradients(
@@ -39,12 +39,13 @@ def norm_rebuilt(x: Tensor, norm: Norm | None, statistics: Statistics) -> Tensor
 
 
 def norm_gradients(
-    drows: Tensor | None, dcarried: Tensor | None, x: Tensor, norm: Norm | None, statistics: Statistics
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    drows: Tensor | None, dcarried: Tensor | None, x: Tensor, norm: Norm | None, statistics: Statistics,
+    products: Products, private: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of (x, norm weight, norm bias) from that of norm(x), which may be overwritten. dcarried: that of x as
-    the residual; it is added."""
+    the residual; it is added. private: as of column_linear."""
     if norm is not None and drows is not None:
-        return implementation("norm", x).norm_backward(drows, x, statistics, norm, dcarried)
+        return products.norm_gradients(drows, x, statistics, norm, dcarried, private)
     if drows is not None and dcarried is not None:
         drows += dcarried
     return drows, None, None

@@ -50,6 +50,7 @@ class _Call(NamedTuple):
     dropout: Dropout | None
     carry: bool  # whether x is the residual, too
     skip: bool  # whether this is the end of a region's second run, whose result nobody reads
+    private: bool
     deferred: Deferred | None
 
 
@@ -200,7 +201,8 @@ def _backward(saved: _Saved, dy: Tensor | None, dbalance: Tensor | None) -> tupl
             call.transport, dhidden, sent, own.gate_up, list(zip(dshared, factors, strict=True)), transposed=True
         )  # fmt: skip
     drows, drouter, dweights = _routing_gradients(saved, rows, drows, dw, dbalance)
-    of_input = norm_gradients(drows, dcarried, saved.x, saved.norm, (saved.mean, saved.rstd))
+    private = call.private and saved.wants_x
+    of_input = norm_gradients(drows, dcarried, saved.x, saved.norm, (saved.mean, saved.rstd), products, private)
     ups = _up_gradients(saved, rows, dhidden, dshared, None if start is None else start())
     gradients = ExpertWeights(ups[0], downs[0], ups[1], ups[2], downs[1])
     return *of_input, None, dresidual, drouter, dweights, None, *gradients
@@ -301,6 +303,7 @@ def experts(
     dropout: Dropout | None = None,
     transport: Transport | None = None,
     deferred: Deferred | None = None,
+    private: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """(Y, balance loss or None): Y = residual + dropout(sum over a token's experts of weight * expert(norm(x))).
 
@@ -309,7 +312,7 @@ def experts(
              expert. Any expert may have no token. transport: as in column_linear, from TensorParallel.column_transport
              with `grouped`; t is the number of its ranks.
              Either router_weight (n_experts, H) and router, or `routing`, in which op `route` decided before.
-             activation: "silu" (SwiGLU) or "gelu_tanh" (GeGLU). normed, dropout: as in row_linear.
+             activation: "silu" (SwiGLU) or "gelu_tanh" (GeGLU). normed, private: as column_linear; dropout: row_linear.
     Saves:   x before the norm, gate and up of the dispatched rows (and of the shared expert), and the routing: 8 bytes
              for each dispatched row, 4 K + 4 E for each own token. The backward rebuilds everything else.
     Communication, per rank, B = tokens * H * itemsize. Sequence parallel: forward all-gather B and reduce-scatter B,
@@ -338,7 +341,7 @@ def experts(
     check_operands(rows, matrices, routing, router_weight, Finish(None, dropout, residual), n_experts, autocast)
     call = _Call(
         transport, norm, router, None if routing is None else routing.experts, activation,
-        n_experts, dropout, carry, leaves_out_end(), deferred,
+        n_experts, dropout, carry, leaves_out_end(), private, deferred,
     )  # fmt: skip
     of_input = rows, *parameters(norm)
     of_router = router_weight, None if routing is None else routing.weights.to(wide(rows.dtype))

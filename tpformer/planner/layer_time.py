@@ -93,9 +93,11 @@ class LayerModel:
         q, kv = model.query_size // self.t, kv_heads(model, self.t)[0] * model.head_size
         self.q, self.kv = q, kv
         qkv = Linear("qkv", q + 2 * kv, self.h, True, self.tokens, weights=3)
-        attention = qkv, Linear("o", self.h, q, False, self.tokens, bias=model.bias, dropout=model.dropout > 0)
+        o = Linear("o", self.h, q, False, self.tokens, bias=model.bias, dropout=model.dropout > 0, normed=True)
         mlp = self._mlp(model.hidden_features, model.ffn_size)
-        self.linears = {False: attention + mlp, True: attention + self._experts()}
+        # an exchange and a shared expert have a norm each
+        of_experts = o._replace(normed=self.ep is None or model.shared_expert_size == 0)
+        self.linears = {False: (qkv, o, *mlp), True: (qkv, of_experts, *self._experts())}
 
     def _mlp(self, hidden: int, ffn: int, silent: bool = False) -> tuple[Linear, Linear]:
         n, k = -(-hidden // self.t), -(-ffn // self.t)

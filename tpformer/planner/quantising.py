@@ -48,9 +48,9 @@ def quantising_bytes(
     What each weight of several adds to the gradient of its input is added up in 16 bits, but by a fused kernel, which
     reads what is gathered for a forward from where it arrives, too. Norms and activations, also
     where a backward makes them again, write blocks in place of 16 bits, as dropout's backward does, and the backward of
-    an activation writes those of its gradients beside them, as the sum for a bias does of what it reads; a pass
-    quantises attention's result, also again, and all other output gradients. For weight gradients both factors are
-    dequantised.
+    an activation writes those of its gradients beside them, as that of a block's second norm does, and as the sum for a
+    bias does of what it reads; a pass quantises attention's result, also again, and all other output gradients. For
+    weight gradients both factors are dequantised.
     Of experts passes quantise rows before these go to them, also again, their activations, also again, and all of their
     gradients but what dropout's backward writes. A shared expert on the same rows takes their blocks, and has no
     gradient of an output of its own.
@@ -76,7 +76,7 @@ def quantising_bytes(
 
 def finished(linear: Linear) -> float:
     """Bytes that make blocks of a number of a row linear's output gradient, or of what an expert's takes."""
-    return WRITTEN if linear.dropout else NUMBER_BYTES if linear.bias else PASS
+    return WRITTEN if linear.dropout else NUMBER_BYTES if linear.bias or linear.normed else PASS
 
 
 def quantised_weights(uses: int | None) -> tuple[float, float]:
@@ -109,7 +109,7 @@ def launches(linears: Sequence[Linear], uses: int | None, fused: bool = False) -
         scales = 0 if fused else SCALES
         forward += linear.weights * (of_weights[0] + scales) + (linear.name == ATTENTION)
         # rows of output gradients, and of attention's result again; a sum less than weights; what is dequantised
-        of_row = not (linear.column or linear.dropout or linear.bias)
+        of_row = not (linear.column or linear.dropout or linear.bias or linear.normed)
         quantised = linear.weights if linear.name == PROJECTIONS else of_row
         backward += linear.weights * (of_weights[1] + scales) + quantised + (linear.name == ATTENTION)
         backward += (linear.weights - 1) * (not fused) + linear.weights + 1

@@ -51,7 +51,7 @@ class Linear(NamedTuple):
     experts: so many linears with rows of their own, a rank's experts; `rows` of each. None: it is one of no experts.
     weights: so many make its output features, side by side, with one input.
     silent: it has no tensor-parallel collectives. They are another linear's, or its rows come by an exchange.
-    bias, dropout: of a row-parallel one, what is done to its sums.
+    bias, dropout: of a row-parallel one, what is done to its sums. normed: they and the residual go to one norm alone.
     """
 
     name: str
@@ -64,3 +64,4 @@ class Linear(NamedTuple):
     silent: bool = False
     bias: bool = False
     dropout: bool = False
+    normed: bool = False

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from tpformer.kernels.finish import Dropout
+from tpformer.kernels.finish import Dropout, Norm
+from tpformer.kernels.norm.reference import Statistics
 from tpformer.kernels.pack.format import Packed
 from tpformer.kernels.quantize.format import Blocks
 
@@ -45,6 +46,13 @@ class Products:
     ) -> tuple[Tensor, Tensor | None, Any]:
         """The backward of `activated`: (dx, dgate, the factor that it gave, made again). dx may take da's memory."""
         return implementation("activation", x).activation_backward(da, x, activation, gate)
+
+    def norm_gradients(
+        self, dy: Tensor, x: Kept, statistics: Statistics, norm: Norm, dresidual: Tensor | None, private: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """norm_backward of kernels/norm: (dx, dweight or None, dbias or None). private: nobody sees dx but the row
+        linear that made x, and takes dx as it is."""
+        return implementation("norm", x).norm_backward(dy, x, statistics, norm, dresidual)
 
     def show(self, *gradients: Tensor | None) -> None:
         """Gradients that `derivative` gave go where others may see them, and write them."""

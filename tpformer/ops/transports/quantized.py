@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpformer.kernels.finish import Dropout
+from tpformer.kernels.finish import Dropout, Norm
+from tpformer.kernels.norm.reference import Statistics
 from tpformer.kernels.quantize.format import BLOCK, EXPONENTS, VALUES, Blocks
 
 from ..implementation import implementation
@@ -65,8 +66,19 @@ class Quantized(Products):
         dx, dgate, a, blocks = backward(da, x, activation, gate, blocks=True)
         for gradient, of_gradient in zip((dx, dgate), blocks, strict=True):
             if of_gradient is not None:
-                setattr(gradient, BESIDE, (versions(gradient), of_gradient))
+                _lay_beside(gradient, of_gradient)
         return dx, dgate, _told(a)
+
+    def norm_gradients(
+        self, dy: Tensor, x: Kept, statistics: Statistics, norm: Norm, dresidual: Tensor | None, private: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Products.norm_gradients. A private dx has its blocks beside it."""
+        if not private:
+            return super().norm_gradients(dy, x, statistics, norm, dresidual, private)
+        backward = implementation("norm", x).norm_backward
+        *gradients, blocks = backward(dy, x, statistics, norm, dresidual, blocks=True)
+        _lay_beside(gradients[0], blocks)
+        return tuple(gradients)
 
     def show(self, *gradients: Tensor | None) -> None:
         """Products.show. They lose their blocks: autograd does not count every write, such as those of an all-reduce,
@@ -76,9 +88,13 @@ class Quantized(Products):
                 vars(gradient).pop(BESIDE, None)
 
     def finish_gradient(self, dy: Tensor, dropout: Dropout | None, bias: bool) -> tuple[Factor, Tensor | None]:
-        """Products.finish_gradient. A pass that reads dy writes the blocks; dy itself may have them beside."""
-        blocks = dropout is not None or bias
-        return implementation("dropout", dy).finish_backward(dy, dropout, bias, blocks=blocks)
+        """Products.finish_gradient. A pass that reads dy writes the blocks; dy itself may have them beside, and loses
+        them, because it may be the gradient of a residual, too, which others see."""
+        beside = _beside(dy)
+        self.show(dy)
+        if dropout is None and not bias:
+            return dy if beside is None else beside, None
+        return implementation("dropout", dy).finish_backward(dy, dropout, bias, blocks=True)
 
     def sent(self, x: Factor) -> Tensor:
         """Products.sent: the bytes of the blocks of x."""
@@ -142,6 +158,10 @@ def unpacked_rows(rows: Tensor) -> Blocks:
     columns = rows.shape[1] // (BLOCK + 1) * BLOCK
     values, exponents = rows[:, :columns].contiguous(), rows[:, columns:].t().contiguous()
     return Blocks(values.view(VALUES), exponents.view(EXPONENTS))
+
+
+def _lay_beside(x: Tensor, blocks: Blocks) -> None:
+    setattr(x, BESIDE, (versions(x), blocks))
 
 
 def _beside(x: Tensor) -> Blocks | None:
