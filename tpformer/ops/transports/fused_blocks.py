@@ -5,6 +5,7 @@ Belongs here: what products of blocks do otherwise than those of 16 bits.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,17 +111,16 @@ class FusedBlocks(Fused):
 
     def matmul_reduce(
         self,
-        inputs: Sequence[Factor],
+        inputs: Sequence[Any],
         weights: Sequence[Tensor],
         *,
         transposed: bool,
         finish: Finish = NOTHING,
     ) -> tuple[Tensor, Normed | None]:
         """Transport.matmul_reduce: each tile goes to its owner as it is computed; the norm has its own pass."""
-        lefts = [BLOCKS.factor(x) for x in inputs]
-        require_matrices(*(x.values for x in lefts), *weights)
-        rights = [BLOCKS.right(weight, transposed).blocks for weight in weights]
-        lefts, rights = joined(lefts, 0), joined(rights, 1)
+        require_matrices(*(x.values for x in inputs), *weights)
+        lefts = joined(inputs, 0)
+        rights = joined([BLOCKS.right(weight, transposed).blocks for weight in weights], 1)
         like, sizes = weights[0], (len(lefts[0].values), len(rights[0].values))
         reduce = quantized_matmul_reduce_scatter if self.sequence_parallel else quantized_matmul_all_reduce
         return self._reduce(partial(reduce, lefts, rights, dtype=like.dtype), sizes, like, VALUES, finish)
@@ -138,7 +138,7 @@ class FusedBlocks(Fused):
         return wait
 
 
-def joined(factors: list[Blocks], dim: int) -> list[Blocks]:
+def joined(factors: Sequence[Blocks], dim: int) -> Sequence[Blocks]:
     """At most the three factors that kernels take: later ones are joined to the third, along K. dim: that of exponents
     that K is."""
     last = MAXIMUM_WEIGHTS - 1
