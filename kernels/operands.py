@@ -21,6 +21,7 @@ def require(operation: str, like: Any, *operands: Operand) -> None:
     """ValueError unless each (name, x, shape, dtypes) has this shape, one of these dtypes, and the device of `like`.
 
     An x that is None is left out. Nothing is broadcast: on a GPU a kernel would read outside of the operand.
+    Who is on the way of every forward compares first, and comes here where something differs: words take twice as long.
     """
     device = like.device
     for name, x, shape, dtypes in operands:

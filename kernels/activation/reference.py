@@ -34,8 +34,9 @@ def check_operands(
     """ValueError unless the name is known, a gate has one, and gate and da are like x."""
     if name not in ACTIVATIONS and (name is not None or gate is not None):
         raise unknown("activation", name, ACTIVATIONS)
-    alike = (x.shape, (x.dtype,))
-    require("activation", x, ("gate", gate, *alike), ("da", da, *alike))
+    if gate is not None or da is not None:
+        alike = (x.shape, (x.dtype,))
+        require("activation", x, ("gate", gate, *alike), ("da", da, *alike))
 
 
 def _polynomial(x: Tensor, cubic: float, sign: int = 1) -> Tensor:

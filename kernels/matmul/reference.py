@@ -9,7 +9,7 @@ from torch import Tensor
 from ..activation.reference import ACTIVATIONS, activation_backward, activation_forward
 from ..activation.reference import check_operands as check_activation
 from ..cost import Cost
-from ..operands import FLOATS, Operand, require, unknown
+from ..operands import FLOATS, require, unknown
 from ..pack.format import Packed
 
 
@@ -28,18 +28,20 @@ def check_linears(
     """
     if activation is not None and activation not in ACTIVATIONS:
         raise unknown("activation", activation, ACTIVATIONS)
-    shape, dtype = a.shape, (a.dtype,)
+    shape, dtype, device = a.shape, a.dtype, like.device
     biases = [None] * len(weights) if biases is None else biases
     if len(biases) != len(weights):
         raise ValueError(f"{len(weights)} weights but {len(biases)} biases: pass one bias (or None) per weight")
-    operands: list[Operand] = [("the input", a, (shape[0], shape[-1]), FLOATS)]
+    if len(shape) != 2 or dtype not in FLOATS or a.device != device:
+        require(operation, like, ("the input", a, (shape[0], shape[-1]), FLOATS))
     for weight, bias in zip(weights, biases, strict=True):
         own = weight.shape
-        rows, columns = (served * k, own[-1]) if b_transposed else (own[0] // served * served, k)
-        operands.append(("the weight", weight, (rows, columns), dtype))
-        if bias is not None:
-            operands.append(("the bias", bias, (served * columns if b_transposed else rows,), dtype))
-    require(operation, like, *operands)
+        matrix = (served * k, own[-1]) if b_transposed else (own[0] // served * served, k)
+        row = (served * own[-1],) if b_transposed else matrix[:1]
+        if (own != matrix or weight.dtype != dtype or weight.device != device) or (
+            bias is not None and (bias.shape != row or bias.dtype != dtype or bias.device != device)
+        ):
+            require(operation, like, ("the weight", weight, matrix, (dtype,)), ("the bias", bias, row, (dtype,)))
 
 
 def check_derivative(

@@ -29,9 +29,11 @@ def check_heads(operation: str, q: Tensor, k: Tensor, v: Tensor, slots: int) -> 
     (batch, _, heads, width), shared = q.shape, k.shape[2]
     if heads % shared if shared else heads:
         raise ValueError(f"{operation}: {heads} heads of q and {shared} of k: give k a number that divides q's")
-    shape, alike = (batch, slots, shared, width), k.dtype == v.dtype == q.dtype
-    own = (q.dtype,) if alike or autocast_dtype(q) is None else FLOATS  # autocast casts them all
-    require(operation, q, ("q", q, q.shape, FLOATS), ("k", k, shape, own), ("v", v, shape, own))
+    shape, dtype, device = (batch, slots, shared, width), q.dtype, q.device
+    alike = k.dtype == v.dtype == dtype
+    if not alike or dtype not in FLOATS or not k.shape == v.shape == shape or not k.device == v.device == device:
+        own = (dtype,) if alike or autocast_dtype(q) is None else FLOATS  # autocast casts them all
+        require(operation, q, ("q", q, q.shape, FLOATS), ("k", k, shape, own), ("v", v, shape, own))
 
 
 def _check_documents(boundaries: Tensor, longest: int, lengths: list[int], tokens: int) -> None:

@@ -47,7 +47,7 @@ def restored(norm: Norm | None, weight: Tensor | None, bias: Tensor | None) -> N
 
 def written(x: Tensor, norm: Norm) -> list[int]:
     """How often x and the norm's parameters have been written in place."""
-    return versions(*[each for each in (x, norm.weight, norm.bias) if each is not None])
+    return versions(x, norm.weight, norm.bias)
 
 
 def _shares_memory(x: Tensor | None, y: Tensor | None) -> bool:

@@ -9,7 +9,7 @@ from tpformer.config import check_choice, check_range
 from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.finish import Dropout, Finish
 from tpformer.kernels.norm.reference import NORMS
-from tpformer.kernels.operands import FLOATS, Operand, require, unknown
+from tpformer.kernels.operands import FLOATS, require, unknown
 from tpformer.torch_private import Function
 
 from .autocast import autocast_dtype, cast, cast_back
@@ -111,18 +111,28 @@ def _check_operands(
 ) -> None:
     """ValueError unless all operands are as row_linear says, of rows (tokens, K / t). sharing: ranks that divide the
     result's rows."""
-    (bias, dropout, residual, norm), shape, own, n = finish, rows.shape, (rows.dtype,), weight.shape[0]
-    operands: list[Operand] = [("x", rows, (shape[0], shape[-1]), FLOATS), ("weight", weight, (n, shape[-1]), own)]
-    operands += ("gate", gate, shape, own), ("bias", bias, (n,), own)
-    if residual is not None or dropout is not None:
-        result = shape[0] // sharing
-        start = None if dropout is None else dropout.start
-        dtypes = own if autocast is None else FLOATS
-        operands += ("residual", residual, (result, n), dtypes), ("dropout's start", start, (result,), (torch.int64,))
+    (bias, dropout, residual, norm), shape, dtype, device = finish, rows.shape, rows.dtype, rows.device
+    own, dtypes = (dtype,), (dtype,) if autocast is None else FLOATS
+    n, k, m = weight.shape[0], shape[-1], shape[0] // sharing
+    scale, shift = parameters(norm)
+    if (
+        len(shape) != 2 or dtype not in FLOATS
+        or weight.shape != (n, k) or weight.dtype != dtype or weight.device != device
+        or (gate is not None and (gate.shape != shape or gate.dtype != dtype or gate.device != device))
+        or (bias is not None and (bias.shape != (n,) or bias.dtype != dtype or bias.device != device))
+        or (residual is not None and (
+            residual.shape != (m, n) or residual.dtype not in dtypes or residual.device != device
+        ))
+    ):  # fmt: skip
+        require(
+            "row_linear", rows, ("x", rows, (shape[0], k), FLOATS), ("weight", weight, (n, k), own),
+            ("gate", gate, shape, own), ("bias", bias, (n,), own), ("residual", residual, (m, n), dtypes),
+        )  # fmt: skip
+    if dropout is not None:
+        require("row_linear", rows, ("dropout's start", dropout.start, (m,), (torch.int64,)))
     if norm is not None:
-        scale, shift = parameters(norm)
-        operands += ("next_norm's weight", scale, (n,), FLOATS), ("next_norm's bias", shift, (n,), FLOATS)
-    require("row_linear", rows, *operands)
+        of_norm = ("next_norm's weight", scale, (n,), FLOATS), ("next_norm's bias", shift, (n,), FLOATS)
+        require("row_linear", rows, *of_norm)
 
 
 def _check_options(

@@ -8,9 +8,9 @@ from torch import Tensor
 from tpformer.torch_private import version_of
 
 
-def versions(*tensors: Tensor) -> list[int]:
+def versions(*tensors: Tensor | None) -> list[int]:
     """How often each tensor has been written in place. For those of inference mode torch counts nothing."""
-    return [0 if x.is_inference() else version_of(x) for x in tensors]
+    return [0 if x is None or x.is_inference() else version_of(x) for x in tensors]
 
 
 def check_unwritten(what: str, before: list[int], *tensors: Tensor) -> None:
