@@ -87,8 +87,7 @@ class ExpertsFunction(Function):
         hidden, gathered = gather_experts(call.transport, rows, sent, own.gate_up)
         products = call.transport.products
         shared = [
-            None if each is None else products.product(gathered, products.right(each, True))
-            for each in (own.shared_gate, own.shared_up)
+            None if each is None else products.linear(gathered, each) for each in (own.shared_gate, own.shared_up)
         ]
         ctx.call, ctx.deferred, ctx.sizes = call, call.deferred, routed[3:]
         ctx.versions = None if call.dropout is None else versions(call.dropout.start)

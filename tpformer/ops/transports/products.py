@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tpformer.kernels.finish import Dropout, Norm
@@ -75,7 +76,13 @@ class Products:
 
     def product(self, x: Any, right: Any, added: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """x right + added, written to `out` if it is given. added: a bias, or `out` itself, which is added to."""
+        if out is None:  # which torch would take, but more slowly
+            return torch.mm(x, right) if added is None else torch.addmm(added, x, right)
         return torch.mm(x, right, out=out) if added is None else torch.addmm(added, x, right, out=out)
+
+    def linear(self, x: Any, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`product` of rows and a whole weight's W^T, in a call instead of three."""
+        return F.linear(x, weight, bias)
 
     def matrix(self, factor: Any, dtype: torch.dtype) -> Tensor:
         """The rows (M, K) that a factor stands for, in the dtype of those that it is of. Weight gradients are products

@@ -124,6 +124,10 @@ class Quantized(Products):
             return y
         return out.add_(y) if adds else out.copy_(y)
 
+    def linear(self, x: Blocks, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Products.linear."""
+        return self.product(x, self.right(weight, True), bias)
+
     def matrix(self, factor: Blocks, dtype: torch.dtype) -> Tensor:
         """Products.matrix: what the blocks stand for, which bfloat16 has exactly."""
         return implementation("quantize", factor.values.new_empty(0, dtype=dtype)).dequantize(factor, dtype)

@@ -36,9 +36,8 @@ class Sequential(Transport):
     ) -> list[Tensor]:
         """Transport.gather_matmul: all-gather, then a GEMM for each weight."""
         self._record(GATHER)
-        products, x = self.products, self._gathered(x_shard)
-        pairs = zip(weights, biases, strict=True)
-        return [products.product(x, products.right(weight, True), bias) for weight, bias in pairs]
+        x, linear = self._gathered(x_shard), self.products.linear
+        return [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
     def gather_matmul_derivative(
         self, dy_shard: Factor, weight: Tensor, x: Kept, gate: Kept | None, activation: str | None, keep: bool = False
@@ -61,7 +60,7 @@ class Sequential(Transport):
         products = self.products
         if self.group is None and transposed and len(inputs) == 1:
             # bias inside the GEMM: bit-identical to nn.Linear
-            y = products.product(inputs[0], products.right(weights[0], True), finish.bias)
+            y = products.linear(inputs[0], weights[0], finish.bias)
             return finish_rows(y, Finish(None, *finish[1:]))
         self._record(SCATTER if self.sequence_parallel else ALL_REDUCE)
         y = products.product(inputs[0], products.right(weights[0], transposed))
