@@ -154,8 +154,7 @@ class TransformerBlock(ParallelModule):
             return x + ops.dropout(self._called_attention(call_rows(norm, x, self.tp), positions, cache), site), None
         # This does the same in fewer passes. The projections do the norm and the gather, and keep neither's output. One
         # pass over the reduced rows adds bias, dropout and x, and makes the next norm.
-        options: dict = {"residual": True, "dropout": site, "next_norm": next_norm, "cache": cache}
-        return attention.branch(x, positions, norm, **options)
+        return attention.branch(x, positions, norm, residual=True, dropout=site, next_norm=next_norm, cache=cache)
 
     def add_mlp(
         self,
@@ -168,7 +167,8 @@ class TransformerBlock(ParallelModule):
         """x + dropout(mlp(norm(x))). normed: norm(x), if it was made together with x. private: as of
         ops.column_linear."""
         norm, mlp = self.post_attention_layernorm, self.mlp
-        options: dict = {"positions": positions} if isinstance(unwrapped(mlp), MoE) else {}
+        routes = type(mlp) is not MLP and isinstance(unwrapped(mlp), MoE)
+        options: dict = {"positions": positions} if routes else {}
         if not (fusable(MLP, mlp) or fusable(MoE, mlp)):
             return x + ops.dropout(call_rows(mlp, call_rows(norm, x, self.tp), self.tp, **options), site)
         # This does the same in fewer passes, as above, and does not keep act(fc1(...)), either.

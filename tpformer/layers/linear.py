@@ -191,15 +191,15 @@ def project(
     The layers lie on one mesh, and one gather serves them all. `carry` returns rows for the residual path. private: as
     of ops.column_linear.
     """
-    parameters = [layer.local_parameters() for layer in layers]
+    weights, biases = zip(*[layer.local_parameters() for layer in layers], strict=True)
     tp = layers[0].tp
     queue = ops.active_queue()
     if queue is not None and not all(layer.defers() for layer in layers):
         queue = None
     outputs = ops.column_linear(
         rows,
-        [weight for weight, _ in parameters],
-        [bias for _, bias in parameters],
+        weights,
+        biases,
         norm=norm,
         normed=normed,
         carry=carry,

@@ -161,7 +161,8 @@ class Positions:
                 else:
                     first = torch.tensor(self.offset, device=device)
                     flat = (first[:, None] + torch.arange(self.seq_length, device=device)).reshape(-1)
-                flat = self.own(flat.view(self.batch, self.sample_length)).reshape(-1)
+                if self.context is not None:
+                    flat = self.own(flat.view(self.batch, self.sample_length)).reshape(-1)
             self._flat_ids[key] = flat
         return self._flat_ids[key]
 

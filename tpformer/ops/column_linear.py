@@ -70,23 +70,24 @@ class ColumnLinearFunction(Function):
     def backward(ctx, *dys):
         x_shard, norm_weight, norm_bias, mean, rstd, *weights = kept(ctx)
         call: _Call = ctx.call
+        transport, products = call.transport, call.transport.products
         norm = restored(call.norm, norm_weight, norm_bias)
         dys, dcarried = (dys[:-1], dys[-1]) if call.carry else (dys, None)
         normed_shard = x_shard
         if norm is not None:
             # one cheap pass over x; otherwise the forward would have kept norm(x)
             rebuilt = implementation("norm", x_shard).norm_rebuilt
-            normed_shard = rebuilt(x_shard, (mean, rstd), norm, call.transport.products.in_blocks)
+            normed_shard = rebuilt(x_shard, (mean, rstd), norm, products.in_blocks)
         n, needed = 5 + len(weights), ctx.needs_input_grad
         used = [dy is not None for dy in dys]
         wanted, wanted_biases = ([*map(and_, used, wants)] for wants in (needed[5:n], needed[n:]))
         begins = call.deferred is None and any(wanted)
-        gathering = call.transport.gathering.start_gather(normed_shard) if begins else None
-        factors: list[Any] = [None if dy is None else call.transport.products.factor(dy) for dy in dys]
+        gathering = transport.gathering.start_gather(normed_shard) if begins else None
+        factors: list[Any] = [None if dy is None else products.factor(dy) for dy in dys]
         dx_shard, dnorm_weight, dnorm_bias = (None if any(used) else dcarried), None, None
         if any(needed[:3]) and any(used):
             some = [list(compress(each, used)) for each in (factors, weights)]
-            dx_shard, _ = call.transport.matmul_reduce(*some, transposed=False)
+            dx_shard, _ = transport.matmul_reduce(*some, transposed=False)
             if norm is not None:
                 dx_shard, dnorm_weight, dnorm_bias = call.transport.products.norm_gradients(
                     dx_shard, x_shard, (mean, rstd), norm, dcarried, call.private and needed[0]
@@ -96,10 +97,10 @@ class ColumnLinearFunction(Function):
         dbiases = [dy.sum(0) if wants else None for dy, wants in zip(dys, wanted_biases, strict=True)]
         dweights = [None] * len(dys)
         if gathering is not None:
-            matrix = partial(call.transport.products.matrix, dtype=x_shard.dtype)
-            normed_gathered = matrix(gathering())
+            dtype, matrix = x_shard.dtype, products.matrix
+            normed_gathered = matrix(gathering(), dtype)
             pairs = zip(factors, wanted, strict=True)
-            dweights = [matrix(dy).t() @ normed_gathered if wants else None for dy, wants in pairs]
+            dweights = [matrix(dy, dtype).t() @ normed_gathered if wants else None for dy, wants in pairs]
         elif call.deferred is not None:
             _defer(call, normed_shard, factors, wanted, x_shard.dtype)
         return dx_shard, dnorm_weight, dnorm_bias, None, None, *dweights, *dbiases
