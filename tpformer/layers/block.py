@@ -134,8 +134,10 @@ class TransformerBlock(ParallelModule):
     def private(self, site: ops.Dropout | None) -> bool:
         """Whether the gradient of what add_attention returns is private, as of ops.column_linear, and in FP8. site: as
         add_attention has it."""
+        if site is not None or self.tp.precision != FP8:
+            return False
         attention, o_proj = self.self_attn, getattr(self.self_attn, "o_proj", None)
-        if site is not None or not isinstance(o_proj, RowParallelLinear) or o_proj.tp.precision != FP8:
+        if not isinstance(o_proj, RowParallelLinear) or o_proj.tp.precision != FP8:
             return False
         own = type(self).add_attention is TransformerBlock.add_attention  # FSDP2 makes a class of each block's
         return own and fusable(SelfAttention, attention) and fusable(RowParallelLinear, o_proj) and o_proj.bias is None
