@@ -28,6 +28,7 @@ from tpformer.kernels.launch import Tile, packed, require_matrices
 from tpformer.kernels.matmul_all_reduce.kernel import matmul_all_reduce, matmul_all_reduce_space, select_all_reduce_tile
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter, matmul_reduce_scatter_space
 from tpformer.kernels.protocol import Channel
+from tpformer.kernels.quantize.format import VALUES, Blocks, blocks_bytes
 
 from ..choice.prediction import send_by_copies
 from ..choice.spare import spare_processors
@@ -56,30 +57,24 @@ class Fused(Transport):
         self.spare = spare_processors(group)
 
     def _begin_gather(
-        self, operation: str, x_shard: Tensor, columns: int | None, keep: bool
+        self, operation: str, shard: Tensor, columns: int | None, keep: bool, blocks: Blocks | None = None
     ) -> tuple[Channel, KernelWorkspace, Tensor | None]:
         """(channel, workspace, rows that copies send). Keep the rows until the copies are joined. If they are None, the
         kernel has to push. KernelWorkspace.end ends it.
 
-        columns: of the GEMM's result; None if the gather runs under another kernel. keep: somebody reads all gathered
-        rows from the slot, so the own ones, which no copy engine sends, have to be put there.
+        shard: as it travels. columns: of the GEMM's result; None if the gather runs under another kernel. keep:
+        somebody reads all gathered rows from the slot, so the own ones, which no copy engine sends, have to be put
+        there. blocks: what the GEMM multiplies, if the shard is packed blocks, whose padding counts as no traffic.
         """
-        rows, k = x_shard.shape
-        sizes = (rows * self.group.size(), columns, k)
-        return self._begin(operation, x_shard, x_shard.nbytes, sizes, x_shard.dtype, keep)
-
-    def _begin(
-        self, operation: str, shard: Tensor, nbytes: int, sizes: tuple[int, int | None, int], dtype: torch.dtype,
-        keep: bool,
-    ) -> tuple[Channel, KernelWorkspace, Tensor | None]:  # fmt: skip
-        """_begin_gather of a matrix as it travels. nbytes: of it, without what only fills it up. sizes, dtype: of the
-        GEMM's operands, as in send_by_copies."""
-        world = self.group.size()
+        world, (rows, k), nbytes, dtype = self.group.size(), shard.shape, shard.nbytes, shard.dtype
+        space = all_gather_matmul_space(rows, k, world, shard.element_size())
+        if blocks is not None:
+            (rows, k), dtype = blocks.values.shape, VALUES
+            nbytes = blocks_bytes(rows, k)
         record("all_gather", world * nbytes)
         workspace = kernel_workspace(self.group, "gather", shard.device)
-        rows, k = shard.shape
-        space = all_gather_matmul_space(rows, k, world, shard.element_size())
         channel = workspace.begin(operation, *space, shard.shape, shard.dtype)
+        sizes = rows * world, columns, k
         if not workspace.copies_allowed or not send_by_copies(sizes, world, dtype, shard.device):
             return channel, workspace, None
         sent = packed(shard)

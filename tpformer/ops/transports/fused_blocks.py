@@ -24,7 +24,7 @@ from tpformer.kernels.launch import require_matrices
 from tpformer.kernels.matmul_all_reduce.kernel import quantized_matmul_all_reduce
 from tpformer.kernels.matmul_reduce_scatter.kernel import quantized_matmul_reduce_scatter
 from tpformer.kernels.protocol import Channel
-from tpformer.kernels.quantize.format import VALUES, Blocks, blocks_bytes
+from tpformer.kernels.quantize.format import VALUES, Blocks
 
 from ..dispatch import Dispatch
 from ..norm import Normed
@@ -56,9 +56,8 @@ class FusedBlocks(Fused):
     ) -> tuple[Tensor, Channel, KernelWorkspace, bool]:
         """(the rank's rows as they travel, channel, workspace, whether the kernel has to push), as _begin_gather. Keep
         the rows until the copies are joined."""
-        rows, k = blocks.values.shape
-        shard, sizes = packed_shard(blocks), (rows * self.group.size(), columns, k)
-        channel, workspace, sent = self._begin(operation, shard, blocks_bytes(rows, k), sizes, VALUES, keep)
+        shard = packed_shard(blocks)
+        channel, workspace, sent = self._begin_gather(operation, shard, columns, keep, blocks)
         return shard if sent is None else sent, channel, workspace, sent is None
 
     def gather_matmul(
