@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -157,14 +157,14 @@ class Fused(Transport):
         inputs, weights = _at_most_three(inputs, weights, transposed)
         x, n = inputs[0], weights[0].shape[0 if transposed else 1]
         reduce = matmul_reduce_scatter if self.sequence_parallel else matmul_all_reduce
-        reduce = partial(reduce, inputs, weights, b_transposed=not transposed)
-        return self._reduce(reduce, (len(x), n), x, x.dtype, finish)
+        return self._reduce(reduce, (inputs, weights), (len(x), n), x, x.dtype, finish, b_transposed=not transposed)
 
     def _reduce(
-        self, reduce: Callable[..., Tensor], sizes: tuple[int, int], like: Tensor, operands: torch.dtype, finish: Finish
-    ) -> tuple[Tensor, Normed | None]:
-        """matmul_reduce by a kernel. sizes: rows of all ranks, and columns. like: the result has its dtype and device.
-        operands: the dtype of what the GEMM multiplies."""
+        self, reduce: Callable[..., Tensor], factors: tuple, sizes: tuple[int, int], like: Tensor,
+        operands: torch.dtype, finish: Finish, **options: Any,
+    ) -> tuple[Tensor, Normed | None]:  # fmt: skip
+        """matmul_reduce by a kernel, which takes these factors and options. sizes: rows of all ranks, and columns.
+        like: the result has its dtype and device. operands: the dtype of what the GEMM multiplies."""
         (m, n), scatter, world = sizes, self.sequence_parallel, self.group.size()
         op, dtype = SCATTER if scatter else ALL_REDUCE, like.dtype
         record_transport(op, self.name)
@@ -177,7 +177,7 @@ class Fused(Transport):
         end = Finish(finish.bias, finish.dropout, residual)
         called = op if operands == dtype else f"quantized_{op}"
         channel = workspace.begin(called, *space, sizes, dtype, told(finish.dropout))
-        y = reduce(channel, end, tile=tile, spare=self.spare)
+        y = reduce(*factors, channel, end, tile=tile, spare=self.spare, **options)
         workspace.end()
         return (y, None) if finish.norm is None else finish_rows(y, Finish(norm=finish.norm))
 

@@ -4,7 +4,6 @@ Belongs here: what products of blocks do otherwise than those of 16 bits.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -122,7 +121,7 @@ class FusedBlocks(Fused):
         rights = joined([BLOCKS.right(weight, transposed).blocks for weight in weights], 1)
         like, sizes = weights[0], (len(lefts[0].values), len(rights[0].values))
         reduce = quantized_matmul_reduce_scatter if self.sequence_parallel else quantized_matmul_all_reduce
-        return self._reduce(partial(reduce, lefts, rights, dtype=like.dtype), sizes, like, VALUES, finish)
+        return self._reduce(reduce, (lefts, rights), sizes, like, VALUES, finish, dtype=like.dtype)
 
     def start_gather(self, x_shard: Factor) -> Callable[[], Factor]:
         """Transport.start_gather: copy engines begin at once; shards that they would be slow with, the wait pushes."""
