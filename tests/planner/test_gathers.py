@@ -80,18 +80,7 @@ def test_a_plan_has_both(capsys: pytest.CaptureFixture) -> None:
     """Four tensor-parallel ranks leave each of these others a slow link of its own, whose bytes are the step's."""
     seconds, shards = {}, "tp=4,dp=32,zero=3,microbatch=1,gather="
     for gather in ("16", "fp8"):
-        asked = [
-            "--preset",
-            "llama3-70b",
-            "--precision",
-            "fp8",
-            "--gpus",
-            "128",
-            "--batch",
-            "128",
-            "--seq-length",
-            "4096",
-        ]
+        asked = "--preset llama3-70b --precision fp8 --gpus 128 --batch 128 --seq-length 4096".split()
         plan_command([*asked, "--explain", shards + gather])
         out = capsys.readouterr().out
         line = re.search(r"a step takes ([\d.]+) s with gather=16 and ([\d.]+) s with gather=fp8", out)

@@ -114,7 +114,6 @@ def _check_operands(
     (bias, dropout, residual, norm), shape, dtype, device = finish, rows.shape, rows.dtype, rows.device
     own, dtypes = (dtype,), (dtype,) if autocast is None else FLOATS
     n, k, m = weight.shape[0], shape[-1], shape[0] // sharing
-    scale, shift = parameters(norm)
     if (
         len(shape) != 2 or dtype not in FLOATS
         or weight.shape != (n, k) or weight.dtype != dtype or weight.device != device
@@ -131,6 +130,7 @@ def _check_operands(
     if dropout is not None:
         require("row_linear", rows, ("dropout's start", dropout.start, (m,), (torch.int64,)))
     if norm is not None:
+        scale, shift = parameters(norm)
         of_norm = ("next_norm's weight", scale, (n,), FLOATS), ("next_norm's bias", shift, (n,), FLOATS)
         require("row_linear", rows, *of_norm)
 

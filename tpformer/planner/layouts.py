@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpformer.config import RECOMPUTE, SCHEDULES, Layout, RunConfig, check_choice
+from tpformer.config.layout import CHOICES
 from tpformer.words import shown
 
 OFFLOADS = ("none", "activations", "states", "both")
@@ -20,8 +21,13 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 UNSET = "none"  # ep without a number: experts are on the tensor-parallel ranks
 PACKS = ("none", "all")  # layers whose activations are packed
-GATHERS = ("16", "fp8")  # parallel.zero_gather
-WORDS = {"schedule": tuple(SCHEDULES), "recompute": RECOMPUTE, "offload": OFFLOADS, "pack": PACKS, "gather": GATHERS}
+WORDS = {
+    "schedule": tuple(SCHEDULES),
+    "recompute": RECOMPUTE,
+    "offload": OFFLOADS,
+    "pack": PACKS,
+    "gather": tuple(CHOICES["zero_gather"]),
+}
 
 
 def layout_text(config: RunConfig) -> str:

@@ -22,7 +22,7 @@ from tpformer.ops.row_exchange import share_of_rank
 from .advice import advice
 from .candidates import Question
 from .costs import Cost, cost_lines
-from .layouts import GATHERS, layout_text
+from .layouts import WORDS, layout_text
 from .placement import EXCHANGED, placement
 from .published import Outcome, strong_scaling
 from .quantising import check_fp8_device
@@ -209,7 +209,7 @@ def _gather_lines(choice: Choice, question: Question) -> list[str]:
     config, model = choice.config, choice.config.model
     both = {
         gather: dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, zero_gather=gather))
-        for gather in GATHERS
+        for gather in WORDS["gather"]
     }
     try:
         check_zero_gather(model, both[FP8].parallel, FP8)
