@@ -89,7 +89,7 @@ class ColumnLinearFunction(Function):
             some = [list(compress(each, used)) for each in (factors, weights)]
             dx_shard, _ = transport.matmul_reduce(*some, transposed=False)
             if norm is not None:
-                dx_shard, dnorm_weight, dnorm_bias = call.transport.products.norm_gradients(
+                dx_shard, dnorm_weight, dnorm_bias = products.norm_gradients(
                     dx_shard, x_shard, (mean, rstd), norm, dcarried, call.private and needed[0]
                 )
             elif dcarried is not None:

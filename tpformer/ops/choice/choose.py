@@ -237,10 +237,9 @@ def predicted_times(request: Request, machine: Machine, spare: int | None = None
     spare = spare_processors(request.group) if spare is None else spare
     t, dtype, device = request.ranks, request.dtype, request.device
     if request.precision == FP8:
-        ways = [
-            (op, sizes),
-            *([(back, (request.m, request.k, request.n))] if (back := _backward_operation(request)) else []),
-        ]
+        ways = [(op, sizes)]
+        if (back := _backward_operation(request)) is not None:
+            ways.append((back, (request.m, request.k, request.n)))
         times = [times_of_blocks(*way, t, device, machine.of_blocks or machine, spare) for way in ways]
         return {name: Times(*map(sum, zip(*(each[name] for each in times), strict=True))) for name in times[0]}
 
