@@ -27,10 +27,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**EXPERTS, "model.first_dense_layers": 1, "model.ffn_hidden_size": 192}, "model.ffn_hidden_size=192"),
     ({"train.device": "cuda", "train.dtype": "float32"}, "FP8 with float32 on a GPU: its GEMMs give bfloat16"),
     ({"train.dtype": "float16"}, "FP8 with float16"),
-    (
-        {"parallel.transport": "fused", "parallel.tensor_parallel": 2, "parallel.sequence_parallel": False},
-        "FP8 with transport='fused' and sequence_parallel=False: its kernels fuse gathers of blocks",
-    ),
     ({"train.precision": "int8"}, "train.precision='int8': choose one of 16, fp8"),
 ]
 GATHER = {"parallel.zero_gather": "fp8"}
@@ -86,6 +82,8 @@ def test_what_fits_is_taken(tp: int) -> None:
     check_config(
         build_config(values({"parallel.tensor_parallel": tp, "parallel.transport": "pipelined"})), trains=False
     )
+    unsharded = {"parallel.transport": "fused", "parallel.sequence_parallel": False}  # reductions are fused all-reduces
+    check_config(build_config(values({"parallel.tensor_parallel": tp, **unsharded})), trains=False)
     shared = {"parallel.data_parallel_shard": 2, "train.global_batch_size": 2, **GATHER}
     check_config(build_config(values({"parallel.tensor_parallel": tp, **shared})), trains=False)
     experts = {**EXPERTS, "model.shared_expert_size": 256, "model.ffn_hidden_size": 100}

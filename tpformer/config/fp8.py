@@ -54,11 +54,6 @@ def check_precision(model: GPTConfig, layout: Layout, device: str | None, dtype:
     """ValueError for a run in FP8 that cannot be. device, dtype: None where the configuration names none yet."""
     check_fp8_run(device or "cpu", dtype or ("bfloat16" if device == "cuda" else "float32"))
     tp = layout.tensor_parallel
-    if layout.transport == "fused" and tp > 1 and not layout.sequence_parallel:
-        raise ValueError(
-            "FP8 with transport='fused' and sequence_parallel=False: its kernels fuse gathers of blocks, and there is "
-            "none; set sequence_parallel, another transport, or leave FP8 out"
-        )
     sizes = {"model.hidden_size": (model.hidden_size, 1), "model.n_heads * head_dim": (model.query_size, tp)}
     if model.kv_heads % tp:  # ranks share key-value heads, each of which is whole blocks
         sizes["model.head_dim"] = model.head_size, 1
