@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tpformer.kernels.activation.kernel import activation_backward, activation_forward
 from tpformer.kernels.activation.reference import ACTIVATIONS
+from tpformer.kernels.all_gather_grouped_matmul.kernel import all_gather_quantized_grouped_matmul
 from tpformer.kernels.all_gather_matmul.plan import IN_FLIGHT
 from tpformer.kernels.all_gather_quantized_matmul.kernel import (
     all_gather_quantized_matmul,
@@ -199,6 +200,42 @@ def all_gather_quantized_matmul_cases() -> Iterator[Case]:
                     )  # fmt: skip
 
 
+def all_gather_quantized_grouped_matmul_cases() -> Iterator[Case]:
+    """Gathers for experts by copies and by pushes, with both copies of the weights, also of virtual ranks. The kernel
+    is that of 16 bits."""
+    tokens, n, k, groups = 8192, 1536, 2048, 16
+    nbytes = shard_bytes(tokens // WORLD, k)
+
+    def product(push: bool, transposed: bool, served: int = 1, **options) -> None:
+        words = partial(meta, dtype=torch.int32)
+        weights = weight_of(served * n, groups * k) if transposed else weight_of(served * groups * n, k)
+        all_gather_quantized_grouped_matmul(
+            meta(served, nbytes, dtype=torch.uint8), weights, channel(served, piece=nbytes),
+            words(served * WORLD, groups), words(served * tokens), transposed=transposed, push=push, keep=push,
+            programs=PROGRAMS, **options,
+        )  # fmt: skip
+
+    launches: dict[str, Callable[..., object]] = {
+        "blocks, copies": partial(product, False, False),
+        "blocks, push": partial(product, True, False),
+        "blocks, dgrad": partial(product, True, True),
+        "blocks, virtual ranks": partial(product, True, True, served=WORLD),
+    }
+    for capability in CAPABILITIES:
+        for dtype in DTYPES if capability >= 90 else ():
+            for tile in (TILES[name] for name in tile_names(capability, VALUES.itemsize)):
+                for name, launch in launches.items():
+                    pushes = name != "blocks, copies"
+                    # TMA loads the matrices alone, which no rank writes
+                    yield Case(
+                        name=name, kernel="all_gather_grouped_matmul_kernel", dtype=dtype, capability=capability,
+                        tile=tile, launch=partial(launch, dtype=dtype, tile=tile), acquires=2, releases=1 + pushes,
+                        local_atomics=int(pushes), in_flight=IN_FLIGHT * pushes,
+                        own=frozenset(("shard", "tokens", "weights", "starts", "problem")),
+                        waived=frozenset(("fence_before_tma_load",)),
+                    )  # fmt: skip
+
+
 def quantized_reduction_cases() -> Iterator[Case]:
     """The reductions of one product with a finish, also of virtual ranks, and of three products. The kernels are those
     of 16 bits."""
@@ -252,5 +289,6 @@ QUANTIZED: tuple[Callable[[], Iterator[Case]], ...] = (
     quantized_matmul_cases,
     quantized_grouped_matmul_cases,
     all_gather_quantized_matmul_cases,
+    all_gather_quantized_grouped_matmul_cases,
     quantized_reduction_cases,
 )

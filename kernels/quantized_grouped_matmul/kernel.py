@@ -21,6 +21,38 @@ from ..tile import load_block, store_activated
 from .reference import check_operands
 
 
+@triton.jit
+def multiply_group(
+    a, a_exponents, m, row, rows, inside, weights, exponents, virtual, group, column, n, k, steps, groups,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """A tile of a group's rows times its matrix, from this column on.
+
+    a, a_exponents: (m, k) and (k / BLOCK, m), of which rows number `rows` are loaded, those that are inside, or by a
+    descriptor those from `row` on, unless that is None. weights, exponents: as of quantized_grouped_matmul_kernel, but
+    of all virtual ranks, one below the other, of which this is number `virtual`. steps: k / BLOCK.
+    """
+    TILE: tl.constexpr = FORM.tile
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    if FORM.transposed:
+        height, width, first, begin = n, groups * k, column, group * k
+    else:
+        height, width, first, begin = groups * n, k, group * n + column, 0
+    first += virtual * height
+    blocks = exponents + first // BLOCK * (width // BLOCK) + begin // BLOCK
+    result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(steps):
+        at = step * BLOCK
+        if row is not None:
+            left = a.load([row, at])  # the rows of the next group among them are not stored
+        else:
+            left = load_rows(a, rows, inside, at, k, k, BLOCK)
+        right = load_block(weights, first, begin + at, (virtual + 1) * height, width, width, BLOCK_N, BLOCK, TILE.tma)
+        result = add_scaled(result, left, right, a_exponents + step * m + rows, inside, blocks + step)
+    return result
+
+
 @triton.jit(do_not_specialize=["m", "groups"])
 def quantized_grouped_matmul_kernel(
     a,  # (m, k); a descriptor if it is loaded without index and the tile has TMA
@@ -45,28 +77,17 @@ def quantized_grouped_matmul_kernel(
     counts = tl.load(offsets + each + 1, mask=each < groups, other=0) - begins
     ends = tl.cumsum(tl.cdiv(counts, BLOCK_M))
     tiles_n, steps = tl.cdiv(n, BLOCK_N), k // BLOCK
-    if FORM.transposed:
-        height, width = n, groups * k
-    else:
-        height, width = groups * n, k
     for tile in range(tl.program_id(0), tl.max(ends) * tiles_n, tl.num_programs(0)):
         group, row, row_end, column_block = find_tile(offsets, ends, tile, tiles_n, BLOCK_M)
         column = column_block * BLOCK_N
         rows, inside = numbers(index, row, row_end, BLOCK_M), row + tl.arange(0, BLOCK_M) < row_end
-        if FORM.transposed:
-            first, begin = column, group * k
+        if TILE.tma and index is None:
+            first_row = row
         else:
-            first, begin = group * n + column, 0
-        blocks = exponents + first // BLOCK * (width // BLOCK) + begin // BLOCK
-        result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in range(steps):
-            at = step * BLOCK
-            if TILE.tma and index is None:
-                left = a.load([row, at])  # the rows of the next group among them are not stored
-            else:
-                left = load_rows(a, rows, inside, at, k, k, BLOCK)
-            right = load_block(weights, first, begin + at, height, width, width, BLOCK_N, BLOCK, TILE.tma)
-            result = add_scaled(result, left, right, a_exponents + step * m + rows, inside, blocks + step)
+            first_row = None
+        result = multiply_group(
+            a, a_exponents, m, first_row, rows, inside, weights, exponents, 0, group, column, n, k, steps, groups, FORM
+        )
         store_activated(y, result, None, row, column, row_end, n, "", BLOCK_M, BLOCK_N)
 
 

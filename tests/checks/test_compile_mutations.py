@@ -32,11 +32,12 @@ pytestmark = [pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE
 GATHER, SCATTER = "all_gather_matmul_kernel dgrad", "matmul_reduce_scatter_kernel finish"
 ONE_SHOT, TWO_SHOT = "matmul_all_reduce_kernel one-shot", "matmul_all_reduce_kernel two-shot"
 AWAIT, GROUPED = "await_gathered_kernel 8 ranks", "all_gather_grouped_matmul_kernel dgrad"
-BLOCKS, SCATTER_OF_BLOCKS = (
+BLOCKS, SCATTER_OF_BLOCKS, GROUPED_OF_BLOCKS = (
     "all_gather_quantized_matmul_kernel 3 weights, push",
     "matmul_reduce_scatter_kernel blocks, finish",
+    "all_gather_grouped_matmul_kernel blocks, dgrad",
 )
-VARIANTS = [GATHER, SCATTER, ONE_SHOT, TWO_SHOT, AWAIT, GROUPED, BLOCKS, SCATTER_OF_BLOCKS]
+VARIANTS = [GATHER, SCATTER, ONE_SHOT, TWO_SHOT, AWAIT, GROUPED, BLOCKS, SCATTER_OF_BLOCKS, GROUPED_OF_BLOCKS]
 SOME, OTHERS = VARIANTS[::2], VARIANTS[1::2]
 ANNOUNCING = [ONE_SHOT, TWO_SHOT]
 UNFENCED = {"fences", "fence_before_flag"}
@@ -97,7 +98,8 @@ MUTATIONS: dict[str, tuple[JITCallable, Edit, set[str], list[str]]] = {
     "wait behind the tiles of a chunk's blocks": (gather_of_blocks,
         move("limit = wait(me, own_flags, chunk", "quantized_tiles(problem, slot"), LATE, [BLOCKS]),
     "wait behind the tiles of a rank's tokens": (grouped_gather,
-        move("limit = wait(me, own_flags, source", "before = (before + tiles)"), LATE, [GROUPED]),
+        move("limit = wait(me, own_flags, source", "before = (before + tiles)"), LATE,
+        [GROUPED, GROUPED_OF_BLOCKS]),
     "finishing wait behind its loads": (scatter, move("limit = wait(me, own_flags + row_block", "for unit in"), LATE,
         [SCATTER, SCATTER_OF_BLOCKS]),
     "reducing wait behind its loads": (reduce,

@@ -111,6 +111,10 @@ def test_every_launcher(commands, library, capability) -> None:
                                       "dgrad, odd inner dim"],
         "adamw": ["adamw without copies", "adamw anywhere"], "sgd": ["sgd anywhere", "momentum anywhere"],
     }  # fmt: skip
+    if capability >= 90:
+        expected["all_gather_grouped_matmul"] += [
+            f"blocks, {name}" for name in ("copies", "push", "dgrad", "virtual ranks")
+        ]
     assert again == {(f"{kernel}_kernel", name) for kernel, names in expected.items() for name in names}
     assert any(case["waits"] for case in cases) and any(case["tma"] for case in cases) == (capability >= 90)
     missing = uncovered(DEFAULT, {case["case"]: SimpleNamespace(kernel=case["kernel"]) for case in cases})

@@ -20,7 +20,7 @@ from turns import in_turns
 # the cases that reach a file's masks, fastest first
 REACH = {
     "activation/kernel.py": ["activation", "results in blocks"],
-    "all_gather_grouped_matmul/kernel.py": ["all-gather groups"],
+    "all_gather_grouped_matmul/kernel.py": ["all-gather groups", "all-gather blocks"],
     "all_gather_matmul/kernel.py": ["gather", "all-gather matmul"], "combine/kernel.py": ["combine"],
     "cross_entropy/kernel.py": ["targets outside", "cross entropy"],
     "dropout/kernel.py": ["dropout", "results in blocks"],
@@ -41,7 +41,7 @@ ROWS = "the rows of the last share that do not exist are masked: a step more is 
 TURN = "which pieces are pushed before the wait is a matter of time, and pieces beyond the shard are masked"
 BLOCKS = "columns of blocks of e4m3 are multiples of 128, which a tile divides: no mask of theirs leaves anything out"
 PACKED = "packed memory has room for whole tiles: rows that do not exist are sent, read and added in vain"
-WEIGHTS, REST = "weights, first, begin + at", "width, BLOCK_N, BLOCK, TILE.tma)"
+WEIGHTS, REST = "weights, first, begin + at, (virtual + 1) * height", "width, BLOCK_N, BLOCK, TILE.tma)"
 EQUIVALENT = {
     "tile.py store_packed: tl.store(target + offsets, block.to(target.dtype.element_ty), mask=mask)"
     " -> tl.store(target + offsets, block.to(target.dtype.element_ty))": PACKED,
@@ -91,10 +91,10 @@ EQUIVALENT = {
         )
     },
     **{
-        f"quantized_grouped_matmul/kernel.py quantized_grouped_matmul_kernel: {before} -> {other}": BLOCKS
+        f"quantized_grouped_matmul/kernel.py multiply_group: {before} -> {other}": BLOCKS
         for before, other in (
-            (f"load_block({WEIGHTS}, height, width, {REST}", f"load_block({WEIGHTS}, height + 1, width, {REST}"),
-            (f"load_block({WEIGHTS}, height, width, {REST}", f"load_block({WEIGHTS}, height, width + 1, {REST}"),
+            (f"load_block({WEIGHTS}, width, {REST}", f"load_block({WEIGHTS} + 1, width, {REST}"),
+            (f"load_block({WEIGHTS}, width, {REST}", f"load_block({WEIGHTS}, width + 1, {REST}"),
             ("load_rows(a, rows, inside, at, k, k, BLOCK)", "load_rows(a, rows, inside, at, k + 1, k, BLOCK)"),
         )
     },

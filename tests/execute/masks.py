@@ -33,6 +33,7 @@ import test_matmul_reduce_scatter_kernel as scatters
 import test_norm_kernel as norms
 import test_pack_kernel as packs
 import test_quantize_kernel as quantizing
+import test_quantized_gathered_experts as quantized_experts
 import test_quantized_grouped_matmul_kernel as quantized_grouped
 import test_quantized_matmul_kernel as quantized_products
 import test_quantized_reductions as quantized_reductions
@@ -215,6 +216,8 @@ def all_gather_quantized_matmul(shape: Shape, watch: Watch) -> None:
     tile = quantized_products.WIDE._replace(m=4)
     on_ranks(quantized_gathers.linear(2), 2, (shape[0], 1, 2), watch, tile=tile)
     on_ranks(quantized_gathers.derivative("silu", gated=True), 2, (shape[0], 1, 1), watch, tile=tile)
+    on_ranks(quantized_experts.grouped(), 2, (shape[0], 1, 2), watch, tile=tile)
+    on_ranks(quantized_experts.grouped(True, "own"), 2, (shape[0], 1, 1), watch, tile=tile)
 
 
 def all_gather_grouped_matmul(shape: Shape, watch: Watch) -> None:

@@ -71,6 +71,9 @@ CASES: list[tuple[str, tuple, dict, tuple[int, int]]] = [
     # 8 rows of 2 blocks, 128 columns, of 4 ranks: 6 rows arrive
     ("all_gather_quantized_matmul", (8, 128, 256, 4, 2), {},
      (2 * 8 * 32768, 8 * 258 + 32768 + 2 + 2 * 8 * 128 + 6 * 258)),
+    # 6 rows of 2 blocks, of 2 groups; of 8 tokens 6 arrive
+    ("all_gather_quantized_grouped_matmul", (6, 128, 256), {"groups": 2, "tokens": 8, "world": 4, "itemsize": 2},
+     (2 * 6 * 32768, 6 * 258 + 6 * 128 * 2 + 4 * 2 * (32768 + 2) + 6 * 258)),
     # partial sums once out and once in; then one shot, and two
     ("matmul_reduce_scatter", (8, 3, 5, 4, 2), {}, (240 + 24, 2 * (40 + 15 + 6) + 4 * 24)),
     ("matmul_all_reduce", (8, 3, 5, 4, 2), {"one_shot": True}, (240 + 24, 2 * (40 + 15 + 24 + 192))),
@@ -85,7 +88,11 @@ CASES: list[tuple[str, tuple, dict, tuple[int, int]]] = [
 
 @pytest.mark.parametrize("name, arguments, options, expected", CASES)
 def test_costs_are_those_by_hand(name: str, arguments: tuple, options: dict, expected: tuple[int, int]) -> None:
-    of_blocks = ("quantized_matmul_reduce_scatter", "quantized_matmul_all_reduce")
-    folder = name.removeprefix("quantized_") if name in of_blocks else "dropout" if name == "finish" else name
+    of_blocks = (
+        "quantized_matmul_reduce_scatter",
+        "quantized_matmul_all_reduce",
+        "all_gather_quantized_grouped_matmul",
+    )
+    folder = name.replace("quantized_", "") if name in of_blocks else "dropout" if name == "finish" else name
     module = import_module(f"tpformer.kernels.{folder}.reference")
     assert getattr(module, f"{name}_cost")(*arguments, **options) == expected

@@ -188,6 +188,10 @@ ROWS: dict[tuple[str, str], Callable[[], tuple]] = {
     ("all_gather_grouped_matmul", "all_gather_grouped_matmul"): lambda: (
         (floats(T, N), floats(4, 6, N), channel(), COUNTS, integers(0, 1, 2, 0, 2, 3)), SUMS
     ),
+    ("all_gather_grouped_matmul", "all_gather_quantized_grouped_matmul"): lambda: (
+        (shards(), quantize_weight(floats(512, 256)), channel(64 * shards().shape[1]), COUNTS,
+         integers(0, 1, 2, 0, 2, 3)), {**SUMS, "dtype": torch.float32}
+    ),
     ("matmul_reduce_scatter", "matmul_reduce_scatter"): lambda: (
         ([floats(8, 3)], [floats(2 * N, 3)], channel(), Finish(floats(2 * N), drop(), floats(T, N))), SUMS
     ),

@@ -81,7 +81,7 @@ def test_descriptors_give_the_same() -> None:
 
 MISTAKES: dict[str, Edit] = {
     "exponents of the rows' places": replace(
-        "a_exponents + step * m + rows", "a_exponents + step * m + row + tl.arange(0, BLOCK_M)"
+        "a_exponents + step * m + rows", "a_exponents + step * m + tl.arange(0, BLOCK_M)"
     ),
     "the rows' exponents of one block": replace("a_exponents + step * m + rows", "a_exponents + rows"),
     "the weight's exponents of one block": replace("blocks + step)", "blocks)"),
@@ -90,7 +90,7 @@ MISTAKES: dict[str, Edit] = {
         "exponents + column // BLOCK * (width // BLOCK)",
     ),
     "the first group's matrix": replace("load_block(weights, first, begin + at,", "load_block(weights, column, at,"),
-    "a block less": replace("steps = tl.cdiv(n, BLOCK_N), k // BLOCK", "steps = tl.cdiv(n, BLOCK_N), k // BLOCK - 1"),
+    "a block less": replace("in range(steps)", "in range(steps - 1)"),
 }
 
 
@@ -98,7 +98,7 @@ MISTAKES: dict[str, Edit] = {
 @in_interpreter(1)
 def test_a_mistake_is_caught(name: str) -> None:
     with interpreting(
-        "quantized_grouped_matmul/kernel.py", "quantized_grouped_matmul_kernel", MISTAKES[name]
+        "quantized_grouped_matmul/kernel.py", "multiply_group", MISTAKES[name]
     ), pytest.raises(AssertionError):  # fmt: skip
         check(kernel, (3, 0, 2), False, True, torch.float32, "cpu", tile=WIDE)
         check(kernel, (3, 0, 2), True, False, torch.float32, "cpu", tile=WIDE)
