@@ -63,11 +63,17 @@ def build(product: grouped_matmul.Grouped) -> Gathered:
     channel = local_channel(product.t, *space, shard.device, RANK)
     for parity in (0, 1):
         channel.gathered(parity, shard).copy_(o.left)
-    sizes = torch.tensor(o.bounds, device=shard.device).diff()
-    expert = torch.repeat_interleave(torch.arange(product.groups, device=shard.device), sizes)
-    place = o.left_index.long() // rows * product.groups + expert
-    counts = torch.bincount(place, minlength=product.t * product.groups).to(torch.int32)
-    return Gathered(product, o, shard, counts.view(product.t, product.groups), channel)
+    return Gathered(product, o, shard, counts_of(product, o), channel)
+
+
+def counts_of(product: grouped_matmul.Grouped, o: Operands) -> Tensor:
+    """(t, groups) int32: the rows of each of this rank's experts from each rank's tokens."""
+    assert o.left_index is not None
+    sizes = torch.tensor(o.bounds, device=o.left_index.device).diff()
+    expert = torch.repeat_interleave(torch.arange(product.groups, device=sizes.device), sizes)
+    place = o.left_index.long() // (product.tokens // product.t) * product.groups + expert
+    counts = torch.bincount(place, minlength=product.t * product.groups)
+    return counts.to(torch.int32).view(product.t, product.groups)
 
 
 def launch(found: Gathered, *, push: bool, programs: int | None = None) -> Tensor:
@@ -120,8 +126,11 @@ def rows(quick: bool) -> list[Row]:
     return [*measured, *predictions(quick), *means(measured)]
 
 
-def predictions(quick: bool = False) -> list[Row]:
-    """The gather fused with the experts' GEMM beside the collective and the GEMM, as "auto" compares them."""
+def predictions(quick: bool = False, precision: str = "16") -> list[Row]:
+    """The gather fused with the experts' GEMM beside the collective and the GEMM, as "auto" compares them.
+
+    precision: of the GEMM, as a Request has it.
+    """
     machine, found = present_machine(), []
     for product in products(quick):
         n, k = (product.k, product.n) if product.case == DGRAD else (product.n, product.k)
@@ -132,7 +141,7 @@ def predictions(quick: bool = False) -> list[Row]:
                 product.tokens // RANKS, k, grouped.width(RANKS), torch.bfloat16, device, group, True, "auto",
                 grouped,
             )  # fmt: skip
-            times = predicted_times(request, machine, spare=0)
+            times = predicted_times(request._replace(precision=precision), machine, spare=0)
         seconds = {PREDICTED: [times["fused"].device], SEQUENTIAL: [times["sequential"].device]}
         label = f"prediction: {product.case}, {RANKS} {machine.name}"
         found += compared(label, product, seconds, [(PREDICTED, SEQUENTIAL)])

@@ -13,6 +13,7 @@ from torch import Tensor
 from harness.accuracy import poisoned, require_accurate
 from harness.ratios import Row, compared, mean_row, ratio_bench
 from harness.timing import FULL, QUICK, Call, copying, measure
+from tpformer.config import FP8
 from tpformer.config.transport_table import OPERATIONS
 from tpformer.kernels.all_gather_quantized_matmul.reference import packed_shard
 from tpformer.kernels.quantize.format import BLOCK, VALUES, Blocks
@@ -23,7 +24,7 @@ from tpformer.ops.choice.prediction import times_of_blocks
 from tpformer.ops.quantized_product import library_product, served_by_library
 from tpformer.ops.transports.products import rows_of
 
-from . import grouped_matmul
+from . import gathered_experts, grouped_matmul
 from .channels import local_channel
 from .predict import FUSED as PREDICTED
 from .predict import SEQUENTIAL, as_if_on, present_machine, share_row
@@ -91,26 +92,50 @@ def expert_calls(
     }  # fmt: skip
 
 
-def gather_calls(blocks: tuple[Blocks, Blocks]) -> dict[str, Call]:
-    """By provider the product of blocks on rank RANK, whose peers' rows have all arrived: both slots hold them."""
-    from tpformer.kernels.all_gather_quantized_matmul.kernel import (
-        all_gather_quantized_matmul,
-        all_gather_quantized_matmul_space,
-    )
+def gathers(a: Blocks, multiply: Callable[..., Tensor]) -> dict[str, Call]:
+    """By provider a product of gathered blocks on rank RANK, whose peers' rows have all arrived: both slots hold them.
+    multiply: of (this rank's shard, channel, push=)."""
+    from tpformer.kernels.all_gather_quantized_matmul.kernel import all_gather_quantized_matmul_space
     from tpformer.kernels.protocol import bump
 
-    (a, w), rows = blocks, ROWS // RANKS
-    shards = [packed_shard(rows_of(a, slice(first, first + rows))) for first in range(0, ROWS, rows)]
-    space = all_gather_quantized_matmul_space(rows, w.values.shape[1], RANKS)
-    channel = local_channel(RANKS, *space, torch.device(DEVICE), RANK)
+    every, k = a.values.shape
+    rows = every // RANKS
+    shards = [packed_shard(rows_of(a, slice(first, first + rows))) for first in range(0, every, rows)]
+    channel = local_channel(RANKS, *all_gather_quantized_matmul_space(rows, k, RANKS), torch.device(DEVICE), RANK)
     for slot in channel.slots:
         sent = torch.cat(shards).view(-1)
         slot[: len(sent)] = sent
+    return {
+        name: Call(partial(multiply, shards[RANK], channel, push=name == PUSHED), partial(bump, channel))
+        for name in (FUSED, PUSHED)
+    }
 
-    def fused(push: bool) -> Tensor:
-        return all_gather_quantized_matmul(shards[RANK], [w], channel, dtype=DTYPE, push=push)[0]
 
-    return {name: Call(partial(fused, name == PUSHED), partial(bump, channel)) for name in (FUSED, PUSHED)}
+def gather_calls(blocks: tuple[Blocks, Blocks]) -> dict[str, Call]:
+    """The gathers of one weight's product."""
+    from tpformer.kernels.all_gather_quantized_matmul.kernel import all_gather_quantized_matmul
+
+    a, w = blocks
+    return gathers(
+        a, lambda shard, channel, push: all_gather_quantized_matmul(shard, [w], channel, dtype=DTYPE, push=push)[0]
+    )
+
+
+def expert_gathers(
+    product: grouped_matmul.Grouped, o: grouped_matmul.Operands, blocks: tuple[Blocks, Blocks]
+) -> dict[str, Call]:
+    """The gathers of a product of experts that takes rows by an index; none of one whose rows lie side by side."""
+    from tpformer.kernels.all_gather_grouped_matmul.kernel import all_gather_quantized_grouped_matmul
+
+    if o.left_index is None:
+        return {}
+    (a, w), places = blocks, (gathered_experts.counts_of(product, o), o.left_index)
+    return gathers(
+        a,
+        lambda shard, channel, push: all_gather_quantized_grouped_matmul(
+            shard, w, channel, *places, dtype=DTYPE, push=push
+        ),
+    )
 
 
 def reduce_calls(blocks: tuple[Blocks, Blocks]) -> dict[str, Call]:
@@ -163,6 +188,9 @@ def check(quick: bool) -> None:
             for dtype in (torch.float64, DTYPE)
         )
         require_accurate(f"{product}", poisoned(grouped_calls[OURS], baseline), oracle, baseline)
+        for name, gather in expert_gathers(product, o, (a, w)).items():
+            gather.prepare()
+            require_accurate(f"{product} {name}", poisoned(gather.run, baseline), oracle, baseline)
     for n, k in sizes(quick):
         (a, b), calls = calls_of(n, k)
         calls.pop(BFLOAT16)
@@ -197,11 +225,15 @@ def gemm_rows(n: int, k: int, quick: bool) -> list[Row]:
 
 
 def expert_rows(product: grouped_matmul.Grouped, quick: bool) -> list[Row]:
-    """Products of experts beside bfloat16's, by the kernels of this library."""
-    o, _, calls = expert_calls(product)
-    seconds = measure({name: Call(call) for name, call in calls.items()}, QUICK if quick else FULL)
+    """Products of experts beside bfloat16's, by the kernels of this library, and what a gather takes beside them."""
+    o, blocks, calls = expert_calls(product)
+    fused = expert_gathers(product, o, blocks)
+    seconds = measure({name: Call(call) for name, call in calls.items()} | fused, QUICK if quick else FULL)
     flops = quantized_grouped_matmul_cost(o.bounds[-1], product.n, product.k, product.groups, DTYPE.itemsize).flops
-    return compared("experts", product, seconds, [(OURS, GROUPED)], unit="TFLOP/s", amount=flops / 1e12)
+    return [
+        *compared("experts", product, seconds, [(OURS, GROUPED)], unit="TFLOP/s", amount=flops / 1e12),
+        *compared(f"flag tax, rank of {RANKS}", product, seconds, [(name, OURS) for name in fused]),
+    ]
 
 
 def pass_rows(k: int, quick: bool) -> list[Row]:
@@ -234,7 +266,8 @@ def rows(quick: bool) -> list[Row]:
             bar = REQUIRED if provider == LIBRARY else None
             means.append(mean_row(chosen, shape=f"{len(chosen)} shapes", provider=provider, bar=bar))
     if of_experts:
-        means.append(mean_row(of_experts, shape=f"experts, {len(of_experts)} shapes", provider=OURS))
+        chosen = [row for row in of_experts if row["case"] == "experts"]
+        means.append(mean_row(chosen, shape=f"experts, {len(chosen)} shapes", provider=OURS))
     return [*products, *of_experts, *passes, *means]
 
 
@@ -260,7 +293,7 @@ def predictions() -> list[Row]:
         rate = EXPECTED_LIMIT * product.k / (product.k + EXPECTED_HALF)
         seconds = max(whole / rate, cost.bytes / present_machine().memory)
         found.append(share_row("experts", product, seconds, cost.flops, OURS))
-    return found
+    return found + gathered_experts.predictions(precision=FP8)
 
 
 BENCH = ratio_bench(

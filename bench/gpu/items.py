@@ -90,6 +90,8 @@ GATHERED = (*GROUPED, *kernels("all_gather_grouped_matmul"), "bench/gathered_exp
 QUANTIZED = (
     *kernels("quantized_matmul", "quantized_grouped_matmul", "all_gather_quantized_matmul", "quantize"),
     *kernels("matmul_reduce_scatter", "matmul_all_reduce"),
+    *kernels("all_gather_grouped_matmul"),
+    "bench/gathered_experts.py",
     "bench/quantized_matmul.py",
     "bench/channels.py",
     "tpformer/ops/quantized_product.py",

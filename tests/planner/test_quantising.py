@@ -19,8 +19,8 @@ from tpformer.kernels.quantize.format import NUMBER_BYTES, VALUES
 from tpformer.layers import TensorParallel
 from tpformer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpformer.models import GPT
-from tpformer.ops.choice import Request, break_even, choose_transport
-from tpformer.ops.choice.prediction import fused_times
+from tpformer.ops.choice import Grouped, Request, break_even, choose_transport
+from tpformer.ops.choice.prediction import fused_times, grouped_seconds
 from tpformer.ops.implementation import implementation
 from tpformer.ops.quantized_product import quantized_product
 from tpformer.ops.transports import quantized
@@ -254,6 +254,29 @@ def test_fused_kernels_hide_what_blocks_send_and_need_neither_scales_nor_sums() 
         parted, added = 2 * NUMBER_BYTES * linear.rows * linear.k, 6 * several * linear.rows * linear.k
         expected = (parted * linear.column, added * linear.column, 0.0)
         assert [a - b for a, b in zip(*bytes_of, strict=True)] == pytest.approx(expected, abs=1.0)
+
+
+def test_gathers_for_experts_hide_under_their_products() -> None:
+    """Those of gate and up, and of down's gradient, as the model of `auto` has them; reductions are collectives."""
+    pytest.importorskip("triton")
+    model = {**LLAMA, "hidden_size": 2048, "head_dim": 128, "n_experts": 128, "experts_per_token": 8,
+             "expert_ffn_size": 768}  # fmt: skip
+    fused, plain = (
+        layer(model, parallel={"tensor_parallel": 8, "transport": each}, microbatch_size=8)
+        for each in ("fused", "sequential")
+    )
+    up, down = fused.linears[True][2:4]
+    m, machine = fused.tokens, MACHINE.of_blocks or MACHINE
+    for found, behind, n in (
+        (fused.linear_forward(up), plain.linear_forward(up), 1536),
+        (fused.linear_backward(down)[0], plain.linear_backward(down)[0], 768),
+    ):
+        grouped = Grouped(8, 16, n)
+        with as_if_on(H100) as device:
+            parts = grouped_seconds(grouped, m, 2048, 8, 8, VALUES, device, machine)
+            alone = fused_times(GATHER, (m, grouped.width(8), 2048), 8, VALUES, device, machine, gemm=parts).device
+        assert found["tp"] == max(0.0, alone - found["gemm"]) < behind["tp"]
+    assert fused.linear_forward(down)["tp"] == plain.linear_forward(down)["tp"]
 
 
 def test_rows_leave_for_their_experts_in_blocks_and_come_home_in_16_bits() -> None:

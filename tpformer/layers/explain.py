@@ -18,7 +18,6 @@ from tpformer.ops.choice import (
     break_even,
     column_request,
     device_name,
-    left_to_sequential,
     machine_of_request,
     predicted_times,
     row_request,
@@ -314,7 +313,6 @@ def _spare_note(requests: list[Request], machine: Machine) -> list[str]:
         and spare_processors(request.group) > FEWER_CTAS
         and request.transport in ("auto", "fused")
         and why_not_fused(request) is None
-        and left_to_sequential(request) is None
     ]
     if not able:
         return []

@@ -56,13 +56,12 @@ def exposed_seconds(
         return min(exposed_seconds(op, sizes, t, each, device, gemm, itemsize, grouped, blocks) for each in ways)
     if transport == "fused":
         with as_if_on(device) as cuda:
-            parts = None
-            if grouped is not None:
-                m, _, k = sizes
-                parts = grouped_seconds(grouped, m, k, t, t, torch.bfloat16, cuda, device.machine)
-            machine, dtype = device.machine, torch.bfloat16
+            machine, dtype, parts = device.machine, torch.bfloat16, None
             if blocks:
                 machine, dtype = machine.of_blocks or machine, VALUES
+            if grouped is not None:
+                m, _, k = sizes
+                parts = grouped_seconds(grouped, m, k, t, t, dtype, cuda, machine)
             found = fused_times(op, sizes, t, dtype, cuda, machine, gemm=parts)
         return max(0.0, found.device - gemm)
     sizes, itemsize = as_sent(op, sizes, itemsize, blocks)
@@ -170,8 +169,7 @@ class LayerModel:
             grouped = Grouped(self.model.experts_per_token, linear.experts, n)
             n = grouped.width(self.t)
         transport = self.software.backward_transport if backward else self.software.forward_transport
-        collective = linear.experts is not None and (self.fp8 or op != GATHER)
-        if collective and transport in ("auto", "fused"):
+        if linear.experts is not None and op != GATHER and transport in ("auto", "fused"):
             transport = "sequential"
         itemsize, sizes = self.device.itemsize, (self.tokens, n, k)
         if op == GATHER and not backward and self.software.gathered_bytes:

@@ -16,7 +16,7 @@ from tpformer.config.transport_table import read_transport_table
 from tpformer.distributed.groups import why_copied_flags, why_no_kernels
 from tpformer.distributed.shared_memory import torch_backend
 from tpformer.kernels.cost import Machine, break_even_width, break_evens_in_blocks, machine_for
-from tpformer.kernels.quantize.format import NUMBER_BYTES
+from tpformer.kernels.quantize.format import NUMBER_BYTES, VALUES
 from tpformer.words import dtype_name
 
 from ..implementation import KERNEL_DTYPES
@@ -77,8 +77,7 @@ def choose_transport(request: Request) -> Decision:
         the faster one of "fused" and "sequential" by the performance model, if topology and dtype (16 bits) allow both
         "pipelined", if the topology forbids "fused" and the chunks of the GEMM are large
         "sequential"
-    In FP8 nothing is measured, and no fused kernel gathers for experts: that `sequential` does, though "fused" is asked
-    for, and the reason says so. ValueError where FP8 cannot be.
+    In FP8 nothing is measured. ValueError where FP8 cannot be.
     """
     check_choice("transport", request.transport, TRANSPORTS)
     if request.precision == FP8:
@@ -88,10 +87,7 @@ def choose_transport(request: Request) -> Decision:
     if request.transport == "auto":
         decision = _automatic(request)
     elif (reason := why_not(request.transport, request)) is None:
-        left = left_to_sequential(request) if request.transport == "fused" else None
         decision = Decision(request.transport, "as asked for")
-        if left is not None:
-            decision = Decision("sequential", f"fused was asked for, but {left}")
     else:
         raise ValueError(f'{NEEDS[request.transport]}: {reason}; use transport="auto" to have one chosen')
     return _with_notes(decision, request)
@@ -146,13 +142,6 @@ def why_not_fused(request: Request) -> str | None:
     return obstacle
 
 
-def left_to_sequential(request: Request) -> str | None:
-    """Why the fused transport would leave a request to `sequential`; None if it has a kernel. In 16 bits it has all."""
-    if request.precision == FP8 and request.grouped is not None:
-        return "its kernels gather no blocks for experts"
-    return None
-
-
 def why_not_pipelined(request: Request) -> str | None:
     """Why the group's backend cannot send chunks of a request's tensors one by one; None if it can."""
     assert request.group is not None
@@ -200,7 +189,7 @@ def _automatic(request: Request) -> Decision:
         return measured
     if request.dtype not in FUSED_DTYPES:
         return Decision("sequential", f"{dtype_name(request.dtype)} is for verification, not for speed")
-    obstacle = why_not_fused(request) or left_to_sequential(request)
+    obstacle = why_not_fused(request)
     if request.precision == FP8 and machine_of_request(request) is None:
         obstacle = obstacle or f"the rate of blocks on {device_name(request.device)} is not known"
     if obstacle is None:
@@ -230,18 +219,15 @@ def _fused_or_sequential(request: Request) -> Decision:
 def predicted_times(request: Request, machine: Machine, spare: int | None = None) -> dict[str, Times]:
     """What "auto" compares, by transport. spare: SMs that the fused kernel leaves free, by default as it does.
 
-    In FP8 it is the forward and the gradient of the input together, because a gather of half the bytes gains much less
-    than a reduction."""
+    In FP8 it is a linear's forward and the gradient of its input together, because a gather of half the bytes gains
+    much less than a reduction. Experts' reductions are no part of it: no kernel fuses them.
+    """
     assert request.group is not None
     op, sizes = request.op, (request.m, request.n, request.k)
     spare = spare_processors(request.group) if spare is None else spare
-    t, dtype, device = request.ranks, request.dtype, request.device
-    if request.precision == FP8:
-        ways = [(op, sizes)]
-        if (back := _backward_operation(request)) is not None:
-            ways.append((back, (request.m, request.k, request.n)))
-        times = [times_of_blocks(*way, t, device, machine.of_blocks or machine, spare) for way in ways]
-        return {name: Times(*map(sum, zip(*(each[name] for each in times), strict=True))) for name in times[0]}
+    t, dtype, device, blocks = request.ranks, request.dtype, request.device, request.precision == FP8
+    if blocks:
+        dtype, machine = VALUES, machine.of_blocks or machine
 
     def gemm(sources: int, spare: int) -> float | None:
         """Seconds of the experts' GEMM; None for a linear, whose GEMM the model knows."""
@@ -249,6 +235,13 @@ def predicted_times(request: Request, machine: Machine, spare: int | None = None
             return None
         return grouped_seconds(request.grouped, request.m, request.k, t, sources, dtype, device, machine, spare)
 
+    if blocks:
+        ways = [(op, sizes)]
+        if (back := _backward_operation(request)) is not None:
+            ways.append((back, (request.m, request.k, request.n)))
+        gemms = gemm(t, spare), gemm(1, 0)
+        times = [times_of_blocks(*way, t, device, machine, spare, gemms) for way in ways]
+        return {name: Times(*map(sum, zip(*(each[name] for each in times), strict=True))) for name in times[0]}
     return {
         "fused": fused_times(op, sizes, t, dtype, device, machine, spare, gemm(t, spare)),
         "sequential": sequential_times(op, sizes, t, dtype.itemsize, machine, gemm(1, 0)),
@@ -256,8 +249,8 @@ def predicted_times(request: Request, machine: Machine, spare: int | None = None
 
 
 def _backward_operation(request: Request) -> str | None:
-    """The operation of a linear's backward; None if it communicates in one of both ways alone."""
-    return {GATHER: SCATTER, SCATTER: GATHER}.get(request.op)
+    """The operation of a linear's backward; None if it communicates in one of both ways alone, and for experts."""
+    return None if request.grouped is not None else {GATHER: SCATTER, SCATTER: GATHER}.get(request.op)
 
 
 def _measured(request: Request) -> Decision | None:

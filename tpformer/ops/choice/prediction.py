@@ -104,15 +104,18 @@ def fused_times(
 
 
 def times_of_blocks(
-    op: str, sizes: tuple[int, int, int], t: int, device: torch.device, machine: Machine, spare: int = 0
-) -> dict[str, Times]:
+    op: str, sizes: tuple[int, int, int], t: int, device: torch.device, machine: Machine, spare: int = 0,
+    gemms: tuple[float | None, float | None] = (None, None),
+) -> dict[str, Times]:  # fmt: skip
     """By transport, an operation whose GEMM multiplies blocks of e4m3 into 16 bits, at `machine`'s rate of blocks.
-    sizes: as above."""
-    gemm = gemm_seconds(*sizes, 2, machine, NUMBER_BYTES)
+    sizes: as above. gemms: seconds of the GEMM by transport, of experts."""
+    fused, alone = gemms
     sent, itemsize = as_sent(op, sizes, 2, True)
     return {
-        "fused": fused_times(op, sizes, t, VALUES, device, machine, spare),
-        "sequential": sequential_times(op, sent, t, itemsize, machine, gemm),
+        "fused": fused_times(op, sizes, t, VALUES, device, machine, spare, fused),
+        "sequential": sequential_times(
+            op, sent, t, itemsize, machine, alone or gemm_seconds(*sizes, 2, machine, NUMBER_BYTES)
+        ),
     }
 
 
@@ -162,17 +165,23 @@ def grouped_seconds(
 
     sources: from so many ranks rows come apart. Each has row blocks of its own, of which the last one of a group is
     half empty in the mean, and every matrix is read for each. So it takes the waves of its tiles, or the memory's time.
+    dtype: of the operands; of blocks of e4m3, at `machine`'s rate of blocks, results have 16 bits.
     """
-    from tpformer.kernels.all_gather_grouped_matmul.reference import all_gather_grouped_matmul_cost
+    from tpformer.kernels.all_gather_grouped_matmul.reference import (
+        all_gather_grouped_matmul_cost,
+        all_gather_quantized_grouped_matmul_cost,
+    )
     from tpformer.kernels.configurations import select_grouped_tile
     from tpformer.kernels.launch import persistent_programs
 
     rows, groups = share(m * grouped.chosen, t), grouped.groups * sources
     tile = select_grouped_tile(device, dtype, rows, groups, grouped.n)
     tiles = share(2 * rows + groups * tile.m, 2 * tile.m) * share(grouped.n, tile.n)
-    programs, processors = persistent_programs(device, tiles, tile, spare=spare), processors_of(device)
+    itemsize, processors = dtype.itemsize, processors_of(device)
+    programs = persistent_programs(device, tiles, tile, spare=spare, itemsize=itemsize)
     waves = share(tiles, programs) * tile_seconds(tile[:2], k, share(programs, processors), machine, processors)
-    cost = all_gather_grouped_matmul_cost(rows, grouped.n, k, grouped.groups, m, sources, dtype.itemsize)
+    cost_of = all_gather_quantized_grouped_matmul_cost if itemsize == 1 else all_gather_grouped_matmul_cost
+    cost = cost_of(rows, grouped.n, k, grouped.groups, m, sources, max(itemsize, 2))
     return max(waves, cost.flops / machine.flops, cost.bytes / machine.memory)
 
 

@@ -133,8 +133,7 @@ class Fused(Transport):
     ) -> tuple[Tensor, Tensor]:
         """What experts.gather_experts returns. Every rank calls it, also one whose experts have no row."""
         record_transport(GATHER, self.name)
-        # of a dense GEMM with as much work, if all ranks have as many rows
-        columns = max(1, dispatch.k * weights.shape[2 if transposed else 1] // self.group.size())
+        columns = dense_columns(dispatch, weights, transposed, self.group)
         channel, workspace, sent = self._begin_gather("all_gather_grouped_matmul", x_shard, columns, keep=True)
         push = sent is None
         y = all_gather_grouped_matmul(
@@ -191,6 +190,11 @@ class Fused(Transport):
             return self._gathered(channel, workspace, x_shard)
 
         return wait
+
+
+def dense_columns(dispatch: Dispatch, weights: Tensor, transposed: bool, group: ProcessGroup) -> int:
+    """Columns of a dense GEMM with as much work as the experts', if all ranks have as many rows."""
+    return max(1, dispatch.k * weights.shape[2 if transposed else 1] // group.size())
 
 
 def for_all(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpformer.distributed.kernel_workspace import KernelWorkspace
+from tpformer.kernels.all_gather_grouped_matmul.kernel import OPERATION as EXPERTS
+from tpformer.kernels.all_gather_grouped_matmul.kernel import all_gather_quantized_grouped_matmul
 from tpformer.kernels.all_gather_matmul.kernel import await_gathered
 from tpformer.kernels.all_gather_quantized_matmul.kernel import (
     all_gather_quantized_matmul,
@@ -27,12 +29,11 @@ from tpformer.kernels.quantize.format import VALUES, Blocks
 
 from ..dispatch import Dispatch
 from ..norm import Normed
-from .experts import gather_experts
-from .fused import Fused, for_all
+from .fused import Fused, dense_columns, for_all
 from .interface import GATHER, record_transport
 from .products import Factor, Kept
 from .quantized import BLOCKS
-from .sequential import Sequential, local
+from .sequential import local
 
 OPERATION = "all_gather_quantized_matmul"
 
@@ -40,8 +41,6 @@ OPERATION = "all_gather_quantized_matmul"
 class FusedBlocks(Fused):
     """Fused for products of blocks. A rank sends one piece of memory, its rows' values and then their exponents. What
     it has gathered is copied out of the slot, so no later operation overwrites it. Sums travel in the weights' dtype.
-
-    No kernel gathers blocks for experts: that is sequential's.
     """
 
     def __init__(self, group: ProcessGroup, sequence_parallel: bool = True) -> None:
@@ -102,10 +101,17 @@ class FusedBlocks(Fused):
     def gather_grouped(
         self, x_shard: Factor, dispatch: Dispatch, weights: Tensor, *, transposed: bool, keep: bool
     ) -> tuple[Tensor, Factor]:
-        """What experts.gather_experts returns, by sequential."""
-        return gather_experts(
-            Sequential(self.group, products=BLOCKS), x_shard, dispatch, weights, transposed=transposed, keep=keep
-        )
+        """What experts.gather_experts returns. Every rank calls it, also one whose experts have no row."""
+        blocks, (right, _) = BLOCKS.factor(x_shard), BLOCKS.expert_right(weights, transposed)
+        record_transport(GATHER, self.name)
+        columns = dense_columns(dispatch, weights, transposed, self.group)
+        shard, channel, workspace, push = self._begin_blocks(EXPERTS, blocks, columns, keep=True)
+        y = all_gather_quantized_grouped_matmul(
+            shard, right.blocks, channel, dispatch.counts, dispatch.tokens, transposed=transposed, dtype=weights.dtype,
+            push=push, keep=push, spare=self.spare,
+        )  # fmt: skip
+        workspace.end()
+        return y, unpacked_shards(self._gathered(channel, workspace, shard), blocks.values.shape[1])
 
     def matmul_reduce(
         self,
