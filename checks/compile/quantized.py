@@ -27,6 +27,7 @@ from tpformer.kernels.matmul_all_reduce.kernel import quantized_matmul_all_reduc
 from tpformer.kernels.matmul_reduce_scatter.kernel import quantized_matmul_reduce_scatter
 from tpformer.kernels.norm.kernel import WIDEST_BACKWARD, finish_norm_forward, norm_backward, norm_forward
 from tpformer.kernels.quantize.format import (
+    BLOCK,
     EXPONENTS,
     VALUES,
     Blocks,
@@ -36,6 +37,7 @@ from tpformer.kernels.quantize.format import (
 )
 from tpformer.kernels.quantize.kernel import (
     dequantize,
+    dequantize_shards,
     dequantize_weight,
     quantize_rows,
     quantize_weight,
@@ -60,6 +62,14 @@ def weight_of(n: int, k: int) -> Blocks:
     return Blocks(meta(n, k, dtype=VALUES), meta(*weight_exponents(n, k), dtype=EXPONENTS))
 
 
+def shards_of(ranks: int, n: int, k: int, dtype: torch.dtype) -> tuple[Blocks, Tensor]:
+    """Blocks of a weight's shards (n, k), of which each rank has sent 16 bytes more, and what they become."""
+    sent = n * k + n * k // BLOCK**2 + 16
+    values, exponents = (meta(ranks, sent, dtype=kind)[:, : n * k] for kind in (VALUES, EXPONENTS))
+    blocks = Blocks(values.view(ranks, n, k), exponents[:, : n * k // BLOCK**2].view(ranks, *weight_exponents(n, k)))
+    return blocks, meta(ranks, 2 * n * k, dtype=dtype)[:, : n * k].view(ranks, n, k)
+
+
 def quantize_cases() -> Iterator[Case]:
     """Rows and weights there and back, for the architectures that have e4m3."""
     for capability in CAPABILITIES:
@@ -71,6 +81,7 @@ def quantize_cases() -> Iterator[Case]:
                 ("quantize_weight_kernel", "two copies"): partial(quantize_weight_twice, x),
                 ("dequantize_kernel", "rows"): partial(dequantize, rows_of(8192, 4096), dtype),
                 ("dequantize_kernel", "weight"): partial(dequantize_weight, weight_of(8192, 4096), dtype),
+                ("dequantize_kernel", "shards"): partial(dequantize_shards, *shards_of(8, 1024, 4096, dtype)),
             }
             for (kernel, name), launch in launches.items():
                 yield Case(name=name, kernel=kernel, dtype=dtype, capability=capability, launch=launch)

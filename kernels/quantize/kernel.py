@@ -4,7 +4,7 @@ Belongs here: the passes, and device code by which other kernels quantise a tile
 Letters: a matrix of M rows and K columns; a weight has N rows.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,7 +15,7 @@ from ..launch import is_interpreted, launch_options, triton_dtype
 from ..replay import launch, replayed
 from . import format as blocks_format
 from .format import EXPONENTS, VALUES, Blocks, row_exponents, weight_exponents
-from .reference import check_blocks, check_rows, check_weight, check_weight_blocks, check_width
+from .reference import check_blocks, check_rows, check_shards, check_weight, check_weight_blocks, check_width
 
 ROWS, ROW_WARPS = 32, 4  # of a program: in 16 bits each thread has four loads of 16 bytes in flight
 WEIGHT_WARPS = 8
@@ -143,9 +143,21 @@ def quantize_weight_kernel(
         tl.store(transposed_exponents + column.to(tl.int64) * (n // BLOCK) + row, exponent.to(tl.int8))
 
 
+class Strides(NamedTuple):
+    """Elements from one matrix to the next of each tensor."""
+
+    of_values: Any
+    of_exponents: Any
+    of_x: Any
+
+
 @triton.jit(do_not_specialize=["m"])
-def dequantize_kernel(values, exponents, x, m, k, WEIGHT: tl.constexpr, ROWS: tl.constexpr):
-    """ROWS rows of one column of blocks."""
+def dequantize_kernel(values, exponents, x, m, k, strides: Strides, WEIGHT: tl.constexpr, ROWS: tl.constexpr):
+    """ROWS rows of one column of blocks, of the matrix of program_id(1)."""
+    matrix = tl.program_id(1).to(tl.int64)
+    values += matrix * strides.of_values
+    exponents += matrix * strides.of_exponents
+    x += matrix * strides.of_x
     width = k // BLOCK
     block = tl.program_id(0) % width
     rows = tl.program_id(0) // width * ROWS + tl.arange(0, ROWS)
@@ -295,17 +307,36 @@ def dequantize_weight(blocks: Blocks, dtype: torch.dtype) -> Tensor:
     return launch_dequantize(blocks, dtype, True)
 
 
-def launch_dequantize(blocks: Blocks, dtype: torch.dtype, weight: bool) -> Tensor:
-    """Dequantise blocks of rows, or of a weight."""
+@replayed
+def dequantize_shards(blocks: Blocks, out: Tensor) -> Tensor:
+    """dequantize_weight of several weights, as several ranks have sent them, written to `out`, which is the result.
+
+    Math:     dequantize_shards of reference.py, the same bits
+    Shapes:   values and out (R, N, K), exponents (R, N / 128, K / 128); each of the R matrices lies without gaps, and
+              out is bfloat16, float16 or float32
+    Numerics, order: as in dequantize
+    Traffic:  quantize_cost of all rows; accesses of 16 bytes of out, if each matrix begins at multiples of them
+    Errors:   ValueError for tensors of other shapes, strides or dtypes, or on a GPU before sm_89
+    """
+    check_shards("dequantize_shards", blocks, out)
+    return launch_dequantize(blocks, out.dtype, True, out)
+
+
+def launch_dequantize(blocks: Blocks, dtype: torch.dtype, weight: bool, x: Tensor | None = None) -> Tensor:
+    """Dequantise blocks of rows, or of a weight; or of several weights to their x."""
     triton_dtype(dtype)  # an error for what kernels do not take
     values, exponents = blocks
     require_e4m3(values)
-    m, k = values.shape
-    x = values.new_empty((m, k), dtype=dtype)
+    if x is None:
+        values, exponents = values.contiguous(), exponents.contiguous()
+        x = values.new_empty(values.shape, dtype=dtype)
+    (m, k), matrices = x.shape[-2:], x.shape[:-2].numel()
+    # of a single one nothing is read, and zeros do not make Triton compile once more
+    strides = Strides(*(each.stride(0) if matrices > 1 else 0 for each in (values, exponents, x)))
     if x.numel():
         programs = triton.cdiv(m, ROWS) * (k // BLOCK.value)
         launch(
-            dequantize_kernel, (programs,), values.contiguous(), exponents.contiguous(), x, m, k,
+            dequantize_kernel, (programs, matrices), values, exponents, x, m, k, strides,
             WEIGHT=weight, ROWS=ROWS, **launch_options(ROW_WARPS, 1),
         )  # fmt: skip
     return x

@@ -71,6 +71,18 @@ def check_weight_blocks(operation: str, blocks: Blocks, dtype: torch.dtype) -> N
     check_parts(operation, blocks, weight_exponents, ("columns", "rows"), dtype)
 
 
+def check_shards(operation: str, blocks: Blocks, out: Tensor) -> None:
+    """ValueError unless these are blocks of several weights, one for each matrix of `out`, and none has gaps."""
+    require(operation, blocks.values, ("values", blocks.values, out.shape, (VALUES,)), ("out", out, out.shape, FLOATS))
+    if out.dim() != 3 or not all(x[:1].is_contiguous() for x in (*blocks, out)):
+        shapes = ", ".join(f"{tuple(x.shape)} with strides {x.stride()}" for x in (*blocks, out))
+        raise ValueError(f"{operation}: {shapes}: give three dims, and each matrix without gaps")
+    for dim in (1, 2):
+        check_width(f"{operation}: values", ("rows", "columns")[dim - 1], out.shape[dim])
+    wanted = len(out), *weight_exponents(*out.shape[1:])
+    require(operation, blocks.values, ("exponents", blocks.exponents, wanted, (EXPONENTS,)))
+
+
 def check_parts(operation: str, blocks: Blocks, shape: Callable, whole: Sequence[str], dtype: torch.dtype) -> None:
     """ValueError unless the values are a matrix, with whole blocks along these dims, the exponents of the shape that
     follows, and the dtype floats."""
@@ -223,6 +235,19 @@ def dequantize_weight(blocks: Blocks, dtype: torch.dtype) -> Tensor:
     wide = wide_dtype(dtype)
     values = blocks.values.to(wide).unflatten(1, (columns // BLOCK, BLOCK)).unflatten(0, (rows // BLOCK, BLOCK))
     return cast((values * powers(blocks.exponents, wide)[:, None, :, None]).flatten(2).flatten(0, 1), dtype)
+
+
+def dequantize_shards(blocks: Blocks, out: Tensor) -> Tensor:
+    """dequantize_weight of several weights, as several ranks have sent them, written to `out`, which is the result.
+
+    Shapes:   values and out (R, N, K), exponents (R, N / 128, K / 128); each of the R matrices lies without gaps
+    Math, numerics, traffic, order: as in dequantize
+    Errors:   ValueError for tensors of other shapes, strides or dtypes
+    """
+    check_shards("dequantize_shards", blocks, out)
+    for values, exponents, of_rank in zip(*blocks, out, strict=True):
+        of_rank.copy_(dequantize_weight(Blocks(values, exponents), out.dtype))
+    return out
 
 
 def quantize_cost(m: int, k: int, itemsize: int, block_rows: int = 1, copies: int = 1) -> Cost:

@@ -167,3 +167,22 @@ def check(module: ModuleType, dtype: torch.dtype, device: str = "cpu") -> None:
         back = getattr(module, name)(Blocks(*(part.to(device) for part in given)), dtype)
         assert back.is_contiguous()
         assert_identical(back.cpu(), wanted.to(dtype), f"{name} to {dtype}")
+    check_shards(module, blocks, dtype, device)
+
+
+def check_shards(module: ModuleType, blocks: Blocks, dtype: torch.dtype, device: str, offset: int = 0) -> None:
+    """Weights of three ranks, which lie behind one another with gaps and other bytes, as a gather leaves them; the
+    second one is the first upside down. offset: elements before each result."""
+    n, k = blocks.values.shape
+    upside = Blocks(*(each.flip(0) for each in (blocks.values.view(torch.uint8), blocks.exponents)))
+    ranks = [Blocks(upside.values.view(VALUES), upside.exponents) if rank == 1 else blocks for rank in range(3)]
+    sent = [torch.cat([part.view(torch.uint8).flatten() for part in each]) for each in ranks]
+    received = torch.stack([torch.cat([each, each.new_zeros(5)]) for each in sent]).to(device)
+    values, exponents = received[:, : n * k], received[:, n * k : len(sent[0])]
+    exponents = exponents.view(torch.int8).unflatten(1, blocks.exponents.shape)
+    memory = torch.full((3, offset + n * k + 1), -7.0, dtype=dtype, device=device)
+    out = memory[:, offset : offset + n * k].view(3, n, k)
+    result = module.dequantize_shards(Blocks(values.view(VALUES).unflatten(1, (n, k)), exponents), out)
+    assert result is out and memory[:, offset + n * k :].eq(-7).all() and memory[:, :offset].eq(-7).all()
+    for found, wanted in zip(out.cpu(), ranks, strict=True):
+        assert_identical(found, numbers(wanted, BLOCK).to(dtype), f"shards ({n}, {k}) {dtype}")

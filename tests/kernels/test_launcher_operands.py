@@ -26,6 +26,7 @@ from tpformer.kernels.finish import Dropout, Finish, Norm
 from tpformer.kernels.norm.reference import norm_forward
 from tpformer.kernels.pack.reference import pack
 from tpformer.kernels.protocol import Channel
+from tpformer.kernels.quantize.format import Blocks
 from tpformer.kernels.quantize.reference import quantize_rows, quantize_weight
 from tpformer.kernels.replay import Recording
 from tpformer.kernels.rope.reference import rope_table
@@ -156,6 +157,9 @@ ROWS: dict[tuple[str, str], Callable[[], tuple]] = {
         (quantize_rows(floats(5, 384)), quantize_weight(floats(512, 384)), *GROUPED[2:]), {"dtype": torch.float32}
     ),
     ("quantize", "dequantize_weight"): lambda: ((quantize_weight(floats(128, 256)), torch.float16), {}),
+    ("quantize", "dequantize_shards"): lambda: (
+        (Blocks(*(each[None] for each in quantize_weight(floats(128, 256)))), floats(1, 128, 256)), {}
+    ),
     ("update", "adamw_"): lambda: (
         updated(2), {**NUMBERS, "skipped": torch.zeros(()), "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
     ),

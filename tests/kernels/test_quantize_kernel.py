@@ -76,6 +76,8 @@ def test_operands_that_lie_apart(module: ModuleType, dtype: torch.dtype, device:
             blocks.assert_blocks(getattr(module, name)(layout(x)), found, f"{name} {layout.__name__}")
         apart = Blocks(*(part.t().contiguous().t() for part in found))
         assert_identical(numbers(apart, dtype), numbers(found, dtype))
+    shards = Blocks(*(part.cpu() for part in module.quantize_weight(x)))
+    blocks.check_shards(module, shards, dtype, device, offset=5)
 
 
 @pytest.mark.skipif(compiler.unavailable() is not None, reason=str(compiler.unavailable()))
@@ -121,6 +123,9 @@ MISTAKES: dict[str, tuple[str, Edit]] = {
     "a maximum that drops NaN": ("magnitude_bits", replace("& 0x7FFFFFFF", "& tl.where(x == x, 0x7FFFFFFF, 0)")),
     "exponents by rows": ("quantize_rows_kernel", BY_ROWS),
     "exponents read by rows": ("dequantize_kernel", BY_ROWS),
+    "all values of the first rank": ("dequantize_kernel", replace("values += matrix *", "values += 0 *")),
+    "all exponents of the first rank": ("dequantize_kernel", replace("exponents += matrix *", "exponents += 0 *")),
+    "all results the first rank's": ("dequantize_kernel", replace("x += matrix *", "x += 0 *")),
     "a weight's exponents transposed": (
         "quantize_weight_kernel",
         replace("row.to(tl.int64) * width + column", "column.to(tl.int64) * (n // BLOCK) + row"),

@@ -114,6 +114,7 @@ def test_no_gradient_passes() -> None:
 
 
 ROWS = Blocks(torch.zeros(3, 2 * BLOCK).to(VALUES), torch.zeros(2, 3, dtype=torch.int8))
+SHARDS = Blocks(torch.zeros(2, 128, 256).to(VALUES), torch.zeros(2, 1, 2, dtype=torch.int8))
 REFUSED: list[tuple[Callable, tuple, str]] = [
     (reference.quantize_rows, (torch.ones(3, 200),), r"x has 200 columns.* multiple of 128, such as 256"),
     (reference.quantize_rows, (torch.ones(2, 3, 128),), r"\(2, 3, 128\) torch.float32: give a matrix"),
@@ -124,6 +125,10 @@ REFUSED: list[tuple[Callable, tuple, str]] = [
     (reference.dequantize, (Blocks(ROWS.values.view(torch.int8), ROWS.exponents), torch.float32), "values is"),
     (reference.dequantize, (ROWS, torch.int8), "the result's dtype is torch.int8"),
     (reference.dequantize_weight, (ROWS, torch.float32), "values has 3 rows"),
+    (reference.dequantize_shards, (SHARDS, torch.zeros(2, 128, 256, dtype=torch.int8)), "out is .* torch.int8"),
+    (reference.dequantize_shards, (SHARDS, torch.zeros(1, 128, 256)), r"values is \(2, 128, 256\)"),
+    (reference.dequantize_shards, (SHARDS, torch.zeros(2, 256, 128).mT), r"strides \(32768, 1, 128\): give three dims"),
+    (reference.dequantize_shards, (Blocks(SHARDS[0], SHARDS[1][:1]), torch.zeros(2, 128, 256)), "exponents is"),
 ]
 
 

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from tpformer.config.zero_gather import gather_words, in_whole_blocks
 from tpformer.distributed.collectives import all_gather_single
-from tpformer.kernels.operands import wide_dtype
-from tpformer.kernels.quantize.format import BLOCK, EXPONENTS, VALUES
-from tpformer.kernels.quantize.reference import powers
+from tpformer.kernels.quantize.format import EXPONENTS, VALUES, Blocks, weight_exponents
 from tpformer.ops.implementation import implementation
 from tpformer.torch_private import foreach_copy_
 
@@ -74,7 +72,8 @@ class BlockGather:
             if shard.in_blocks
         ]
         whole = [x for x, shard in zip(inputs, self.shards, strict=True) if not shard.in_blocks]
-        sent = [*whole, *(blocks.values for blocks in made), *(blocks.exponents for blocks in made)]
+        # values are whole words of any width, so what follows them begins at multiples of those, too
+        sent = [*(blocks.values for blocks in made), *whole, *(blocks.exponents for blocks in made)]
         sizes = [x.nbytes for x in sent]
         own = input_tensor.new_empty(sum(sizes) + -sum(sizes) % ALIGNMENT, dtype=torch.uint8)
         torch.cat([x.view(torch.uint8).flatten() for x in sent], out=own[: sum(sizes)])
@@ -86,21 +85,19 @@ class BlockGather:
     def _take(self, received: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Write what each rank has sent, (ranks, bytes) for each of its tensors, to the places of its shards.
 
-        Math: value * 2**exponent, as dequantize_weight of kernels/quantize; no rounding, also in bfloat16.
+        Math: value * 2**exponent, by dequantize_shards of kernels/quantize; no rounding, also in bfloat16.
         """
         weights = [pair for pair in zip(outputs, self.shards, strict=True) if pair[1].in_blocks]
         whole = [out for out, shard in zip(outputs, self.shards, strict=True) if not shard.in_blocks]
         if whole:
-            foreach_copy_(whole, [x.view(whole[0].dtype) for x in received[: len(whole)]])
-        values, exponents = received[len(whole) :][: len(weights)], received[len(whole) + len(weights) :]
-        dtype = outputs[0].dtype
-        scales = powers(torch.cat(exponents, 1).view(EXPONENTS), wide_dtype(dtype)).to(dtype)
-        of_weights = scales.split([x.shape[1] for x in exponents], 1)
-        for (out, shard), value, scale in zip(weights, values, of_weights, strict=True):
-            width = shard.shape[-1] // BLOCK
-            blocks = -1, out.shape[1] // (width * BLOCK * BLOCK), BLOCK, width, BLOCK
-            numbers = value.view(VALUES).to(dtype).view(blocks)
-            torch.mul(numbers, scale.view(*blocks[:2], 1, width, 1), out=out.view(blocks))
+            foreach_copy_(whole, [x.view(whole[0].dtype) for x in received[len(weights) : -len(weights)]])
+        values, exponents = received[: len(weights)], received[-len(weights) :]
+        for (out, shard), value, exponent in zip(weights, values, exponents, strict=True):
+            n, k = out.shape[1] // shard.shape[-1], shard.shape[-1]
+            blocks = Blocks(
+                value.view(VALUES).unflatten(1, (n, k)), exponent.view(EXPONENTS).unflatten(1, weight_exponents(n, k))
+            )
+            implementation("quantize", out).dequantize_shards(blocks, out.unflatten(1, (n, k)))
 
     def __str__(self) -> str:
         """How weights of linears in FP8 travel, in words."""

@@ -19,8 +19,8 @@ from .devices import Device
 from .roofline import stream_seconds
 
 NUMBER = 1 + 1 / BLOCK**2  # bytes of a number of a weight in blocks, with its part of the exponent
-PASSES = NUMBER + 6  # bytes that are moved for each gathered number: one pass casts values, another one scales them
-LAUNCHES = 3  # for each weight: one quantises, one casts, one scales
+PASS = NUMBER + 2  # bytes that are moved for each gathered number, which is read in blocks and written in 16 bits
+LAUNCHES = 2  # for each weight: one quantises, one dequantises
 
 
 class InBlocks(NamedTuple):
@@ -62,19 +62,18 @@ def gather_bytes(elements: float, blocks: float, itemsize: int) -> float:
 
 
 def pass_seconds(blocks: float, device: Device) -> float:
-    """Seconds of the passes over so many gathered elements in blocks, which run before and behind the gather."""
-    return stream_seconds(PASSES * blocks, device)
+    """Seconds of the passes over so many gathered elements in blocks, behind the gather. Before it a rank's own are
+    quantised, which are few."""
+    return stream_seconds(PASS * blocks, device)
 
 
-def received_bytes(config: RunConfig, itemsize: int) -> float:
-    """The most bytes that a gather in blocks needs beside its result: the blocks of a layer, and of its largest weight
-    the values as they are cast."""
+def received_bytes(config: RunConfig) -> float:
+    """The most bytes that a gather in blocks needs beside its result: the blocks of a layer."""
     model, layout, most = config.model, config.parallel, 0.0
     if not gathers_blocks(layout, config.train.precision):
         return 0.0
     for experts in {model.has_experts(layer) for layer in range(model.n_layers)}:
         weights = _weights(model, layout, experts)
         for kind in (False, True):  # experts that exchange tokens have a gather of their own
-            sizes = [each.elements for each in weights if each.exchanged == kind] or [0]
-            most = max(most, NUMBER * sum(sizes) + itemsize * max(sizes))
+            most = max(most, NUMBER * sum(each.elements for each in weights if each.exchanged == kind))
     return most

@@ -238,7 +238,7 @@ def rank_memory(
         parts.append(("fused workspaces *", float(workspaces)))
     if (blocks := kept_blocks(config, of_rank)) > 0:
         parts.append(("weights in blocks *", blocks))
-    if (received := received_bytes(config, precision.compute.itemsize)) > 0:
+    if (received := received_bytes(config)) > 0:
         parts.append(("gathers in blocks *", received))
     parts.append(("temporaries *", at.working))
     if config.optimizer.name == "muon":  # when it steps, activations and temporaries are gone, and all gradients there
