@@ -1,6 +1,7 @@
 """In FP8 the backward of a block's second norm hands o_proj the blocks of its gradient, which nobody else sees. Where
 somebody might see it, or a pass reads it anyhow, none are handed on. Gradients are always those of blocks made anew."""
 
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -94,7 +95,7 @@ def test_gradients_that_others_see_have_no_blocks() -> None:
         assert handed(part) == expected, name
 
 
-class Watched(TransformerBlock):
+class Shown(TransformerBlock):
     """A block that shows what its attention makes."""
 
     def add_attention(self, *given: Any, **options: Any) -> Any:
@@ -103,9 +104,21 @@ class Watched(TransformerBlock):
         return x, normed
 
 
+class Taken(TransformerBlock):
+    """A block that shows what its MLP takes."""
+
+    def add_mlp(self, x: Tensor, *given: Any, **options: Any) -> Any:
+        written(self, None, x)
+        return super().add_mlp(x, *given, **options)
+
+
 @on_every_rank(1, 2)
-def test_a_block_with_an_attention_of_its_own_hands_nothing_on() -> None:
+def test_a_block_with_a_half_of_its_own_hands_nothing_on() -> None:
     part = make()
     parts = part.self_attn, part.mlp, part.input_layernorm, part.post_attention_layernorm
-    for recompute in ("none", "mlp", "full"):
-        assert handed(keep(Watched(*parts), recompute=recompute)) == 0, recompute
+    for kind, recompute in product((Shown, Taken), ("none", "mlp", "full")):
+        assert handed(keep(kind(*parts), recompute=recompute)) == 0, (kind, recompute)
+    for kind, name in ((Shown, "add_attention"), (Taken, "add_mlp")):
+        block = TransformerBlock(*parts)
+        setattr(block, name, getattr(kind(*parts), name))
+        assert handed(block) == 0, f"{name} replaced"

@@ -10,7 +10,7 @@ from tpformer.ops.sequence import flat_rows
 
 from .attention import SelfAttention
 from .cache import LayerCache, require_cache
-from .children import call_rows, fusable, unwrapped, why_called
+from .children import call_rows, fusable, keeps, unwrapped, why_called
 from .dropout import DropoutKey
 from .keep_block import Keep, said_by_keep
 from .linear import ColumnParallelLinear, RowParallelLinear
@@ -139,7 +139,7 @@ class TransformerBlock(ParallelModule):
         attention, o_proj = self.self_attn, getattr(self.self_attn, "o_proj", None)
         if not isinstance(o_proj, RowParallelLinear) or o_proj.tp.precision != FP8:
             return False
-        own = type(self).add_attention is TransformerBlock.add_attention  # FSDP2 makes a class of each block's
+        own = keeps(self, TransformerBlock, "add_attention", "add_mlp")  # which give and take it
         return own and fusable(SelfAttention, attention) and fusable(RowParallelLinear, o_proj) and o_proj.bias is None
 
     def add_attention(

@@ -62,9 +62,11 @@ def others_hook(hooks: Mapping[int, Callable]) -> bool:
     return not all(fsdp) or has_global_hooks()
 
 
-def keeps_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module's forward is that of this kind, though its class may be a subclass, as FSDP2 makes them."""
-    return type(module).forward is kind.forward and "forward" not in module.__dict__
+def keeps(module: nn.Module, kind: type[nn.Module], *methods: str) -> bool:
+    """Whether a module's methods of these names are those of this kind, though its class may be a subclass, as FSDP2
+    makes them."""
+    own = vars(module)
+    return all(getattr(type(module), name) is getattr(kind, name) and name not in own for name in methods)
 
 
 def fusable(kind: type[nn.Module], *children: nn.Module) -> bool:

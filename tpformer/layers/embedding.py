@@ -20,7 +20,7 @@ from tpformer.torch_private import (
     is_own_parameter,
 )
 
-from .children import keeps_forward, others_hook
+from .children import keeps, others_hook
 from .module import Normal, ParallelModule, check_plain
 from .positions import Positions, positions_of
 from .tensor_parallel import TensorParallel
@@ -250,4 +250,4 @@ def makes_loss(head: nn.Module) -> bool:
     It may if it is an LMHead, nobody has replaced its forward, and no hook sees its output.
     """
     hooked = others_hook(forward_hooks(head)) or backward_hooks(head)
-    return keeps_forward(head, LMHead) and not hooked
+    return keeps(head, LMHead, "forward") and not hooked

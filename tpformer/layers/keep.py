@@ -22,7 +22,7 @@ from tpformer.config import RECOMPUTE, check_choice, kept_layers, regions
 from tpformer.torch_private import forward_hooks, forward_pre_hooks
 
 from .block import TransformerBlock
-from .children import keeps_forward, others_hook, unwrapped
+from .children import keeps, others_hook, unwrapped
 from .dropout import DropoutKey
 from .keep_block import Keep, packing
 from .positions import Positions
@@ -159,7 +159,7 @@ def _run_region(layers: list[nn.Module], x: Tensor, positions: Positions, dropou
             x = layer(x, positions=positions, dropout_key=dropout_key)
         return x
 
-    blocks = [layer for layer in layers if keeps_forward(layer, TransformerBlock)]
+    blocks = [layer for layer in layers if keeps(layer, TransformerBlock, "forward")]
     hooked = any(others_hook(hooks) for layer in layers for hooks in (forward_pre_hooks(layer), forward_hooks(layer)))
     draws = hooked or len(blocks) < len(layers) or any(block.draws(dropout_key) for block in blocks)
     skip_end = layers[-1] in blocks and not others_hook(forward_hooks(layers[-1]))

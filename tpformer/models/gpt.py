@@ -25,7 +25,7 @@ from tpformer.layers import (
     init_weights,
 )
 from tpformer.layers.cache import require_cache
-from tpformer.layers.children import Features, call_column, call_rows, fusable, fusable_norm, keeps_forward
+from tpformer.layers.children import Features, call_column, call_rows, fusable, fusable_norm, keeps
 from tpformer.layers.embedding import makes_loss
 from tpformer.layers.keep import KeepLayers
 from tpformer.layers.keep_block import said_by_keep
@@ -245,7 +245,7 @@ class GPT(ParallelModule):
         positions = cache.positions(batch, seq)
         x = self._embed(ids, positions, None)
         for name, layer in self.layers.items():
-            if not keeps_forward(layer, TransformerBlock):
+            if not keeps(layer, TransformerBlock, "forward"):
                 require_cache(layer, f"layers.{name}")
             memory = cache.layer(name)
             memory.reach = min(memory.reach, positions.reach - seq)
