@@ -13,16 +13,21 @@ import pytest
 import torch
 from pool import WorkerPool
 from small_runs import build, run_config, take_step
-from testing import on_every_rank
-from torch import Tensor
+from testing import assert_identical, on_every_rank
+from torch import Tensor, nn
 from torch import distributed as dist
+from torch.nn import functional as F
+from torch.nn.utils import prune
 from turns import in_turns
 
 from harness.step_counts import DATA, count_step
+from tpformer.config import Layout
+from tpformer.distributed import build_mesh
 from tpformer.kernels.quantize.format import BLOCK, LOWEST
 from tpformer.kernels.quantize.reference import dequantize_weight, quantize_weight
-from tpformer.parallel import block_gather, gathers_of, local_part
-from tpformer.parallel.block_gather import BlockGather, Shard
+from tpformer.layers import ColumnParallelLinear, TensorParallel, init_weights
+from tpformer.parallel import apply_zero, block_gather, gathers_of, local_part
+from tpformer.parallel.block_gather import BlockGather, SentShard
 from tpformer.parallel.zero import parameter_groups
 from tpformer.training.checkpoint import Checkpointer
 
@@ -185,6 +190,63 @@ def gathers(config: Any) -> list[bool]:
     return [isinstance(group._all_gather_comm, BlockGather) for group in parameter_groups(model.parts[0])]  # type: ignore[arg-type]
 
 
+class Halved(ColumnParallelLinear):
+    """A linear that multiplies another weight than it has."""
+
+    def local_parameters(self) -> Any:
+        weight, bias = super().local_parameters()
+        return weight - weight.roll(1, 0) / 2, bias  # type: ignore[union-attr]
+
+
+class Tied(nn.Module):
+    """A linear in 16 bits that has another module's weight."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, local_part(self.weight))
+
+
+def linear(kind: type[ColumnParallelLinear] = ColumnParallelLinear) -> ColumnParallelLinear:
+    tp = TensorParallel(build_mesh("cpu", tensor_parallel=1, data_parallel_shard=2)["tp"], precision="fp8")
+    layer = kind(256, 256, False, tp=tp, dtype=torch.float64)
+    init_weights(layer, seed=0)
+    return layer
+
+
+def tied() -> nn.Sequential:
+    first = linear()
+    return nn.Sequential(first, Tied(first.weight))
+
+
+def pruned() -> nn.Sequential:
+    """Without its larger weights, whose magnitudes would be scales."""
+    layer = linear()
+    prune.custom_from_mask(layer, "weight", (layer.weight.abs() < 0.05).to(layer.weight.dtype))
+    return nn.Sequential(layer)
+
+
+def computed(make: Callable[[], nn.Sequential], gather: str) -> tuple[list[Tensor], list[str]]:
+    """A step's result and gradients, of one unit; and what is said of its gathers."""
+    part, mesh = make(), build_mesh("cpu", tensor_parallel=1, data_parallel_shard=2)
+    apply_zero(part, [], mesh, Layout(data_parallel_shard=2, zero_stage=3, zero_gather=gather), torch.float64)
+    x = torch.randn(3, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    y = part(x)
+    y.square().sum().backward()
+    return [y.detach(), *(local_part(each.grad) for each in part.parameters())], gathers_of(part)
+
+
+@on_every_rank(2)
+def test_what_more_than_a_linear_in_fp8_reads_is_gathered_as_before() -> None:
+    for make, in_blocks in ((lambda: nn.Sequential(linear()), 1), (lambda: nn.Sequential(linear(Halved)), 0),
+                            (tied, 0), (pruned, 0)):  # fmt: skip
+        (found, words), (whole, _) = computed(make, "fp8"), computed(make, "16")
+        assert_identical(found, whole)
+        assert len(words) == in_blocks, words
+
+
 def saved(config: Any, directory: Path | None, after: int, steps: int) -> list[Tensor]:
     """Parameters after these steps; those up to `after` are loaded, or if directory is None taken."""
     model, optimizers = build(config)
@@ -246,8 +308,8 @@ def test_a_block_with_a_nan_is_nan_for_every_rank() -> None:
     assert dequantize_weight(quantize_weight(stood_for), torch.bfloat16)[:, :BLOCK].isnan().all()
 
 
-SHARDS = [Shard("norm", (5,), False), Shard("w", (128, 256), True), Shard("router", (3, 7), False),
-          Shard("experts", (2, 128, 128), True), Shard("odd", (64, 256), True)]  # fmt: skip
+SHARDS = [SentShard("norm", (5,), False), SentShard("w", (128, 256), True), SentShard("router", (3, 7), False),
+          SentShard("experts", (2, 128, 128), True), SentShard("odd", (64, 256), True)]  # fmt: skip
 
 
 def gathered(device: str, dtype: torch.dtype) -> None:

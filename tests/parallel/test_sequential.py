@@ -75,6 +75,16 @@ def test_every_layout_has_the_gradients_of_one_process(ranks, fields):
     assert_same([sum(losses[i] for losses, *_ in records) for i in range(2)], [loss.item()] * 2)
 
 
+def test_gathers_in_blocks_of_no_block_are_refused():
+    """Of children in 16 bits, and of weights that no other rank shares."""
+    for fields in ({"data_parallel_shard": 2, "zero_stage": 3}, {"data_parallel_replicate": 2}):
+        layout = Layout(**fields, zero_gather="fp8")
+        with pytest.raises(ValueError, match=f"with {layout.shards} ranks that share each weight, and 0 weights"):
+            pipeline_sequential(
+                nn.Sequential(nn.Linear(128, 128)), layout, None, example=None, n_microbatches=1, loss_fn=None
+            )
+
+
 def test_what_children_have_to_do_is_refused_by_name():
     refused = {"recompute": "mlp", "recompute_layers": "0:2", "recompute_interval": 2, "offload_activations": True}
     for name, value in refused.items():

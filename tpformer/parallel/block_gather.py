@@ -23,7 +23,7 @@ from tpformer.torch_private import foreach_copy_
 ALIGNMENT = 16  # bytes, to which a rank's are padded
 
 
-class Shard(NamedTuple):
+class SentShard(NamedTuple):
     """A rank's shard of a parameter, as FSDP2 sends it. quantised: whether GEMMs read nothing of it but its blocks."""
 
     name: str
@@ -48,7 +48,7 @@ class BlockGather:
     Communication: one all-gather, of 1 + 1 / 128**2 bytes for each number in blocks.
     """
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(self, shards: Sequence[SentShard]) -> None:
         self.shards = list(shards)
         self._numels = [math.prod(shard.shape) for shard in shards]
 

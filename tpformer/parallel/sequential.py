@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import FlopCounterMode
 
-from tpformer.config import KEEP_KEYS, Layout
+from tpformer.config import FP8, KEEP_KEYS, Layout
 from tpformer.distributed import indexed
 
 from .exchange import exchange_named
 from .pipeline import Pipeline
 from .split import split_stages
-from .zero import apply_zero
+from .zero import apply_zero, quantised_weights
 
 
 def pipeline_sequential(
@@ -40,10 +40,10 @@ def pipeline_sequential(
     loss_fn(output, target): the loss of a microbatch. Gradients are summed over microbatches and data-parallel ranks,
     so divide the loss by the number of samples in the global batch.
     Communication: Pipeline's, and with data-parallel axes or cpu_offload that of apply_zero, with a unit per child.
-    Errors: ValueError for fewer children than stages, for a layout that contradicts itself, and for settings that are
-    left to the children.
+    Errors: ValueError for fewer children than stages, for a layout that contradicts itself, for settings that are
+    left to the children, and for zero_gather = "fp8" where it would change nothing.
     """
-    _check(layout)
+    _check(layout, model)
     layout.check_pipeline(len(model), n_microbatches)
     boundaries, costs = _trace(model, example, layout.pipeline_split)
     ranges = split_stages(costs, layout.n_stages)
@@ -71,13 +71,19 @@ def pipeline_sequential(
     )
 
 
-def _check(layout: Layout) -> None:
+def _check(layout: Layout, model: nn.Sequential) -> None:
     layout.check()
     exchange_named(layout.exchange).check(layout)
     if layout.context_parallel > 1:
         raise ValueError(
             f"pipeline_sequential cannot divide samples among parallel.context_parallel={layout.context_parallel} "
             f"ranks: set it to 1, and give the model's attention a context of its own"
+        )
+    if layout.zero_gather == FP8 and (layout.shards == 1 or not quantised_weights(model)):
+        raise ValueError(
+            f'parallel.zero_gather="fp8" with {layout.shards} ranks that share each weight, and '
+            f"{len(quantised_weights(model))} weights that only this library's linears in FP8 multiply: raise "
+            f'data_parallel_shard, build linears with TensorParallel(mesh, precision="fp8"), or leave zero_gather out'
         )
     for name in (*KEEP_KEYS, "memory_budget"):
         if getattr(layout, name) != getattr(Layout, name):

@@ -22,9 +22,12 @@ from tpformer.distributed.mesh import DEFAULT_TIMEOUT, data_mesh, expert_mesh
 from tpformer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpformer.layers.moe import Experts
 
-from .block_gather import BlockGather
-from .block_gather import Shard as SentShard
+from .block_gather import BlockGather, SentShard
 from .exchange import Exchange, exchange_named
+
+# the parameters that GEMMs in FP8 multiply; one that is computed from others, as by pruning, has another name
+LINEAR = ("weight",)
+BLOCKED = {ColumnParallelLinear: LINEAR, RowParallelLinear: LINEAR, Experts: ("gate_up_proj", "down_proj")}
 
 
 class ReplicaSum:
@@ -125,10 +128,7 @@ def apply_zero(
 
 def _gather_blocks(part: nn.Module, units: Iterable[FSDPModule]) -> None:
     """Let units send those weights of linears in FP8 in blocks of which every rank's shard is whole ones."""
-    quantised = set()
-    for module in part.modules():
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear | Experts) and module.tp.precision == FP8:
-            quantised |= {id(each) for each in module.parameters(recurse=False) if each.ndim > 1}
+    quantised = quantised_weights(part)
     for unit in units:
         names = {id(each): name for name, each in unit.named_parameters()}
         for group in _groups(fully_shard.state(unit)):
@@ -138,6 +138,19 @@ def _gather_blocks(part: nn.Module, units: Iterable[FSDPModule]) -> None:
                 shards.append(SentShard(names[own], tuple(each.padded_sharded_param_size), own in quantised))
             if any(shard.in_blocks for shard in shards) and group.mesh_info.shard_mesh_size > 1:
                 group._all_gather_comm = BlockGather(shards)  # torch's own setter takes no unit of several groups
+
+
+def quantised_weights(part: nn.Module) -> set[int]:
+    """The ids of the weights of which nothing reads more than the blocks: those of linears and experts in FP8 whose
+    class is none of the user's, and which have no other module's parameter."""
+    found: set[int] = set()
+    others: set[int] = set()
+    for module in part.modules():
+        kind: Any = next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
+        weights = BLOCKED[kind] if kind in BLOCKED and module.tp.precision == FP8 else ()
+        for name, parameter in module.named_parameters(recurse=False):
+            (found if name in weights else others).add(id(parameter))
+    return found - others
 
 
 def gathers_of(part: nn.Module) -> list[str]:
