@@ -66,7 +66,7 @@ class Gathered(NamedTuple):
 
 
 def gathered_weights(model: GPTConfig, layout: Layout, *, experts: bool) -> list[Gathered]:
-    """The weights of a layer's linears. experts: whether it has some in place of an MLP."""
+    """The weights of a layer's linears that ranks share. experts: whether it has some in place of an MLP."""
     t, h, of_rest = layout.tensor_parallel, model.hidden_size, (layout.tensor_parallel > 1, layout.shards)
     divided = model.kv_heads % t == 0  # else each rank has all keys' and values' weights
     keys = (model.kv_size // t if divided else model.kv_size, h), t > 1 and divided, layout.shards
@@ -87,7 +87,7 @@ def gathered_weights(model: GPTConfig, layout: Layout, *, experts: bool) -> list
         each = (model.n_experts or 0) // ranks
         found += [Gathered("experts.gate_up_proj", (each, 2 * f, h), *place)]
         found += [Gathered("experts.down_proj", (each, h, f), *place)]
-    return found
+    return [each for each in found if each.shards > 1]
 
 
 def gathers_blocks(layout: Layout, precision: str) -> bool:
@@ -106,8 +106,7 @@ def check_zero_gather(model: GPTConfig, layout: Layout, precision: str) -> None:
             f'e4m3 on their way; set train.precision = "fp8", or leave zero_gather out'
         )
     kinds = {model.has_experts(layer) for layer in range(model.n_layers)}
-    weights = [each for experts in kinds for each in gathered_weights(model, layout, experts=experts)]
-    shared = [each for each in weights if each.shards > 1]
+    shared = [each for experts in kinds for each in gathered_weights(model, layout, experts=experts)]
     if not shared:
         raise ValueError(
             f"{asked}, and no ranks share a linear's weight (zero_stage={layout.zero}, data_parallel_shard * "

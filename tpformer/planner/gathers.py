@@ -45,8 +45,7 @@ def _of_layer(model: GPTConfig, layout: Layout, experts: bool) -> InBlocks:
 
 
 def _weights(model: GPTConfig, layout: Layout, experts: bool) -> list[Gathered]:
-    weights = gathered_weights(model, layout, experts=experts)
-    return [each for each in weights if each.shards > 1 and in_whole_blocks(each.shard)]
+    return [each for each in gathered_weights(model, layout, experts=experts) if in_whole_blocks(each.shard)]
 
 
 def gather_launches(config: RunConfig, experts: bool) -> int:

@@ -220,7 +220,7 @@ def _gather_lines(choice: Choice, question: Question) -> list[str]:
     if config.parallel.zero_gather == FP8:
         kinds = dict.fromkeys(map(model.has_experts, range(model.n_layers)))
         weights = [each for kind in kinds for each in gathered_weights(model, config.parallel, experts=kind)]
-        lines.append(gather_words((each.name, each.shard) for each in weights if each.shards > 1))
+        lines.append(gather_words((each.name, each.shard) for each in weights))
     return lines
 
 
