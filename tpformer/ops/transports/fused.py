@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -92,21 +91,19 @@ class Fused(Transport):
         self, x_shard: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> list[Tensor]:
         """Transport.gather_matmul: own rows first; a fourth weight and later ones get a GEMM of their own."""
-        biases = for_all(weights, biases)
-        first, rest = slice(MAXIMUM_WEIGHTS), slice(MAXIMUM_WEIGHTS, None)
-        more = len(weights) > MAXIMUM_WEIGHTS
         require_matrices(x_shard, *weights)
-        columns = sum([w.shape[0] for w in weights[first]])
+        biases, first, rest = for_all(weights, biases), weights[:MAXIMUM_WEIGHTS], weights[MAXIMUM_WEIGHTS:]
         record_transport(GATHER, self.name)
+        columns, more = sum([w.shape[0] for w in first]), bool(rest)
         channel, workspace, sent = self._begin_gather("all_gather_matmul", x_shard, columns, keep=more)
         push = sent is None
         outputs = all_gather_matmul(
-            x_shard, weights[first], channel, biases[first], push=push, keep=push and more, spare=self.spare
+            x_shard, first, channel, biases[:MAXIMUM_WEIGHTS], push=push, keep=push and more, spare=self.spare
         )
         workspace.end()
         if more:
             x_gathered = self._gathered(channel, workspace, x_shard)
-            outputs += [F.linear(x_gathered, w, bias) for w, bias in zip(weights[rest], biases[rest], strict=True)]
+            outputs += [F.linear(x_gathered, *pair) for pair in zip(rest, biases[MAXIMUM_WEIGHTS:], strict=True)]
         return outputs
 
     def gather_matmul_derivative(
@@ -153,32 +150,37 @@ class Fused(Transport):
     ) -> tuple[Tensor, Normed | None]:
         """Transport.matmul_reduce: each tile goes to its owner as it is computed; the norm has its own pass."""
         require_matrices(*inputs, *weights)
-        inputs, weights = _at_most_three(inputs, weights, transposed)
-        x, n = inputs[0], weights[0].shape[0 if transposed else 1]
-        reduce = matmul_reduce_scatter if self.sequence_parallel else matmul_all_reduce
-        return self._reduce(reduce, (inputs, weights), (len(x), n), x, x.dtype, finish, b_transposed=not transposed)
+        if len(inputs) > MAXIMUM_WEIGHTS:
+            inputs, weights = _join_to_three(inputs, weights, transposed)
+        x, reduce = inputs[0], matmul_reduce_scatter if self.sequence_parallel else matmul_all_reduce
+        sizes = x.shape[0], weights[0].shape[0 if transposed else 1]
+        channel, workspace, tile, end = self._begin_reduction(sizes, x, x.dtype, finish)
+        y = reduce(inputs, weights, channel, end, b_transposed=not transposed, tile=tile, spare=self.spare)
+        workspace.end()
+        return (y, None) if finish.norm is None else finish_rows(y, Finish(norm=finish.norm))
 
-    def _reduce(
-        self, reduce: Callable[..., Tensor], factors: tuple, sizes: tuple[int, int], like: Tensor,
-        operands: torch.dtype, finish: Finish, **options: Any,
-    ) -> tuple[Tensor, Normed | None]:  # fmt: skip
-        """matmul_reduce by a kernel, which takes these factors and options. sizes: rows of all ranks, and columns.
-        like: the result has its dtype and device. operands: the dtype of what the GEMM multiplies."""
-        (m, n), scatter, world = sizes, self.sequence_parallel, self.group.size()
-        op, dtype = SCATTER if scatter else ALL_REDUCE, like.dtype
+    def _begin_reduction(
+        self, sizes: tuple[int, int], like: Tensor, operands: torch.dtype, finish: Finish
+    ) -> tuple[Channel, KernelWorkspace, Tile, Finish]:
+        """(channel, workspace, tile, the finish without its norm). KernelWorkspace.end ends it.
+
+        sizes: rows of all ranks, and columns. like: the result has its dtype and device. operands: the dtype of what
+        the GEMM multiplies.
+        """
+        (m, n), scatter, world, dtype = sizes, self.sequence_parallel, self.group.size(), like.dtype
+        op = SCATTER if scatter else ALL_REDUCE
         record_transport(op, self.name)
         if scatter:
             check_divisible(m, world)
         record("reduce_scatter" if scatter else "all_reduce", m * n * dtype.itemsize)
         workspace = kernel_workspace(self.group, "reduce", like.device)
         tile, space = _reduction(scatter, m, n, world, dtype, operands, like.device)
-        residual = None if finish.residual is None else finish.residual.contiguous()
-        end = Finish(finish.bias, finish.dropout, residual)
+        if finish is not NOTHING:
+            residual = None if finish.residual is None else finish.residual.contiguous()
+            finish = Finish(finish.bias, finish.dropout, residual)
         called = op if operands == dtype else f"quantized_{op}"
         channel = workspace.begin(called, *space, sizes, dtype, told(finish.dropout))
-        y = reduce(*factors, channel, end, tile=tile, spare=self.spare, **options)
-        workspace.end()
-        return (y, None) if finish.norm is None else finish_rows(y, Finish(norm=finish.norm))
+        return channel, workspace, tile, finish
 
     def start_gather(self, x_shard: Tensor) -> Callable[[], Tensor]:
         """Transport.start_gather: copy engines begin at once; shards that they would be slow with, the wait pushes."""
@@ -199,8 +201,8 @@ def dense_columns(dispatch: Dispatch, weights: Tensor, transposed: bool, group: 
 
 def for_all(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """The biases, with zeros for missing ones if there are others: a launch has one for each weight, or none."""
-    missing = [bias is None for bias in biases]
-    if all(missing) or not any(missing):
+    present = [bias for bias in biases if bias is not None]
+    if not present or len(present) == len(biases):
         return biases
     return [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
 
@@ -217,13 +219,11 @@ def _reduction(
     return tile, matmul_all_reduce_space(m, n, world, dtype, dtype, tile)
 
 
-def _at_most_three(
+def _join_to_three(
     inputs: Sequence[Tensor], weights: Sequence[Tensor], transposed: bool
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """(inputs, weights) with at most the three pairs that kernels take: later ones are joined to the third."""
+    """(inputs, weights) as the three pairs that kernels take: later ones are joined to the third."""
     last = MAXIMUM_WEIGHTS - 1
-    if len(inputs) <= MAXIMUM_WEIGHTS:
-        return inputs, weights
     return (
         [*inputs[:last], torch.cat(list(inputs[last:]), 1)],
         [*weights[:last], torch.cat(list(weights[last:]), 1 if transposed else 0)],

@@ -30,7 +30,7 @@ from tpformer.kernels.quantize.format import VALUES, Blocks
 from ..dispatch import Dispatch
 from ..norm import Normed
 from .fused import Fused, dense_columns, for_all
-from .interface import GATHER, record_transport
+from .interface import GATHER, finish_rows, record_transport
 from .products import Factor, Kept
 from .quantized import BLOCKS
 from .sequential import local
@@ -127,7 +127,10 @@ class FusedBlocks(Fused):
         rights = joined([BLOCKS.right(weight, transposed).blocks for weight in weights], 1)
         like, sizes = weights[0], (len(lefts[0].values), len(rights[0].values))
         reduce = quantized_matmul_reduce_scatter if self.sequence_parallel else quantized_matmul_all_reduce
-        return self._reduce(reduce, (lefts, rights), sizes, like, VALUES, finish, dtype=like.dtype)
+        channel, workspace, tile, end = self._begin_reduction(sizes, like, VALUES, finish)
+        y = reduce(lefts, rights, channel, end, dtype=like.dtype, tile=tile, spare=self.spare)
+        workspace.end()
+        return (y, None) if finish.norm is None else finish_rows(y, Finish(norm=finish.norm))
 
     def start_gather(self, x_shard: Factor) -> Callable[[], Factor]:
         """Transport.start_gather: copy engines begin at once; shards that they would be slow with, the wait pushes."""
