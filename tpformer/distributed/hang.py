@@ -57,7 +57,8 @@ class Ring:
 
     def note(self, step: int | None, kind: str, name: str, epoch: int | None) -> Operation:
         """Add an operation that begins now."""
-        operation = Operation(step, kind, name, epoch, *user_line(), time.monotonic())
+        file, line = user_line(2)  # neither here nor in KernelWorkspace.begin
+        operation = Operation(step, kind, name, epoch, file, line, time.monotonic())
         self.operations.append(operation)
         return operation
 
@@ -71,12 +72,12 @@ class Ring:
         return self.operations[-1] if self.operations else None
 
 
-def user_line() -> tuple[str, int]:
-    """File and line of the nearest caller outside of tpformer and torch.
+def user_line(skipped: int = 0) -> tuple[str, int]:
+    """File and line of the nearest caller outside of tpformer and torch. skipped: callers that are known to be inside.
 
     A backward pass on CUDA runs in a thread of its own, which has no such caller: then the outermost line of tpformer.
     """
-    frame = sys._getframe(1)
+    frame = sys._getframe(1 + skipped)
     found = frame
     while frame is not None:
         file = frame.f_code.co_filename

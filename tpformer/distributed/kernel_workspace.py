@@ -120,14 +120,15 @@ class KernelWorkspace:
         RuntimeError if the memory would have to grow under CUDA-graph capture, or if the ranks began different
         operations, shapes, dtypes or `more`.
         """
-        self.state.check()
+        state = self.state
+        state.check()
         if self._open is not None:
             self.check_ended()
-        call = 0
-        if self.state.calls is not None:
-            call = self.state.calls.note((operation, (nbytes,) if shape is None else shape, dtype, more))
+        call, calls = 0, state.calls
+        if calls is not None:
+            call = calls.note((operation, (nbytes,) if shape is None else shape, dtype, more))
         capturing = self._capturing()
-        aged = wrap(self.epoch - self._born) >= FLAG_AGE
+        aged = (self.epoch - self._born) % 2**32 >= FLAG_AGE
         if self._channel is None or nbytes > self.capacity or flags > self.writer_flags or aged:
             if capturing:
                 raise RuntimeError(
@@ -135,13 +136,13 @@ class KernelWorkspace:
                     f"{self.capacity} and {self.writer_flags}, and it cannot grow while a CUDA graph is captured: run "
                     "the operation once outside of the capture, with its largest size"
                 )
-            if self.state.calls is not None:
-                self.state.calls.meet(call, self.state.timeout)
+            if calls is not None:
+                calls.meet(call, state.timeout)
             self._grow(operation, nbytes, flags)
         self.captured |= capturing
         self.epoch = wrap(self.epoch + 1)
         epoch = None if self.captured else self.epoch
-        self._open = self.state.ring.note(self.state.step, self.kind, operation, epoch)
+        self._open = state.ring.note(state.step, self.kind, operation, epoch)
         assert self._channel is not None
         self._bump(self._channel)
         return self._channel
