@@ -175,7 +175,7 @@ def timed(call: Callable[[], object], calls: int, ours: bool) -> Callable[[], fl
     def sample() -> float:
         with ExitStack() as stack:
             if not ours:
-                stack.enter_context(mock.patch.object(replay, "device_of_launches", lambda: None))
+                stack.enter_context(mock.patch.object(replay, "driver_of_launches", lambda: None))
             call()
             start = time.process_time()
             for _ in range(calls):

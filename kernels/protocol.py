@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .description import Lasting
 from .launch import is_interpreted, packed_width
-from .replay import Lasting, launch, replayed
+from .replay import launch, replayed
 
 INTERPRETED = tl.constexpr(is_interpreted())
 # A report is int32 words: 1 if a wait has expired, the peer it was for, the flag that it saw, the epoch it wanted.

@@ -13,7 +13,6 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -23,29 +22,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction
 
-from .finish import Dropout, signed
-from .launch import ALIGNMENT, Tile, is_interpreted, require_no_float64
+from .description import Lasting, describe_call
+from .launch import ALIGNMENT, is_interpreted, require_no_float64
 
 PLANS = 256  # of a launcher, or of a Lasting; for one more the oldest is forgotten
 STREAM, HEAD = 3, 9  # of the arguments of Triton's launcher: the stream's index, and how many are not the kernel's
 MAPS = 512  # TMA descriptors of one argument of a plan, one for each address
-PLAIN = {bool, float, int, str, Tile, torch.dtype, type(None)}  # what a description holds as it is, for the most part
 KEY = "key"  # the parameter of kernels that is new in every call: the key of dropout
 
 # What a launcher may do with tensors besides launching.
 READS = {"__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "numel", "size", "stride"}
 VIEWS = {"__getitem__", "contiguous", "flatten", "reshape", "view"}
 ALLOCATIONS = {"empty", "empty_like", "new_empty"}
-
-
-@dataclass(frozen=True, eq=False)
-class Lasting:
-    """What a launcher takes besides tensors, and whose memory never moves: plans hold its addresses.
-
-    The plans of calls with it are kept in it, and end with it. Its tensors are its attributes, or in tuples there.
-    """
-
-    plans: dict = field(default_factory=dict, init=False, repr=False)
 
 
 class Location(NamedTuple):
@@ -171,10 +159,10 @@ def replayed(launcher: Callable) -> Callable:
 
     @functools.wraps(launcher)
     def call(*arguments: Any, **options: Any) -> Any:
-        device = device_of_launches()
-        if device is None or RECORDING.get() is not None:
+        driver = driver_of_launches()
+        if driver is None or RECORDING.get() is not None:
             return launcher(*arguments, **options)
-        driver = triton.runtime.driver.active
+        device = driver.get_current_device()
         description: list = [launcher, driver, device, *options]
         tensors: list[Tensor] = []
         addresses: list[int] = []
@@ -208,43 +196,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         recording.launches.append((compiled, grid, {**named, **options}))
 
 
-def device_of_launches() -> int | None:
-    """The current device; None while something else runs launches in place of Triton, or is told of each."""
+def driver_of_launches() -> Any:
+    """Triton's driver; None while something else runs launches in place of Triton, or is told of each."""
     if JITFunction.run.__module__ != "triton.runtime.jit":
         return None
     knobs = triton.knobs.runtime
     enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
     if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
         return None
-    return triton.runtime.driver.active.get_current_device()
-
-
-def describe_call(
-    values: Sequence, description: list, tensors: list[Tensor], addresses: list[int], keys: list[int]
-) -> Lasting | None:
-    """Append to `description` what a plan depends on, and to the other lists what may differ between its calls.
-    Returns the Lasting among the values."""
-    lasting = None
-    for value in values:
-        kind = type(value)
-        if kind in PLAIN:
-            description.append(value)
-        elif isinstance(value, Tensor):
-            address = value.data_ptr()
-            tensors.append(value)
-            addresses.append(address)
-            description.append((value.shape, value.stride(), value.dtype, value.device, address % ALIGNMENT))
-        elif isinstance(value, Dropout):
-            keys.append(signed(value.key))
-            describe_call((value.start, value.p), description, tensors, addresses, keys)
-        elif isinstance(value, (tuple, list)):
-            description += (kind, len(value))
-            lasting = describe_call(value, description, tensors, addresses, keys) or lasting
-        elif isinstance(value, Lasting):
-            lasting = value
-        else:
-            description.append(value)
-    return lasting
+    return triton.runtime.driver.active
 
 
 def plan_call(

@@ -129,7 +129,7 @@ def compared(stub: Stub, shelf: Shelf, recorded: Callable[[], Call], call: Calla
         return attempt, [launches(attempt, shelf.given, own), described(result, tensors)]
 
     first: list[Tensor] = []
-    with mock.patch.object(replay, "device_of_launches", lambda: None):  # nothing is recorded, and no plan is used
+    with mock.patch.object(replay, "driver_of_launches", lambda: None):  # nothing is recorded, and no plan is used
         plain, wanted = run(call, first)
     _, (_, layouts) = run(recorded, [])
     with counted() as done:

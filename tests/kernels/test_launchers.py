@@ -16,12 +16,12 @@ from tpformer.kernels.all_gather_matmul.kernel import all_gather_matmul, await_g
 from tpformer.kernels.all_gather_matmul.plan import Push, Work
 from tpformer.kernels.configurations import TILES, WAVES, select_grouped_tile, select_local_tile, select_tile
 from tpformer.kernels.cost import MACHINES, RELEASE_SECONDS
+from tpformer.kernels.description import describe_call
 from tpformer.kernels.finish import Finish, Norm
 from tpformer.kernels.launch import resident_programs
 from tpformer.kernels.matmul_all_reduce.kernel import band_rows, matmul_all_reduce, select_all_reduce_tile, share_sums
 from tpformer.kernels.matmul_all_reduce.kernel import plan as plan_all_reduce
 from tpformer.kernels.matmul_reduce_scatter.kernel import matmul_reduce_scatter
-from tpformer.kernels.replay import describe_call
 from tpformer.planner.devices import as_if_on, load_device
 
 
@@ -213,4 +213,7 @@ def test_lists_that_share_out_the_same_tensors_in_another_way_have_plans_of_thei
     x, y, z = torch.zeros(3, 16).unbind()
     assert description([x, y], [z]) == description([y, z], [x])
     assert description([x, y], [z]) != description([x], [y, z])
+    assert description(torch.nn.Parameter(y)) == description(x)
+    held = [TILES["large"], 1, 0.5, "gelu", True, None, torch.float32, torch.device("cpu")]
+    assert description(*held) == held
     assert description([x, y]) != description([x], y)
