@@ -76,7 +76,7 @@ def norm_cases() -> Iterator[Case]:
     for capability in CAPABILITIES:
         for dtype in DTYPES:
             same = {"dtype": dtype, "capability": capability}
-            for n in (64, 4096, 8192, 16384, 32768, 4001, 30001):
+            for n in (128, 4096, 8192, 16384, 32768, 4001, 30001):
                 x = meta(8192, n, dtype=dtype)
                 statistics = (meta(8192, 1, dtype=torch.float32),) * 2
                 layernorm = Norm("layernorm", meta(n, dtype=dtype), meta(n, dtype=dtype), 1e-5)
@@ -191,7 +191,7 @@ def pack_cases() -> Iterator[Case]:
             values = meta_packed(8192, 4096)
             launch = partial(activation_backward, x, values, name, None if gate is None else values)
             yield Case(name=f"packed {name}", kernel="activation_backward_kernel", launch=launch, **same)
-        for n in (64, 4096, 8192, 16384, 32768, 4008):
+        for n in (128, 4096, 8192, 16384, 32768, 4008):
             rows, kept = meta(8192, n, dtype=torch.bfloat16), meta_packed(8192, n)
             norm = Norm("layernorm", meta(n, dtype=torch.bfloat16), meta(n, dtype=torch.bfloat16), 1e-5)
             name, statistics = f"packed layernorm {n}", (NUMBERS(8192, 1),) * 2

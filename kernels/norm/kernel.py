@@ -37,7 +37,8 @@ from .reference import Statistics, check_operands
 
 WIDEST_FORWARD = 16384  # columns of a row that registers hold
 WIDEST_BACKWARD = 8192  # fewer, because registers also hold dweight and dbias sums, one float32 each per column
-GRADIENT_ELEMENTS = 16  # for each thread: half of the forward's, because of those sums, and with blocks half again
+GRADIENT_ELEMENTS = 16  # for each thread: half of the forward's, because of those sums
+NARROW = 512  # columns of rows that are several in a tile: with 16 elements a thread they need more than 128 registers
 WEIGHT_GRADIENT = RowTile(8, 256, 4)
 
 
@@ -360,7 +361,7 @@ def norm_backward(
     Traffic:  norm_cost, and 4 N bytes per program for each of dweight and dbias, written and read once. x and dy of
               rows wider than `widest` are read twice from memory (for dx, then for the sums) and once more from L2
     Order:    programs take contiguous shares of rows. The order of all sums depends on M and the number of programs
-              only, and of rows of up to 1024 on `blocks`, so results are bitwise repeatable on one device
+              only, and of rows of 513 to 1024 on `blocks`, so results are bitwise repeatable on one device
     Source:   the two-stage sum of Triton's layer norm tutorial and Apex, without its atomics
     """
     check_operands(x, norm, dy, statistics, dresidual)
@@ -376,7 +377,7 @@ def norm_backward(
         for each in outputs:
             each.zero_()
         return gradients
-    tile = row_tile(n, widest, GRADIENT_ELEMENTS // (1 + blocks))
+    tile = row_tile(n, widest, GRADIENT_ELEMENTS // 2 if blocks or n <= NARROW else GRADIENT_ELEMENTS)
     looped = n > tile.columns
     sums = WEIGHT_GRADIENT if looped else tile
     across = triton.cdiv(n, sums.columns)
