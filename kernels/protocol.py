@@ -1,7 +1,6 @@
 """How the kernels of a group's ranks talk through symmetric memory: flags, epochs, bounded waits.
 
-Belongs here: what every communicating kernel uses, on the device and on the host. No tiles, no arithmetic (tile.py),
-no process groups. docs/kernels.md has the rules, and says why each is there.
+Belongs here: what every communicating kernel uses; no tiles, no arithmetic, no process groups. Rules: docs/kernels.md.
 """
 
 from dataclasses import dataclass, field
