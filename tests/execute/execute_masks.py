@@ -57,6 +57,8 @@ EQUIVALENT = {
     "update/kernel.py sgd_kernel: rest >= BLOCK -> rest >= BLOCK + 1": WHOLE,
     "pack/kernel.py pack_kernel: rest >= GROUP -> rest >= GROUP + 1": WHOLE,
     "pack/kernel.py unpack_kernel: rest >= PART -> rest >= PART + 1": WHOLE,
+    "quantize/kernel.py store_blocks: columns < n -> columns < n - 1":
+        "the first columns of blocks of e4m3 are compared, and they and n are multiples of 128",
     "matmul_all_reduce/kernel.py matmul_all_reduce_kernel: tl.minimum(rows, m - owner * rows)"
     " -> tl.minimum(m - owner * rows, m - owner * rows)":
         "the last tile of a chunk then multiplies rows of the next one, too, which no rank adds or stores",
