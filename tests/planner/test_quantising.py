@@ -256,6 +256,18 @@ def test_fused_kernels_hide_what_blocks_send_and_need_neither_scales_nor_sums() 
         assert [a - b for a, b in zip(*bytes_of, strict=True)] == pytest.approx(expected, abs=1.0)
 
 
+def test_gradients_of_shared_keys_and_values_are_added_up_before_they_are_quantised() -> None:
+    """Linears of 4 heads on 8 ranks are as large as of 8, and in 16 bits such gradients are added up once a step."""
+    for precision in ("fp8", "16"):
+        shared, whole = (
+            layer({**LLAMA, "n_kv_heads": n}, precision, {"tensor_parallel": 8}, microbatch_size=2).work()
+            for n in (4, 8)
+        )
+        adding = cost.collective_seconds(ALL_REDUCE, 8192, 2 * 4 * 128, 1, 8, 2, MACHINE) * (precision == "fp8")
+        assert shared.inputs["tp"] - whole.inputs["tp"] == pytest.approx(adding, rel=1e-9)
+        assert shared.forward == whole.forward and shared.weights == whole.weights
+
+
 def test_gathers_for_experts_hide_under_their_products() -> None:
     """Those of gate and up, and of down's gradient, as the model of `auto` has them; reductions are collectives."""
     pytest.importorskip("triton")

@@ -359,6 +359,11 @@ class LayerModel:
             weights += of_weights
         forward += self.attention(False) + Terms(elementwise=sum(self.elementwise(False, experts).values()))
         inputs += self.attention(True) + Terms(elementwise=sum(self.elementwise(True, experts).values()))
+        if self.fp8 and self.model.kv_heads % self.t:  # ranks add up what they share of these gradients, then quantise
+            shared = self.tokens, 2 * self.model.kv_size, 1
+            inputs["tp"] += exposed_seconds(
+                ALL_REDUCE, shared, self.t, "sequential", self.device, 1.0, self.device.itemsize
+            )
         if self.layout.context_parallel > 1:
             gather, exchange = self.keys_and_values()
             repeats = self._repeats(recompute).get("attention", 0.0)
