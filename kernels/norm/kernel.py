@@ -37,8 +37,7 @@ from .reference import Statistics, check_operands
 
 WIDEST_FORWARD = 16384  # columns of a row that registers hold
 WIDEST_BACKWARD = 8192  # fewer, because registers also hold dweight and dbias sums, one float32 each per column
-GRADIENT_ELEMENTS = 16  # for each thread: half of the forward's, because of those sums
-NARROW = 512  # columns of rows that are several in a tile: with 16 elements a thread they need more than 128 registers
+GRADIENT_ELEMENTS = 16  # a thread: half of the forward's, because of those sums; half again of short rows or blocks
 WEIGHT_GRADIENT = RowTile(8, 256, 4)
 
 
@@ -377,7 +376,7 @@ def norm_backward(
         for each in outputs:
             each.zero_()
         return gradients
-    tile = row_tile(n, widest, GRADIENT_ELEMENTS // 2 if blocks or n <= NARROW else GRADIENT_ELEMENTS)
+    tile = row_tile(n, widest, GRADIENT_ELEMENTS // (2 if blocks or n <= 512 else 1))
     looped = n > tile.columns
     sums = WEIGHT_GRADIENT if looped else tile
     across = triton.cdiv(n, sums.columns)
