@@ -24,6 +24,7 @@ def word_level_json(path: Path, end_of_document: str) -> Path:
 def test_bytes_are_their_own_ids() -> None:
     tokenizer = load_tokenizer("bytes")
     assert isinstance(tokenizer, ByteTokenizer) and (tokenizer.vocab_size, tokenizer.end_of_document) == (257, 256)
+    assert tokenizer.stop_tokens == (256,)
     text = "".join(map(chr, range(0x800, 0x900))) + "\0é🙂"
     ids = tokenizer.encode(text)
     assert ids.dtype == np.int64 and ids.tolist() == list(text.encode()) and tokenizer.decode(ids) == text
