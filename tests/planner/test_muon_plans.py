@@ -137,6 +137,8 @@ def test_seconds_and_bytes_of_a_step():
     assert muon_seconds(many, [layers], device) < 1.5 / 8 * muon_seconds(one, [layers], device)
     slow = dataclasses.replace(device, gpus_per_node=1, network=1e8)
     assert muon_seconds(many, [layers], slow) > 5 * muon_seconds(many, [layers], device)
+    slower = dataclasses.replace(slow, machine=slow.machine._replace(flops=slow.machine.flops / 2))
+    assert muon_seconds(many, [layers], slower) > muon_seconds(many, [layers], slow), "a round is behind"
     adamw = dataclasses.replace(many, optimizer=dataclasses.replace(many.optimizer, name="adamw"))
     muon, other = (StepModel(each, device).step() for each in (many, adamw))
     assert muon.optimizer > other.optimizer and muon.compute == other.compute
