@@ -56,16 +56,22 @@ def assert_same(actual: Any, expected: Any, what: str = "") -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=bound, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def differ_on_a_rank(actual: Any, expected: Any) -> bool:
-    """Whether `assert_same` fails on any rank of the world; equal on all. Collective, which a failing rank stays in."""
+def fails_on_a_rank(check: Callable[[], object]) -> bool:
+    """Whether an assertion of `check` fails on any rank of the world; equal on all. Collective, which a failing rank
+    stays in."""
     try:
-        assert_same(actual, expected)
-        differ = False
+        check()
+        failed = False
     except AssertionError:
-        differ = True
+        failed = True
     everywhere: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, differ)
+    dist.all_gather_object(everywhere, failed)
     return any(everywhere)
+
+
+def differ_on_a_rank(actual: Any, expected: Any) -> bool:
+    """Whether `assert_same` fails on any rank, as above."""
+    return fails_on_a_rank(lambda: assert_same(actual, expected))
 
 
 def _pairs(actual: Any, expected: Any, name: str) -> list[tuple[str, Any, Any]]:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import gemms
 import pytest
 import torch
-import torch.distributed as dist
 from mutations import Edit, interpreting, replace
 from test_all_gather_grouped_matmul_kernel import EXPERTS, Parts, routed
 from test_all_gather_quantized_matmul_kernel import TILE, TMA_TILE, scaled
+from testing import fails_on_a_rank
 from torch import Tensor
 from turns import in_turns
 
@@ -135,14 +135,7 @@ MISTAKES["a flag that covers values alone"] = (
 def test_a_mistake_is_caught(name: str) -> None:
     """By a rank, after one operation: a rank that went on would wait for one that has failed. All see a wrong slot."""
     with interpreting(*MISTAKES[name]):
-        try:
-            on_processes(grouped(), sizes=SHAPES[1:2] * (1 + (name == IN_ONE_SLOT)))
-            caught = False
-        except AssertionError:
-            caught = True
-    everywhere: list = [None, None]
-    dist.all_gather_object(everywhere, caught)
-    assert any(everywhere)
+        assert fails_on_a_rank(lambda: on_processes(grouped(), sizes=SHAPES[1:2] * (1 + (name == IN_ONE_SLOT))))
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:

@@ -10,9 +10,9 @@ from functools import partial
 import gemms
 import pytest
 import torch
-import torch.distributed as dist
 from mutations import Edit, interpreting, replace
 from test_all_gather_quantized_matmul_kernel import scaled
+from testing import fails_on_a_rank
 from torch import Tensor
 from turns import in_turns
 
@@ -141,14 +141,7 @@ OF_VIRTUAL_RANKS = {
 def test_a_mistake_is_caught(name: str) -> None:
     """By a rank, after one operation: a rank that went on would wait for one that has failed."""
     with interpreting(KERNEL, *MISTAKES[name]):
-        try:
-            gemms.run_on_processes(scatter(2), TILE, sizes=((17, 2, 3),))
-            caught = False
-        except AssertionError:
-            caught = True
-    everywhere: list = [None, None]
-    dist.all_gather_object(everywhere, caught)
-    assert any(everywhere)
+        assert fails_on_a_rank(lambda: gemms.run_on_processes(scatter(2), TILE, sizes=((17, 2, 3),)))
 
 
 @pytest.mark.parametrize("name", in_turns(OF_VIRTUAL_RANKS))
