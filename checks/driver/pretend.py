@@ -96,6 +96,8 @@ class Pretence(TorchFunctionMode):
         args = tuple(map(placed, args))
         if getattr(func, "__name__", "") == BLOCKS:
             return memory(args[0].shape[0], args[1].shape[1], dtype=torch.bfloat16)
+        if func in (torch.mm, torch.addmm) and "out_dtype" in given:  # no CPU has one with a wider sum, either
+            return given["out"]
         return func(*args, **given)
 
 

@@ -49,6 +49,7 @@ def exchange_kernel(links, rank, x, out, n, PUSH: tl.constexpr, WORLD: tl.conste
 
 
 def world_group(timeout: float = 20) -> dist.ProcessGroup:
+    dist.get_rank()  # ValueError where there is no group; a pretended test has no asserts
     assert dist.group.WORLD is not None
     close(dist.group.WORLD)  # a fresh state for each test
     set_timeout(dist.group.WORLD, timeout)

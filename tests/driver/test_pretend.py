@@ -3,7 +3,7 @@
 import torch
 from pretending import Unjudging
 
-from checks.driver.pretend import Untouched
+from checks.driver.pretend import Pretence, Untouched
 
 
 def test_nothing_is_computed_of_large_tensors() -> None:
@@ -17,6 +17,15 @@ def test_nothing_is_computed_of_large_tensors() -> None:
         assert (x.t() + 1).stride() == (1, 1 << 14) and x.topk(2).values.shape == (1 << 16, 2)
         assert torch.zeros(1 << 14, 1 << 16, dtype=torch.bfloat16).addmm_(w, x.t()).is_contiguous()
         assert torch.arange(3.0).square().sum() == 5
+
+
+def test_products_that_no_cpu_has_leave_what_they_would_write() -> None:
+    """Of torch 2.11 a CPU has none of 16 bits with a sum in float32."""
+    with Pretence():
+        total, x = torch.ones(2, 3, device="cuda"), torch.ones(2, 2, dtype=torch.bfloat16)
+        torch.mm(x, x.new_ones(2, 3), out_dtype=total.dtype, out=total)
+        torch.addmm(total, x, x.new_ones(2, 3), out_dtype=total.dtype, out=total)
+    assert total.eq(1).all()
 
 
 def test_a_test_is_not_judged(tmp_path) -> None:
