@@ -60,9 +60,7 @@ def test_who_comes_second_names_both_and_who_came_first_hears_it(number: int, be
     ranks = first, second, third = beside(3, number)
     for index in range(before):
         together(ranks, index % 3, ("same", (index % (TEXTS + 1),), torch.int64))
-    words = (
-        "rank 0 (global rank 8): one of (2, 4) float16, rank 2 (global rank 10): other of (2, 4) float32, more; every"
-    )
+    words = "rank 0 (global rank 8): one of (2, 4) float16, rank 2 (global rank 10): other of (2, 4) float32, more; "
     first.note(ONE), second.note(ONE)
     first.check()
     said(lambda: third.note(OTHER), words)
@@ -117,10 +115,7 @@ COLLECTIVES = {
     "shape that needs more memory": (lambda g, odd: all_gather(ones((4, 1 << 19)[odd]), g), "all_gather of (524288,)"),
     "maximum for sum": (lambda g, odd: all_reduce(ones(4), g, ("sum", "max")[odd]), "all_reduce_max of (4,)"),
     "operation": (lambda g, odd: (all_reduce, reduce_scatter)[odd](ones(4), g), "reduce_scatter of (4,)"),
-    "one call more": (
-        lambda g, odd: [odd and all_reduce(ones(2), g), all_reduce(ones(4), g)],
-        "all_reduce_sum of (2,)",
-    ),
+    "one call more": (lambda g, odd: [all_reduce(ones(n), g) for n in (2, 4)[not odd :]], "all_reduce_sum of (2,)"),
 }
 
 
@@ -133,12 +128,10 @@ def linear(operation: Callable, x: Tensor, group: dist.ProcessGroup, weight: Ten
     return operation(x, weight, transport=opened(group, x, **where), **given)
 
 
-def late(
-    odd: bool, operation: Callable, rows: int, group: dist.ProcessGroup, transport: str = "pipelined", **given
-) -> Any:
+def late(odd: bool, operation: Callable, rows: int, group: dist.ProcessGroup, **given) -> Any:
     """The even rank comes when the other one waits."""
     time.sleep(0 if odd else 0.5)
-    return linear(operation, ones(rows, 4), group, transport=transport, **given)
+    return linear(operation, ones(rows, 4), group, **{"transport": "pipelined", **given})
 
 
 def drop(p: float, key: int = 7) -> ops.Dropout:
@@ -179,7 +172,8 @@ OPERATIONS = {
     "all rows": (lambda g, odd: linear(ops.row_linear, ones(2, 4), g, **({}, WHOLE)[odd]), "sequence parallel"),
     "z loss": (lambda g, odd: loss(g, z_loss=0.5 * odd), "z_loss=0.5"),
     "reduction": (lambda g, odd: loss(g, reduction=("sum", "mean")[odd]), "mean"),
-    "transport": (lambda g, odd: late(odd, ops.row_linear, 2, g, ("sequential", "pipelined")[odd]), "pipelined"),
+    "transport": (
+        lambda g, odd: late(odd, ops.row_linear, 2, g, transport=("sequential", "pipelined")[odd]), "pipelined"),
     "rows to gather in chunks": (lambda g, odd: late(odd, ops.column_linear, 2 + odd, g), "column_linear of (3, 4)"),
     "rows to scatter in chunks": (lambda g, odd: late(odd, ops.row_linear, 2 + 2 * odd, g), "row_linear of (4, 3)"),
     "rows to reduce in chunks": (lambda g, odd: late(odd, ops.row_linear, 2 + odd, g, **WHOLE), "row_linear of (3, 3)"),
@@ -222,12 +216,9 @@ def test_a_collective_compares_again_behind_its_wait() -> None:
         with mock.patch.object(calls, "_peers", []):
             return note(calls, key)
 
+    x = ones(2, dtype=TYPES[group.rank()])
     with mock.patch.object(Calls, "note", blind):
-        said(
-            lambda: all_reduce(ones(2, dtype=TYPES[group.rank()]), group),
-            "rank 0: all_reduce_sum of (2,) float16",
-            "bf",
-        )
+        said(lambda: all_reduce(x, group), "rank 0: all_reduce_sum of (2,) float16", "bf")
 
 
 @on_every_rank(2)
@@ -297,11 +288,8 @@ def test_two_threads_at_once_are_refused_and_one_after_the_other_are_not() -> No
 
     def other() -> None:
         entered.wait(20)
-        said(
-            lambda: all_gather(ones(3), group),
-            "thread second called all_gather of (3,)",
-            "thread MainThread was in all_reduce",
-        )
+        parts = "thread second called all_gather of (3,)", "thread MainThread was in all_reduce"
+        said(lambda: all_gather(ones(3), group), *parts)
         answers.append("refused")
 
     if group.rank() == 0:

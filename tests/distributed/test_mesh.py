@@ -26,13 +26,11 @@ def test_every_group_of_the_mesh_has_the_timeout() -> None:
 
 @on_every_rank(2)
 def test_wrong_world_size_has_numbers_and_remedy() -> None:
-    product = (
-        r"^pipeline_parallel 1 \* data_parallel_replicate 1 \* data_parallel_shard 1 \* context_parallel 1 "
-        r"\* tensor_parallel 3 = 3 ranks"
-    )
-    remedy = ", but the world has 2: start 3 processes or change one of the sizes$"
+    axes = ("pipeline_parallel", "data_parallel_replicate", "data_parallel_shard", "context_parallel")
+    product = "".join(rf"{axis} 1 \* " for axis in axes)
+    remedy = "but the world has 2: start 3 processes or change one of the sizes"
     for words, sizes in (
-        (product + remedy, {"tensor_parallel": 3}),
+        (f"^{product}tensor_parallel 3 = 3 ranks, {remedy}$", {"tensor_parallel": 3}),
         ("^every axis needs at least one rank.*tensor_parallel 0", {"tensor_parallel": 0}),
         ("= 4 ranks, but the world has 2", {"tensor_parallel": 2, "pipeline_parallel": 2}),
     ):

@@ -52,13 +52,13 @@ def test_shared_memory_is_seen_by_all() -> None:
     memory = SharedMemory(1000, dist.group.WORLD, timeout=10)
     assert memory.nbytes == 4096
     every_rank_sees_every_region(memory)
-    for arguments, words in (
-        (((1025,), torch.float32, 0), "4100 bytes at offset 0 do not fit a region of 4096 bytes"),
-        (((1,), torch.float32, 4096), "4 bytes at offset 4096 do not fit a region of 4096 bytes"),
-        (((1,), torch.int64, 4), "byte offset 4 is not a multiple of 8, the size of torch.int64"),
-    ):
+    for words, place in {
+        "4100 bytes at offset 0 do not fit a region of 4096 bytes": ((1025,), torch.float32, 0),
+        "4 bytes at offset 4096 do not fit a region of 4096 bytes": ((1,), torch.float32, 4096),
+        "byte offset 4 is not a multiple of 8, the size of torch.int64": ((1,), torch.int64, 4),
+    }.items():
         with pytest.raises(ValueError, match=f"^{words}$"):
-            memory.peer(0, *arguments)
+            memory.peer(0, *place)
 
 
 @on_every_rank(3)
