@@ -4,7 +4,6 @@ sends half of the bytes. Wrong gathers do not."""
 import dataclasses
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +12,7 @@ import pytest
 import torch
 from pool import WorkerPool
 from small_runs import build, run_config, take_step
-from testing import assert_identical, on_every_rank
+from testing import assert_identical, fails_on_a_rank, on_every_rank
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional as F
@@ -62,6 +61,8 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"context_parallel": 2, "zero_stage": 3}, LLAMA, "float64"),
 ]
 STEPS, MICROBATCHES = 3, 2
+SHARDS = [SentShard("norm", (5,), False), SentShard("w", (128, 256), True), SentShard("router", (3, 7), False),
+          SentShard("experts", (2, 128, 128), True), SentShard("odd", (64, 256), True)]  # fmt: skip
 
 
 def config_of(parallel: dict, model: dict, dtype: str, gather: str, precision: str = "fp8") -> Any:
@@ -126,9 +127,7 @@ def test_a_weight_is_sent_in_a_byte_a_number(ranks: WorkerPool) -> None:
     assert 0 <= sent - (before - gathers * saved) <= gathers * 2 * 15
     blocks, others = words[0].split("; as they are")
     assert not said and all(f"{name}.weight {rows} x {columns}" in blocks for name, (rows, columns) in shards.items())
-    assert (
-        blocks.count(" x ") == len(shards) and others.count(" x ") == 1 + 4 and "mlp.gate_proj.weight 320 x" in others
-    )
+    assert (blocks.count(" x "), others.count(" x ")) == (len(shards), 1 + 4) and "mlp.gate_proj.weight 320 x" in others
 
 
 def one_ranks_exponents(self: BlockGather, received: Any, outputs: Any) -> None:
@@ -154,20 +153,16 @@ def another_order(output: Tensor, own: Tensor, group: Any) -> None:
 
 
 CALL, TAKE, GATHER = BlockGather.__call__, BlockGather._take, block_gather.all_gather_single
-MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "one rank's exponents": lambda: mock.patch.object(BlockGather, "_take", one_ranks_exponents),
-    "stale blocks": lambda: mock.patch.object(BlockGather, "__call__", stale),
-    "another order": lambda: mock.patch.object(block_gather, "all_gather_single", another_order),
+MISTAKES: dict[str, Any] = {
+    "one rank's exponents": mock.patch.object(BlockGather, "_take", one_ranks_exponents),
+    "stale blocks": mock.patch.object(BlockGather, "__call__", stale),
+    "another order": mock.patch.object(block_gather, "all_gather_single", another_order),
 }
 
 
 def differs(config: Any, mistake: str) -> bool:
-    with MISTAKES[mistake]():
-        try:
-            compared(config)
-        except AssertionError:
-            return True
-    return False
+    with MISTAKES[mistake]:
+        return fails_on_a_rank(lambda: compared(config))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -247,18 +242,16 @@ def test_what_more_than_a_linear_in_fp8_reads_is_gathered_as_before() -> None:
         assert len(words) == in_blocks, words
 
 
-def saved(config: Any, directory: Path | None, after: int, steps: int) -> list[Tensor]:
-    """Parameters after these steps; those up to `after` are loaded, or if directory is None taken."""
+def saved(config: Any, directory: Path, after: int, steps: int) -> list[Tensor]:
+    """Parameters after these steps; those up to `after` are loaded, and if there are none the others are saved."""
     model, optimizers = build(config)
-    batch = config.train.global_batch_size
-    if directory is not None and after:
-        checkpointer = Checkpointer(directory)
+    batch, checkpointer = config.train.global_batch_size, Checkpointer(directory)
+    if after:
         checkpointer.load(checkpointer.newest(), model.parts, optimizers)
     for step in range(after, steps):
         rows = torch.randint(64, (batch, 9), generator=torch.Generator().manual_seed(step))
         take_step(model, optimizers, rows, step * batch)
-    if directory is not None and not after:
-        checkpointer = Checkpointer(directory)
+    if not after:
         checkpointer.save(steps, model.parts, optimizers, {})
         checkpointer.wait()
     return [local_part(each).detach().clone() for each in model.parameters()]
@@ -267,11 +260,10 @@ def saved(config: Any, directory: Path | None, after: int, steps: int) -> list[T
 def test_a_run_goes_on_with_the_other_gather(ranks: WorkerPool, tmp_path: Path) -> None:
     """A checkpoint knows nothing of gathers."""
     blocks, whole = (config_of(ZERO3, {**LLAMA, "n_layers": 1}, "bfloat16", gather) for gather in ("fp8", "16"))
-    expected = ranks(2).run(saved, blocks, None, 0, 3)
-    ranks(2).run(saved, blocks, tmp_path, 0, 2)
+    expected = ranks(2).run(saved, blocks, tmp_path / "whole", 0, 3)
+    ranks(2).run(saved, blocks, tmp_path / "stopped", 0, 2)
     for config in (blocks, whole):
-        for found, of_rank in zip(ranks(2).run(saved, config, tmp_path, 2, 3), expected, strict=True):
-            assert all(map(torch.equal, found, of_rank))
+        assert_identical(ranks(2).run(saved, config, tmp_path / "stopped", 2, 3), expected)
 
 
 def test_blocks_of_what_blocks_stand_for_stand_for_the_same() -> None:
@@ -292,40 +284,23 @@ def test_blocks_of_what_blocks_stand_for_stand_for_the_same() -> None:
             halved = (magnitudes == 224) & (once.exponents[:, 0] > LOWEST)
             assert (once.exponents - twice.exponents)[:, 0].equal(halved.to(torch.int8))
             again = quantize_weight(dequantize_weight(twice, dtype))
-            assert again.exponents.equal(twice.exponents) and bytes_of_values(again).equal(bytes_of_values(twice))
+            assert again.exponents.equal(twice.exponents)
+            assert again.values.view(torch.uint8).equal(twice.values.view(torch.uint8))
             assert halved.any() == may_halve
-
-
-def bytes_of_values(blocks: Any) -> Tensor:
-    return blocks.values.view(torch.uint8)
-
-
-def test_a_block_with_a_nan_is_nan_for_every_rank() -> None:
-    weight = torch.ones(BLOCK, 2 * BLOCK, dtype=torch.bfloat16)
-    weight[3, 4] = math.inf
-    stood_for = dequantize_weight(quantize_weight(weight), torch.bfloat16)
-    assert stood_for[:, :BLOCK].isnan().all() and stood_for[:, BLOCK:].eq(1).all()
-    assert dequantize_weight(quantize_weight(stood_for), torch.bfloat16)[:, :BLOCK].isnan().all()
-
-
-SHARDS = [SentShard("norm", (5,), False), SentShard("w", (128, 256), True), SentShard("router", (3, 7), False),
-          SentShard("experts", (2, 128, 128), True), SentShard("odd", (64, 256), True)]  # fmt: skip
 
 
 def gathered(device: str, dtype: torch.dtype) -> None:
     """One gather by itself, of vectors, matrices and experts, whose sizes are no multiples of a word."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    drawn = [torch.randn(sum(math.prod(shard.shape) for shard in SHARDS), generator=torch.Generator().manual_seed(n))
-             for n in range(size)]  # fmt: skip
+    places = [math.prod(shard.shape) for shard in SHARDS]
+    drawn = [torch.randn(sum(places), generator=torch.Generator().manual_seed(n)) for n in range(size)]
     everyones = torch.stack(drawn).to(device, dtype)
     everyones[0, 5 + 1000] = math.inf  # whose block of the first rank's "w" is NaN for everyone
     output = torch.empty(everyones.numel(), device=device, dtype=dtype)
     own = output.view(size, -1)[rank].copy_(everyones[rank])  # FSDP2's input is a part of its output
     BlockGather(SHARDS)(output, own, dist.group.WORLD)
-    places = [math.prod(shard.shape) for shard in SHARDS]
-    for shard, found, whole in zip(
-        SHARDS, output.view(size, -1).split(places, 1), everyones.split(places, 1), strict=True
-    ):
+    parts = (each.view(size, -1).split(places, 1) for each in (output, everyones))
+    for shard, found, whole in zip(SHARDS, *parts, strict=True):
         wanted = whole.cpu()
         if shard.in_blocks:
             matrix = wanted.reshape(-1, shard.shape[-1])

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from small_runs import MODEL, build, run_config, take_step
+from small_runs import MODEL, build, merged, run_config, take_step
 from testing import assert_identical, assert_same, on_every_rank
 from turns import in_turns
 
@@ -74,10 +74,10 @@ def test_what_is_refused(exchange, sections, words):
 
 def test_rounds_that_are_equal_in_other_words():
     assert exchange_named("diloco every=30") == exchange_named("diloco") != exchange_named("diloco every=31")
-    found = exchange_named("diloco every=6 agree=3")
-    assert found == exchange_named("diloco every=6"), "when replicas agree decides no loss"
-    assert [step for step in range(1, 13) if found.meets(step)] == [3, 6, 9, 12]
-    assert [step for step in range(1, 13) if exchange_named("diloco every=6").meets(step)] == [6, 12]
+    often, seldom = (exchange_named(f"diloco every=6{agree}") for agree in (" agree=3", ""))
+    assert often == seldom, "when replicas agree decides no loss"
+    steps = range(1, 13)
+    assert [[*filter(each.meets, steps)] for each in (often, seldom)] == [[3, 6, 9, 12], [6, 12]]
 
 
 def started(exchange: str, **options) -> tuple[ModelParts, list]:
@@ -189,13 +189,10 @@ def test_a_replica_that_is_out_for_a_round_takes_the_others_parameters():
                 local_part(model.parts[0].layers["1"].mlp.fc1.weight).data.fill_(float("nan"))
             take_step(model, optimizers, rows_of(step), first=step * BATCH)
             if step == 8 and not fragments:
-                one, other = everywhere(values_of(model))
-                for name, value in one.items():
-                    assert_identical(other[name], value, name)
+                assert_identical(*everywhere(values_of(model)))
         model.exchange.finish()
-        one, other = everywhere(values_of(model))
-        for name, value in one.items():
-            assert value.isfinite().all() and torch.equal(other[name], value), name
+        common = merged(everywhere(values_of(model)))
+        assert all(value.isfinite().all() for value in common.values())
 
 
 @on_every_rank(2)
@@ -207,8 +204,7 @@ def test_nobody_in_a_round_changes_nothing():
     model.exchange.present = False
     for step in (3, 4):
         take_step(model, optimizers, rows_of(step), first=step * BATCH)
-    for name, value in values_of(model).items():
-        assert_identical(value, before[name], name)
+    assert_identical(values_of(model), before)
 
 
 @on_every_rank(2)
@@ -242,14 +238,10 @@ def test_copies_have_equal_bits_whatever_is_sent(send, dtype, parallel):
     """Replicas, tensor-parallel ranks' copies of norms, and both stages' copies of a tied table. In 16 bits float32
     masters meet."""
     model, optimizers = started(f"diloco every=2 send={send}", dtype=dtype, **parallel)
-    kinds = {each.start.dtype for each in held_by(model.parts, ())}
-    assert kinds == {torch.float32}
+    assert {each.start.dtype for each in held_by(model.parts, ())} == {torch.float32}
     for step in range(1, 5):
         take_step(model, optimizers, rows_of(step), first=step * BATCH)
-    found: dict[str, torch.Tensor] = {}
-    for values in everywhere(values_of(model)):
-        for name, value in values.items():
-            assert_identical(value, found.setdefault(name, value), name)
+    merged(everywhere(values_of(model)))
     assert model.exchange.apart is False
 
 

@@ -86,10 +86,9 @@ def test_the_default_does_nothing() -> None:
     assert type(found) is Exchange and found.state() == {} and found.load({"a": torch.ones(1)}) == {}
     assert [found.samples(24, 12, rank, 3) for rank in range(3)] == [(24, 4), (28, 4), (32, 4)]
     assert found.steps(steps, None, [], None) is steps and found.kept_bytes(1e6, 4) == 0
-    fast, slow = Link(1.0, 1.0), Link(2.0, 1.0)
-    assert found.seconds(8.0, 1, 1, fast, slow) == 0
-    assert found.seconds(8.0, 4, 1, fast, slow) == 6 + 12
-    assert found.seconds(8.0, 2, 2, fast, slow) == 3 * 2 + 3 + 12
+    links = Link(1.0, 1.0), Link(2.0, 1.0)
+    wanted = {(1, 1): 0, (4, 1): 6 + 12, (2, 2): 3 * 2 + 3 + 12}
+    assert {ranks: found.seconds(8.0, *ranks, *links) for ranks in wanted} == wanted
     with pytest.raises(TypeError, match="Exchange leaves sums over replicas to FSDP2"):
         found.unit("layers.0", [], None)
 

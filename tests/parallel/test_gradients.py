@@ -99,8 +99,7 @@ def test_partial_gradients_are_added_up_before_they_are_clipped() -> None:
     whole(x).square().sum().backward()
     assert part.bias.grad.placements[0].is_partial()
     assert_same(clip_grad_norm_(part, 0.1), torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1))
-    expected = {name: p.grad for name, p in whole.named_parameters()}
-    assert_same({name: full_tensor(p.grad) for name, p in part.named_parameters()}, expected)
+    assert_same(*({name: full_tensor(p.grad) for name, p in each.named_parameters()} for each in (part, whole)))
 
 
 @on_every_rank(4)

@@ -39,7 +39,7 @@ def two(schedule: str, **fields: int) -> dict:
 
 
 # (fields, (layers, microbatches) of those that have too little work, words)
-REFUSED = [
+@pytest.mark.parametrize("case", [
     ({"tensor_parallel": 0}, ["tensor_parallel=0"]),
     ({"pipeline_schedule": "2F2B"}, ["'2F2B'", "1F1B", "DualPipeV"]),
     ({"pipeline_split": "layers"}, ["'layers'", "parameters, time"]),
@@ -60,10 +60,7 @@ REFUSED = [
     (two("DualPipeV"), 8, 3, ["at least 4", "4 stages"]),
     (two("Interleaved1F1B"), 8, 5, ["2 equal rounds", "multiple of 2"]),
     (two("naive"), 8, 2, ["one microbatch", "GPipe"]),
-]
-
-
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[-1][0])
+], ids=lambda case: case[-1][0])  # fmt: skip
 def test_contradictions_are_refused(case):
     fields, *work, words = case
     with pytest.raises(ValueError) as error:

@@ -45,10 +45,8 @@ def on_rank(t: int, sequence_parallel: bool, data_parallel: int) -> Results:
     mesh = build_mesh("cpu", tensor_parallel=t, data_parallel_shard=data_parallel)
     model = Between(TensorParallel(mesh["tp"], sequence_parallel))
     tokens = SAMPLES * SEQ // data_parallel
-    first, rows = tokens * mesh["dp_shard"].get_local_rank(), tokens
-    if sequence_parallel:
-        rows = tokens // t
-        first += rows * mesh["tp"].get_local_rank()
+    rows = tokens // t if sequence_parallel else tokens
+    first = tokens * mesh["dp_shard"].get_local_rank() + rows * mesh["tp"].get_local_rank() * sequence_parallel
     if data_parallel > 1:
         for part in (model.adapter, model.second, model):
             fully_shard(part, mesh=mesh["dp_shard"]).set_gradient_divide_factor(1.0)

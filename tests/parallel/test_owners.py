@@ -1,6 +1,8 @@
 """Owners of matrices: every element goes to its owner once and back to all that hold it, the nearest copy is sent, and
 the work is shared evenly. All of it is a pure function, so no rank runs."""
 
+import math
+import re
 from collections import Counter
 
 import pytest
@@ -15,10 +17,7 @@ REPLICA, ROWS, COLUMNS = Replicate(), Shard(0), Shard(1)
 
 
 def laid(shape: tuple[int, ...], sizes: tuple[int, ...], *placements) -> Laid:
-    ranks = 1
-    for size in sizes:
-        ranks *= size
-    return Laid(shape, tuple(range(ranks)), sizes, placements)
+    return Laid(shape, tuple(range(math.prod(sizes))), sizes, placements)
 
 
 def flops(rows: int, columns: int) -> float:
@@ -74,10 +73,9 @@ def test_strided_shards_cut_last():
 def sent(jobs: list[Job], where: Laid) -> Counter:
     """Elements sent, by the outermost axis on which sender and receiver differ."""
     found: Counter = Counter()
-    for job in jobs:
-        for source, target, elements in job.sends():
-            axes = zip(where.coordinate(source), where.coordinate(target), strict=True)
-            found[[a != b for a, b in axes].index(True)] += elements
+    for source, target, elements in (send for job in jobs for send in job.sends()):
+        axes = zip(where.coordinate(source), where.coordinate(target), strict=True)
+        found[[a != b for a, b in axes].index(True)] += elements
     return found
 
 
@@ -86,10 +84,9 @@ def test_each_rank_sends_what_the_formula_says(sizes, placements):
     """2 (E / P) (P - 1) / P."""
     every = [laid((16, 8), sizes, *placements)] * 8
     jobs, e, p = assign(every, [1] * 8, flops), 8 * 16 * 8, 4
-    by_rank = Counter()
-    for job in jobs:
-        for source, _, elements in job.sends():
-            by_rank[source] += elements
+    by_rank = Counter[int]()
+    for source, _, elements in (send for job in jobs for send in job.sends()):
+        by_rank[source] += elements
     assert dict(by_rank) == {rank: 2 * e * (p - 1) // p**2 for rank in range(p)}
 
 
@@ -122,7 +119,8 @@ def test_the_work_is_shared():
 
 
 def test_what_is_no_matrix_is_refused():
-    with pytest.raises(ValueError, match=r"a parameter of \(6,\) is no 1 matrices of equal rows"):
-        assign([laid((6,), (2,), ROWS)], [1], flops)
-    with pytest.raises(ValueError, match=r"a parameter of \(7, 4\) is no 2 matrices of equal rows"):
-        assign([laid((7, 4), (2,), ROWS)], [2], flops)
+    for shape, stacked in (((6,), 1), ((7, 4), 2)):
+        with pytest.raises(
+            ValueError, match=re.escape(f"a parameter of {shape} is no {stacked} matrices of equal rows")
+        ):
+            assign([laid(shape, (2,), ROWS)], [stacked], flops)

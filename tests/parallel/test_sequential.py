@@ -44,10 +44,10 @@ def gradients(fields: dict) -> tuple[list[float], bool, dict[str, torch.Tensor]]
     options = {"example": x[: share // m], "n_microbatches": m, "loss_fn": loss_fn}
     pipeline = pipeline_sequential(cnn(), layout, mesh, **options)
     assert not layout.cpu_offload or all(isinstance(part, FSDPModule) for part in pipeline.parts)
-    loss = pipeline.step(x[first : first + share], target[first : first + share])
-    evaluated = pipeline.evaluate(x[first : first + share], target[first : first + share])
+    own = x[first : first + share], target[first : first + share]
+    losses = [float(run(*own)) for run in (pipeline.step, pipeline.evaluate)]
     found = {name: full_tensor(p.grad).clone() for part in pipeline.parts for name, p in part.named_parameters()}
-    return [float(loss), float(evaluated)], pipeline.is_last, found
+    return losses, pipeline.is_last, found
 
 
 LAYOUTS = [{"cpu_offload": True}, *({"pipeline_schedule": schedule} for schedule in SCHEDULES)]
@@ -78,11 +78,9 @@ def test_every_layout_has_the_gradients_of_one_process(ranks, fields):
 def test_gathers_in_blocks_of_no_block_are_refused():
     """Of children in 16 bits, and of weights that no other rank shares."""
     for fields in ({"data_parallel_shard": 2, "zero_stage": 3}, {"data_parallel_replicate": 2}):
-        layout = Layout(**fields, zero_gather="fp8")
+        layout, model = Layout(**fields, zero_gather="fp8"), nn.Sequential(nn.Linear(128, 128))
         with pytest.raises(ValueError, match=f"with {layout.shards} ranks that share each weight, and 0 weights"):
-            pipeline_sequential(
-                nn.Sequential(nn.Linear(128, 128)), layout, None, example=None, n_microbatches=1, loss_fn=None
-            )
+            pipeline_sequential(model, layout, None, example=None, n_microbatches=1, loss_fn=None)
 
 
 def test_what_children_have_to_do_is_refused_by_name():
