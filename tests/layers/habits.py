@@ -40,6 +40,7 @@ GATED, PADDED = WIDE | {"activation": "swiglu"}, {"vocab_multiple": 2}
 SIZES = {"vocab_size": VOCAB, "seq_length": SEQ, "hidden_size": HIDDEN, "n_heads": HEADS, **WIDE, **PADDED}
 CONFIG = GPTConfig(n_layers=2, tie_embeddings=False, **SIZES)
 LLAMA = replace(CONFIG, position="rope", **theirs.LLAMA)
+AUTOCAST = {"autocast, bfloat16": torch.bfloat16, "autocast, float16": torch.float16}
 
 
 class Layer(NamedTuple):
@@ -292,9 +293,6 @@ def second_derivative(module: nn.Module, x: Tensor, rank: int) -> Results:
     (gradient,) = torch.autograd.grad((y.square() * incoming(y, rank)).sum(), parameter, create_graph=True)
     gradient.square().sum().backward()
     return {"y": y.detach(), "dx": None}
-
-
-AUTOCAST = {"autocast, bfloat16": torch.bfloat16, "autocast, float16": torch.float16}
 
 
 def autocast(module: nn.Module, x: Tensor, rank: int, *, dtype: torch.dtype) -> Results:

@@ -48,32 +48,11 @@ KINDS = {
     "no-qkv-bias": {"qkv_bias": False, "head_dim": 2},
     "relu2-rope-interleaved": {"activation": "relu2", "rope_base": 500.0, "rope_interleaved": True},
 }  # fmt: skip
-
-
-def make_block(kind: str, mesh=None, sequence_parallel: bool = True, **options) -> TransformerBlock:
-    """A block with norms and biases off 1 and 0, so that every term shows."""
-    return habits.block(HEADS, KINDS[kind], TensorParallel(mesh, sequence_parallel), **options)
-
-
-def inputs(seed: int = 1) -> list[Tensor]:
-    return draw(*[(BATCH, SEQ, HIDDEN)] * 2, seed=seed)
-
-
 SEED, STEP, INDEX = 3, 7, torch.tensor([11, 4])
-
-
-def key(block: TransformerBlock) -> layers.DropoutKey:
-    return layers.DropoutKey(SEED, STEP, INDEX, block)
-
-
-def masks(p: float) -> list[Tensor]:
-    """The dropout of both branches as factors, drawn here from the definition."""
-    start = (INDEX[:, None] * SEQ + torch.arange(SEQ)).flatten() * HIDDEN
-    ones = torch.ones(BATCH * SEQ, HIDDEN, dtype=torch.float64)
-    sites = [dropout_apply(ones, start, philox_key(SEED, STEP, SEQ, "", name), p) for name in ("attention", "mlp")]
-    return [site.view(BATCH, SEQ, HIDDEN) for site in sites]
-
-
+P = 0.1
+DTYPES = (torch.float32, torch.bfloat16)
+DROPOUT_KINDS = ["gelu-layernorm", "qk-norm-head-dim-scaling"]
+D = 4
 ROW, COLUMN = torch.arange(SEQ)[:, None], torch.arange(SEQ)
 # name -> (options of a block, whether a query sees a key)
 ATTENTION = {
@@ -93,6 +72,29 @@ SAMPLES = {
     "padding around": [[-1, 0, 0, 0, -1, -1], [-1] * SEQ],
 }
 IDS = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 0, 1, 0, 1, 2]])  # the positions in "documents"
+# every rank has its own key heads, or the one key head, or one rank has two that others have, too
+FOREIGN = {2: [(4, 2, True), *product([4], [1], (True, False), ("", "hooked", "gathered"))], 3: [(6, 2, False)]}
+
+
+def make_block(kind: str, mesh=None, sequence_parallel: bool = True, **options) -> TransformerBlock:
+    """A block with norms and biases off 1 and 0, so that every term shows."""
+    return habits.block(HEADS, KINDS[kind], TensorParallel(mesh, sequence_parallel), **options)
+
+
+def inputs(seed: int = 1) -> list[Tensor]:
+    return draw(*[(BATCH, SEQ, HIDDEN)] * 2, seed=seed)
+
+
+def key(block: TransformerBlock) -> layers.DropoutKey:
+    return layers.DropoutKey(SEED, STEP, INDEX, block)
+
+
+def masks(p: float) -> list[Tensor]:
+    """The dropout of both branches as factors, drawn here from the definition."""
+    start = (INDEX[:, None] * SEQ + torch.arange(SEQ)).flatten() * HIDDEN
+    ones = torch.ones(BATCH * SEQ, HIDDEN, dtype=torch.float64)
+    sites = [dropout_apply(ones, start, philox_key(SEED, STEP, SEQ, "", name), p) for name in ("attention", "mlp")]
+    return [site.view(BATCH, SEQ, HIDDEN) for site in sites]
 
 
 class Case(NamedTuple):
@@ -151,11 +153,13 @@ SEEN = [
 ]
 DROPPED = [Case(each, 1, "causal", *case, 0.5) for each, *case in product(TWO, list(SAMPLES)[:3], RECOMPUTE)]
 SLICES_OF_TOKENS = [Case(TWO[1], 0, samples=samples) for samples in ("whole", "documents")]
+
+
 # On two ranks each attention and each kind of samples once, on one with each other. On three heads are shared unevenly.
-CASES = [(1, [*EVERY, *SEEN]), (2, [*EVERY, *SEEN[::5], *DROPPED[::4], *SLICES_OF_TOKENS])]
-
-
-@pytest.mark.parametrize("t, cases", [*CASES, *in_turns([(2, DROPPED), (3, [*EVERY[::2], *DROPPED[::5]])], first=5)])
+@pytest.mark.parametrize("t, cases", [
+    (1, [*EVERY, *SEEN]), (2, [*EVERY, *SEEN[::5], *DROPPED[::4], *SLICES_OF_TOKENS]),
+    *in_turns([(2, DROPPED), (3, [*EVERY[::2], *DROPPED[::5]])], first=5),
+])  # fmt: skip
 def test_equals_plain_block(ranks, t, cases):
     nbytes = BATCH * SEQ * HIDDEN * 8
     for case, by_rank in each_case(ranks, t, on_rank, cases):
@@ -196,11 +200,9 @@ def foreign(mesh, parallel: bool, recompute: str) -> Results:
     return step(module, *(own(z, 1) for z in inputs()), positions=Positions(BATCH, SEQ))
 
 
-KINDS_ALONE = [("attention",), ("mlp",), ("positions",), ("documents",)]
-
-
 @pytest.mark.parametrize("function, cases", [
-    (alone, KINDS_ALONE), (foreign, [(True, "none")]), *in_turns([(foreign, [*product((True, False), RECOMPUTE)])]),
+    (alone, [("attention",), ("mlp",), ("positions",), ("documents",)]),
+    (foreign, [(True, "none")]), *in_turns([(foreign, [*product((True, False), RECOMPUTE)])]),
 ])  # fmt: skip
 def test_a_layer_alone_and_an_attention_of_other_people_on_shards_equal_the_whole(ranks, function, cases):
     wanted = [expected for _, (expected,) in each_case(ranks, 1, function, cases)]
@@ -216,11 +218,6 @@ def test_no_tokens_are_no_error(shape):
     for y in (block(x), block(x, key_padding_mask=mask)):
         assert y.shape == x.shape
         y.sum().backward()
-
-
-P = 0.1
-DTYPES = (torch.float32, torch.bfloat16)
-DROPOUT_KINDS = ["gelu-layernorm", "qk-norm-head-dim-scaling"]
 
 
 def of_seeds(block: nn.Module, dtype: torch.dtype, dim: int | None = None, **options) -> Results:
@@ -291,9 +288,6 @@ def test_regions_inside_regions():
     assert_identical(*found)
 
 
-D = 4
-
-
 def normed(heads: int, kv_heads: int, tp=None) -> SelfAttention:
     torch.manual_seed(0)
     layer = SelfAttention(heads * D, heads, n_kv_heads=kv_heads, qk_norm=True, tp=tp, dtype=torch.float64)
@@ -322,10 +316,6 @@ def foreign_children(mesh, heads: int, kv_heads: int, sequence_parallel: bool, k
     with pytest.raises(ValueError, match=f"RMSNorm norms one rank's heads of {mesh.size()}: build it with of_heads=Tr"):
         layer(x, positions=Positions(BATCH, SEQ))
     return found
-
-
-# every rank has its own key heads, or the one key head, or one rank has two that others have, too
-FOREIGN = {2: [(4, 2, True), *product([4], [1], (True, False), ("", "hooked", "gathered"))], 3: [(6, 2, False)]}
 
 
 @pytest.mark.parametrize("t", FOREIGN)

@@ -20,6 +20,11 @@ from tpformer.layers import DropoutKey
 from tpformer.models import GPT, GPTConfig
 
 P = 0.5
+REGIONS = {
+    "mlp": {"own": "mlp"}, "full": {"own": "full"}, "ops.recompute": {"region": ops.recompute},
+    "of regions": {"region": ops.recompute, "own": "full"},
+    "checkpoint": {"region": lambda function, x: checkpoint(function, x, use_reentrant=False)},
+}  # fmt: skip
 
 
 def blocks(**options) -> nn.ModuleList:
@@ -123,13 +128,6 @@ def through(region=lambda function, x: function(x), own: str = "none") -> Result
     loss = region(lambda ids: model(ids, targets=ids), ids)
     (y.square().sum() + loss).backward()
     return {"y": y.detach(), "loss": loss.detach(), "dx": x.grad} | gradients(nn.ModuleList([*layers, model]))
-
-
-REGIONS = {
-    "mlp": {"own": "mlp"}, "full": {"own": "full"}, "ops.recompute": {"region": ops.recompute},
-    "of regions": {"region": ops.recompute, "own": "full"},
-    "checkpoint": {"region": lambda function, x: checkpoint(function, x, use_reentrant=False)},
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REGIONS)

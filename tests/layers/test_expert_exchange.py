@@ -137,27 +137,19 @@ def test_torchs_replicas_take_all_but_experts_and_are_refused_for_these() -> Non
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
     replicas = DistributedDataParallel(model)  # which has to live until the backward
     (replicas(x.chunk(2)[rank]) * dy.chunk(2)[rank]).sum().backward()
-    for name, p in model.named_parameters():
-        p.grad = p.grad / 2 if name in experts else p.grad
-    found = {name: full_tensor(p.grad) for name, p in model.named_parameters()}
+    found = {name: full_tensor(p.grad) / (2 if name in experts else 1) for name, p in model.named_parameters()}
     assert_same(found, {name: p.grad / 2 for name, p in one.named_parameters()})
 
 
 @on_every_rank(2)
 def test_ranks_of_experts_are_those_of_the_model_or_are_refused() -> None:
     tp = exchanging(2)
-    plain = tp.experts
-    for words, call in (
-        (
-            r"set sequence_parallel=True, or leave the argument experts out",
-            lambda: TensorParallel(tp.mesh, experts=plain),
-        ),
-        (r"n_experts=3 cannot be divided among expert_parallel=2 ranks", lambda: MoE(8, 3, ffn_hidden_size=4, tp=tp)),
-        (
-            "cannot be part of",
-            lambda: setattr(transformer_block(8, n_heads=2, tp=tp), "mlp", MoE(8, 2, ffn_hidden_size=4, tp=tp.mesh)),
-        ),
-    ):
+    block, plain = transformer_block(8, n_heads=2, tp=tp), MoE(8, 2, ffn_hidden_size=4, tp=tp.mesh)
+    for words, call in {
+        "set sequence_parallel=True, or leave the argument": lambda: TensorParallel(tp.mesh, experts=tp.experts),
+        "n_experts=3 cannot be divided among expert_parallel=2": lambda: MoE(8, 3, ffn_hidden_size=4, tp=tp),
+        "cannot be part of": lambda: setattr(block, "mlp", plain),
+    }.items():
         with pytest.raises(ValueError, match=words):
             call()
     with pytest.raises(TypeError, match="experts=3, a int: give a 1-D DeviceMesh or None"):

@@ -33,6 +33,8 @@ CONFIG = {
 EXPERTS = {**CONFIG, "bias": False, "n_experts": 4, "expert_ffn_size": 12, "shared_expert_size": 8}
 EXPERTS["first_dense_layers"] = 1
 IDS = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))
+HOOKS, REPLACED = "it has hooks", "its forward has been replaced"
+H100 = cost.Machine("cpu", 989e12, 700e12, 380e9, 3e12)
 
 
 def step(model: GPT) -> tuple[Results, list, list]:
@@ -136,9 +138,6 @@ def test_what_is_called_as_a_module_is_named_with_the_reason():
     assert "shared_experts.gate_proj+up_proj" in text
 
 
-HOOKS, REPLACED = "it has hooks", "its forward has been replaced"
-
-
 @pytest.mark.parametrize("touch, reason", [
     (lambda child: child.register_forward_hook(lambda *_: None), HOOKS),
     (lambda child: child.register_forward_pre_hook(lambda *_: None), HOOKS),
@@ -193,17 +192,22 @@ def test_the_loss_is_the_one_that_runs(edit, operation, reason):
     assert made.called == (operation == ALL_LOGITS)
 
 
+def table_of_mlp(precision: str, machine: cost.Machine) -> list[str]:
+    """explain()'s lines of LLaMA-70B's MLP, if this CPU were this machine."""
+    tp = TensorParallel(tp_mesh(), True, precision=precision)
+    options = {"tp": tp, "device": "meta", "dtype": torch.bfloat16, "bias": False}
+    mlp = MLP(8192, ffn_hidden_size=28672, activation="swiglu", **options)
+    with mock.patch.object(cost, "MACHINES", (machine,)):
+        return explain(nn.ModuleList([mlp]), 8192).splitlines()
+
+
 @on_every_rank(2)
 def test_predictions_are_those_of_the_cost_model() -> None:
-    """In the table of LLaMA-70B's MLP, if this CPU were an H100, and one of linears that keep nothing sharded."""
+    """And linears that keep nothing sharded say so."""
     gathers = ColumnParallelLinear(8, 12, gather_output=True, tp=tp_mesh())
-    edges = nn.Sequential(gathers, RowParallelLinear(12, 8, input_is_parallel=False, tp=tp_mesh()))
-    with mock.patch.object(cost, "MACHINES", (cost.Machine("cpu", 989e12, 700e12, 380e9, 3e12),)):
-        options = {"tp": TensorParallel(tp_mesh(), True), "device": "meta", "dtype": torch.bfloat16, "bias": False}
-        model = nn.ModuleList([MLP(8192, ffn_hidden_size=28672, activation="swiglu", **options)])
-        text, edges = explain(model, 8192), explain(edges, 8)
+    edges = explain(nn.Sequential(gathers, RowParallelLinear(12, 8, input_is_parallel=False, tp=tp_mesh())), 8)
     assert "; as a module it gathers its output" in edges and "; as a module it takes an unsharded input" in edges
-    header, gate, down, note = text.splitlines()
+    header, gate, down, note = table_of_mlp("16", H100)
     assert header.split()[-3:] == ["break-even", "width", "reason"]
     # by hand: 2 * 8192 * 28672 * 8192 / 700e12 and 8192 * 8192 * 2 / 2 / 380e9; the reduction's GEMM is half as large
     assert gate.split("sequential")[1].split()[:5] == ["5498", "177", "5498", "921", "28672"]
@@ -214,29 +218,21 @@ def test_predictions_are_those_of_the_cost_model() -> None:
 @on_every_rank(2)
 def test_linears_of_blocks_have_their_own_rates_bytes_and_both_break_evens() -> None:
     """The same MLP in FP8, on an H100 and on a GPU whose rate of blocks is not known."""
-    h100 = cost.Machine("cpu", 989e12, 700e12, 380e9, 3e12, fp8_flops=1000e12)
-    options = {"tp": TensorParallel(tp_mesh(), True, precision="fp8"), "device": "meta", "dtype": torch.bfloat16}
-    with mock.patch.object(cost, "MACHINES", (h100,)):
-        model = nn.ModuleList([MLP(8192, ffn_hidden_size=28672, activation="swiglu", bias=False, **options)])
-        _, gate, down, note = explain(model, 8192).splitlines()
+    _, gate, down, note = table_of_mlp("fp8", H100._replace(fp8_flops=1000e12))
     # by hand: FLOPs / 1000e12; 8192 * (8192 + 64) / 2 / 380e9, and the reduction as in 16 bits
     assert gate.split("sequential")[1].split()[:5] == ["3848", "89", "3848", "663", "28672"]
     assert down.split("sequential")[1].split()[:5] == ["1924", "177", "1924", "1316", "14336"]
-    for line in (gate, down):
-        assert (
-            "the GEMM multiplies what blocks stand for; break-even of its gather 663, of its reduction in bfloat16 1316"
-            in line
-        )
+    both = "what blocks stand for; break-even of its gather 663, of its reduction in bfloat16 1316"
+    assert all(f"the GEMM multiplies {both}" in line for line in (gate, down))
     assert "for cpu (700 TFLOP/s, of blocks 1000, 380 GB/s), not measurements" in note
-    with mock.patch.object(cost, "MACHINES", (h100._replace(fp8_flops=None),)):
-        _, gate, _, note = explain(model, 8192).splitlines()
+    _, gate, _, note = table_of_mlp("fp8", H100)
     assert gate.split("sequential")[1].split()[:4] == ["-"] * 4 and "of blocks unknown" in note
 
 
 @on_every_rank(2)
 def test_attention_on_context_parallel_ranks_says_what_it_gathers() -> None:
     """By hand, of Llama-3 8B: 2 * 8192 * 8 * 128 * 2 bytes, half of which are another rank's."""
-    with mock.patch.object(cost, "MACHINES", (cost.Machine("cpu", 989e12, 700e12, 380e9, 3e12),)):
+    with mock.patch.object(cost, "MACHINES", (H100,)):
         sizes = {"vocab_size": 50, "seq_length": 8192, "hidden_size": 4096, "n_heads": 32, "n_kv_heads": 8}
         model = GPT(GPTConfig(**sizes, n_layers=2), tp=context(), device="meta", dtype=torch.bfloat16)
         one, two = model.explain(), model.explain(2 * 8192)
@@ -245,9 +241,8 @@ def test_attention_on_context_parallel_ranks_says_what_it_gathers() -> None:
     # and 2 products of half of 4096 x 8192 pairs, 2 FLOPs each, of 4096 features
     assert "44 us before 393 us of attention at the GEMMs' rate (11.2%)" in line
     assert "88 us before 785 us" in two, "samples are as long as before"
-    assert [line.split()[2:5] for line in one.splitlines() if line.startswith("layers.0-1.mlp.fc1")] == [
-        ["4096", "x", "16384"]
-    ], "M is of the own tokens"
+    (fc1,) = [line for line in one.splitlines() if line.startswith("layers.0-1.mlp.fc1")]
+    assert fc1.split()[2:5] == ["4096", "x", "16384"], "M is of the own tokens"
 
 
 def test_processors_that_are_left_to_other_groups_are_named(monkeypatch):

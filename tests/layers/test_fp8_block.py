@@ -57,16 +57,13 @@ def handed(part: TransformerBlock) -> int:
 
 
 @on_every_rank(1, 2)
-def test_o_proj_takes_blocks_of_the_next_norms_gradient() -> None:
+def test_o_proj_takes_blocks_of_the_next_norms_gradient_unless_a_pass_makes_them() -> None:
+    """A pass for dropout or for a bias does."""
     shared = {**EXPERTS, "shared_ffn_size": 512}
     for options in ({}, {"norm": "layernorm"}, {"sequence_parallel": False}, {"moe": EXPERTS}, {"moe": shared}):
         assert handed(make(**options)) == 1, options
     for recompute in ("mlp", "full"):
         assert handed(keep(make(), recompute=recompute)) == 1, recompute
-
-
-@on_every_rank(1, 2)
-def test_a_pass_for_dropout_or_a_bias_makes_blocks_instead() -> None:
     for options in ({"bias": True}, {"dropout": 0.4}):
         assert handed(make(**options)) == 0, options
 
@@ -80,16 +77,14 @@ def written(module: Any, inputs: Any, y: Tensor) -> None:
     y.register_hook(write)
 
 
-# the second norm's gradient is o_proj's and the residual's alone if neither the attention nor what reads it is called
-HOOKED = {
-    "": 1, "input_layernorm": 1, "self_attn.q_proj": 1, "mlp.down_proj": 1,
-    "self_attn": 0, "self_attn.o_proj": 0, "post_attention_layernorm": 0, "mlp": 0, "mlp.up_proj": 0,
-}  # fmt: skip
-
-
 @on_every_rank(1, 2)
 def test_gradients_that_others_see_have_no_blocks() -> None:
-    for name, expected in HOOKED.items():
+    """The second norm's gradient is o_proj's and the residual's alone if neither the attention nor what reads it is
+    called."""
+    for name, expected in {
+        "": 1, "input_layernorm": 1, "self_attn.q_proj": 1, "mlp.down_proj": 1,
+        "self_attn": 0, "self_attn.o_proj": 0, "post_attention_layernorm": 0, "mlp": 0, "mlp.up_proj": 0,
+    }.items():  # fmt: skip
         part = make()
         part.get_submodule(name).register_forward_hook(written)
         assert handed(part) == expected, name

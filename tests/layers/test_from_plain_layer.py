@@ -49,16 +49,12 @@ def test_layers_made_from_modules_compute_what_these_do(ranks, t):
     assert_same(found, (results(plain()),) * t)
 
 
-CONSTRUCTORS = [
+@pytest.mark.parametrize("positional, options", [
     ((7,), {"eps": 1e-3}), ((7, 1e-3), {}), (((7,),), {"bias": False}), (([7], 1e-3, False), {}),
     ((7, 1e-3, True, False), {}), ((torch.Size([7]),), {"elementwise_affine": False, "dtype": torch.float64}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("arguments", CONSTRUCTORS, ids=str)
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
-def test_norms_have_torchs_constructors_and_values(kind, arguments):
-    positional, options = arguments
+def test_norms_have_torchs_constructors_and_values(kind, positional, options):
     if kind is RMSNorm:
         positional, options = positional[:3], {name: value for name, value in options.items() if name != "bias"}
     ours, theirs = (each(*positional, **options) for each in (kind, getattr(nn, kind.__name__)))

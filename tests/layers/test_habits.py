@@ -51,6 +51,11 @@ NOTES = {
     "spectral_norm": "torch's DTensor refuses it of a sharded weight, when it is registered.",
     "prune": "torch's DTensor refuses to order the values of a sharded weight.",
 }
+# (layer, tensor-parallel ranks, data-parallel ranks). A GPT has each habit in all of its modules at once: proofs have
+# it, its parts, and layers on one tensor-parallel rank. Of blocks the suite has test_habits_of_children.py.
+OF_GPT = ("SelfAttention", "MLP", "TransformerBlock", "GPT")
+CASES = [*product(LAYERS, (1, 2), (1, 2))]
+SUITE = [case for case in CASES if case[0] not in OF_GPT and case[1] == 2]
 
 
 def on_rank(name: str, tp: int, habits: list[str]) -> list[Results | str]:
@@ -134,13 +139,6 @@ def assert_as_expected(name: str, habit: str, tp: int, found: list[Results | str
         assert_kernel_close(x.to(low), exact, by_torch.to(low), what)
         return
     assert_same(actual, oracle, what)
-
-
-# (layer, tensor-parallel ranks, data-parallel ranks). A GPT has each habit in all of its modules at once: proofs have
-# it, its parts, and layers on one tensor-parallel rank. Of blocks the suite has test_habits_of_children.py.
-OF_GPT = ("SelfAttention", "MLP", "TransformerBlock", "GPT")
-CASES = [*product(LAYERS, (1, 2), (1, 2))]
-SUITE = [case for case in CASES if case[0] not in OF_GPT and case[1] == 2]
 
 
 @pytest.mark.parametrize("name, tp, dp", [*SUITE, *in_turns(case for case in CASES if case not in SUITE)])

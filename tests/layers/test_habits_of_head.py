@@ -21,6 +21,13 @@ from tpformer.layers import TensorParallel
 from tpformer.models import GPT, GPTConfig
 
 IDS = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
+# what recipes pass to fully_shard, one after the other, before the model itself
+ORDERS = {
+    "embedding, layers, norm and head": lambda m: [m.embed_tokens, *m.layers.values(), [m.norm, m.lm_head]],
+    "norm and head, layers, embedding": lambda m: [[m.norm, m.lm_head], *m.layers.values(), m.embed_tokens],
+    "layers, embedding and norm and head": lambda m: [*m.layers.values(), [m.embed_tokens, m.norm, m.lm_head]],
+    "layers, embedding and norm": lambda m: [*m.layers.values(), [m.embed_tokens, m.norm]],
+}
 
 
 def build(tp: TensorParallel | None = None, tied: bool = False) -> GPT:
@@ -133,15 +140,7 @@ def test_heads_and_tables_that_cannot_be(tied, path, child, words):
         model(IDS[:, :-1], targets=IDS[:, 1:])
 
 
-# what recipes pass to fully_shard, one after the other, before the model itself
-ORDERS = {
-    "embedding, layers, norm and head": lambda m: [m.embed_tokens, *m.layers.values(), [m.norm, m.lm_head]],
-    "norm and head, layers, embedding": lambda m: [[m.norm, m.lm_head], *m.layers.values(), m.embed_tokens],
-    "layers, embedding and norm and head": lambda m: [*m.layers.values(), [m.embed_tokens, m.norm, m.lm_head]],
-    "layers, embedding and norm": lambda m: [*m.layers.values(), [m.embed_tokens, m.norm]],
-}
-
-
+@cache
 def two_steps(order: str | None, tp: int, tied: bool, wrapped: bool = False) -> Results:
     """The loss of the second step, a sum over samples, and its gradients; an evaluation follows each step.
     order: None for torch.nn's model. wrapped: the embedding is inside a module of somebody else."""
@@ -172,11 +171,6 @@ def two_steps(order: str | None, tp: int, tied: bool, wrapped: bool = False) -> 
     return found
 
 
-@cache
-def two_steps_of_torch(tied: bool) -> Results:
-    return two_steps(None, 1, tied)
-
-
 FIRST, *_ = ORDERS
 # tied, order, wrapped
 FSDP = [(True, FIRST, True), (False, FIRST, False), *((True, order, False) for order in ORDERS)]
@@ -195,4 +189,4 @@ def test_fsdp_in_every_order_equals_torch(ranks, tp, chosen):
         for each in results:
             found = {name.replace("embed_tokens.0", "embed_tokens"): value for name, value in each.items()}
             found["loss"] = results[0]["loss"] + results[-1]["loss"]
-            check(found, two_steps_of_torch(tied), f"{order} {tied=} {wrapped=}")
+            check(found, two_steps(None, 1, tied), f"{order} {tied=} {wrapped=}")

@@ -2,6 +2,7 @@
 positions, padding, inference between steps, .to(), recomputation, and checkpoints of torch. Each gives torch's result,
 or one sentence. Recomputation repeats no decision, sends no routing again and counts nothing twice."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -21,8 +22,15 @@ from tpformer.distributed.dtensor import full_tensor
 from tpformer.layers import Positions, Router, TensorParallel, TransformerBlock, balance_losses, transformer_block
 from tpformer.ops.route import record_routing
 
-EAGER = {"backend": "eager"}
 PADDING = torch.tensor([[False] * 4 + [True] * 2, [False] * 6])
+# Compiling the part that holds the others takes seconds: one rank does
+WRAPPED = {
+    1: [(False, "mlp", "compiled"), *product([False], ("mlp", "mlp.gate", "mlp.experts"), ["checkpointed"])],
+    2: [
+        (True, "", ""), *product((True, False), ["mlp.gate"], ("hooked", "checkpointed")),
+        *product([True], ["mlp", "mlp.experts"], ["checkpointed"]), (True, "mlp.gate", "compiled"),
+    ],
+}  # fmt: skip
 
 
 def of_rows(sequence_parallel: bool) -> list[Tensor]:
@@ -115,7 +123,8 @@ def wrapped(mesh, sequence_parallel: bool, part: str, how: str) -> tuple[Results
     if how == "hooked":
         inner.register_forward_hook(lambda *_: None)
     elif how:
-        block.set_submodule(part, checkpoint_wrapper(inner) if how == "checkpointed" else torch.compile(inner, **EAGER))
+        wrap = {"checkpointed": checkpoint_wrapper, "compiled": partial(torch.compile, backend="eager")}[how]
+        block.set_submodule(part, wrap(inner))
     x, dy = (own(z, 1 if sequence_parallel else None) for z in inputs())
     x.requires_grad_()
     with balance_losses() as losses:
@@ -123,16 +132,6 @@ def wrapped(mesh, sequence_parallel: bool, part: str, how: str) -> tuple[Results
     ((y * dy).sum() + losses[0]).backward()
     experts = {name.split(".")[-1]: each for name, each in gradients(block).items() if name.endswith("up_proj")}
     return {"y": y.detach(), "dx": x.grad, "gate": full_tensor(gate.weight.grad), **experts}, gate.load.tolist()
-
-
-# Compiling the part that holds the others takes seconds: one rank does
-WRAPPED = {
-    1: [(False, "mlp", "compiled"), *product([False], ("mlp", "mlp.gate", "mlp.experts"), ["checkpointed"])],
-    2: [
-        (True, "", ""), *product((True, False), ["mlp.gate"], ("hooked", "checkpointed")),
-        *product([True], ["mlp", "mlp.experts"], ["checkpointed"]), (True, "mlp.gate", "compiled"),
-    ],
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("t", [2, *in_turns([1])])

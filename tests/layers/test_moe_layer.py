@@ -29,6 +29,20 @@ KINDS = {
     "every-expert": {"policy": ops.Policy(4)},
 }
 ROUTINGS = ("as it comes", "all on one expert", "ranks without tokens")
+SHARED, BOTH = ["sigmoid-bias-shared"], (True, False)
+CHILDREN = ("gate", "experts", "shared_experts", "shared_experts.up_proj")
+# by ranks; a child with a hook is called as a module
+CASES = {
+    1: [*product(KINDS, BOTH, ROUTINGS), ("softmax", False, "as it comes", "auto", None, True)],
+    2: [
+        *product(KINDS, BOTH), *product(SHARED, BOTH, ROUTINGS[:1], ["auto"], CHILDREN),
+        *product(SHARED, BOTH, ROUTINGS[:1], ["auto"], (None, "gate"), [True]),
+    ],
+    4: [
+        *product(KINDS, BOTH), *product(["softmax", *SHARED], BOTH, ROUTINGS[:1], ["pipelined"]),
+        *product(SHARED, BOTH, ROUTINGS[1:], ("sequential", "pipelined")),
+    ],
+}  # fmt: skip
 
 
 def make_moe(kind: str, mesh=None, sequence_parallel: bool = True, routed: str = "as it comes", **options) -> MoE:
@@ -137,22 +151,6 @@ def wanted(kind: str, routed: str) -> tuple[Results, int, list[int]]:
     """What the loop gives, the experts of a token, and how many tokens each expert of one process has counted."""
     run(moe := make_moe(kind, routed=routed), *(z.flatten(0, 1) for z in inputs()))
     return by_loop(make_moe(kind, routed=routed), *inputs()), moe.gate.policy.k, moe.gate.load.tolist()
-
-
-SHARED, BOTH = ["sigmoid-bias-shared"], (True, False)
-CHILDREN = ("gate", "experts", "shared_experts", "shared_experts.up_proj")
-# by ranks; a child with a hook is called as a module
-CASES = {
-    1: [*product(KINDS, BOTH, ROUTINGS), ("softmax", False, "as it comes", "auto", None, True)],
-    2: [
-        *product(KINDS, BOTH), *product(SHARED, BOTH, ROUTINGS[:1], ["auto"], CHILDREN),
-        *product(SHARED, BOTH, ROUTINGS[:1], ["auto"], (None, "gate"), [True]),
-    ],
-    4: [
-        *product(KINDS, BOTH), *product(["softmax", *SHARED], BOTH, ROUTINGS[:1], ["pipelined"]),
-        *product(SHARED, BOTH, ROUTINGS[1:], ("sequential", "pipelined")),
-    ],
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("t", [1, 2, *in_turns([4])])

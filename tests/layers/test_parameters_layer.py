@@ -21,6 +21,11 @@ from tpformer.distributed.dtensor import full_tensor
 from tpformer.models import GPT, GPTConfig
 
 HIDDEN, VOCAB = 24, 37
+# on 3 ranks the MLP and the vocabulary are uneven, and each rank has both key-value heads
+CONFIG = GPTConfig(
+    vocab_size=VOCAB, vocab_multiple=4, seq_length=6, n_layers=1, hidden_size=HIDDEN, n_heads=6, n_kv_heads=2,
+    ffn_hidden_size=32, tie_embeddings=False,
+)  # fmt: skip
 
 
 def build(mesh, dtype: torch.dtype | None) -> nn.ModuleDict:
@@ -115,13 +120,6 @@ def test_default_sizes():
     assert layers.MLP(384, activation="geglu", device="meta").up_proj.weight.shape == (1024, 384)
     assert layers.VocabParallelEmbedding(50257, 1, device="meta").weight.shape == (50304, 1)
     assert layers.VocabParallelEmbedding(256, 1, device="meta").weight.shape == (256, 1)
-
-
-# on 3 ranks the MLP and the vocabulary are uneven, and each rank has both key-value heads
-CONFIG = GPTConfig(
-    vocab_size=VOCAB, vocab_multiple=4, seq_length=6, n_layers=1, hidden_size=HIDDEN, n_heads=6, n_kv_heads=2,
-    ffn_hidden_size=32, tie_embeddings=False,
-)  # fmt: skip
 
 
 def gpt(seed: int, tp=None) -> GPT:

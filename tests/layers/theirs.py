@@ -19,6 +19,10 @@ HIDDEN, HEADS, FFN = 24, 4, 48
 # Llama's, with the norms of Qwen 3
 LLAMA: dict[str, Any] = {"norm": "rmsnorm", "activation": "swiglu", "n_kv_heads": HEADS // 2, "qk_norm": True}
 LLAMA |= {"rope_base": 1e4, "bias": False}
+by_tanh = partial(F.gelu, approximate="tanh")
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu, "gelu_tanh": by_tanh, "relu2": lambda x: F.relu(x).square(), "swiglu": F.silu, "geglu": by_tanh,
+}  # fmt: skip
 
 
 def slowed(frequency: float, factor: float, low: float, high: float, length: int) -> float:
@@ -64,10 +68,7 @@ class Attention(nn.Module):
         sees a key; None is causal attention."""
         batch, seq = x.shape[:2] if positions is None else (positions.batch, positions.seq_length)
         rows = x.reshape(-1, x.shape[-1])  # as our block calls its linears
-        q, k, v = (
-            linear(rows).unflatten(1, (-1, self.d)).unflatten(0, (batch, seq))
-            for linear in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (linear(rows).view(batch, seq, -1, self.d) for linear in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
@@ -81,15 +82,6 @@ class Attention(nn.Module):
         else:  # the baseline is what PyTorch attains in a lower precision
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(y.transpose(1, 2).flatten(2).flatten(0, 1)).view(x.shape)
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu2": lambda x: F.relu(x).square(),
-    "swiglu": F.silu,
-    "geglu": partial(F.gelu, approximate="tanh"),
-}
 
 
 class MLP(nn.Module):
