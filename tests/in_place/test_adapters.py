@@ -15,6 +15,7 @@ from bench.families.training import in_float64
 from tpformer import auto_plan, parallelize
 
 BATCH = batch(6, 0)
+NAMES = ["one", "two"]
 
 
 def lora(**options):
@@ -51,9 +52,6 @@ def merged(model, names):
     model.unmerge_adapter()
     found["unmerged"] = logits(model)
     return found | {"unloaded": logits(model.merge_and_unload(adapter_names=names))}
-
-
-NAMES = ["one", "two"]
 
 
 def on_ranks(directory):

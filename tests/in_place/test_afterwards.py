@@ -26,12 +26,15 @@ from tpformer.distributed.dtensor import full_tensor
 from tpformer.in_place import tensor_parts, tensor_rules
 
 X = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+OF_WHOLE = ("Adafactor", "Muon", "LBFGS", "SparseAdam")  # not element by element, or of sparse gradients
 
 
 class Model(nn.Module):
-    def __init__(self):
+    """33 features, which two ranks share unequally."""
+
+    def __init__(self, seed: int = 0):
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.up, self.down, self.norm = nn.Linear(16, 33), nn.Linear(33, 16), nn.LayerNorm(16)
         self.double()
 
@@ -70,9 +73,6 @@ def test_parameters_computed_from_parameters():
     assert_same(found[1], found[0])
 
 
-OF_WHOLE = ("Adafactor", "Muon", "LBFGS", "SparseAdam")  # not element by element, or of sparse gradients
-
-
 @of_turn(0)
 @on_every_rank(2)
 def test_every_optimizer_of_torch_that_works_by_element():
@@ -108,16 +108,11 @@ def hessian(model):
     torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].sum().backward()
 
 
-def forward_mode(model):
-    with forward_ad.dual_level():
-        model(forward_ad.make_dual(X, X))
-
-
 # what comes after parallelize, and words of the refusal
 REFUSED = {
     "fully_shard.model, mesh=mesh": DistributedDataParallel,
     "torch.func's grad, vmap and jvp, forward-mode AD": lambda model: torch.func.vmap(model)(X),
-    "forward-mode AD and tracers cannot go": forward_mode,
+    "forward-mode AD and tracers cannot go": forward_ad.dual_level()(lambda model: model(forward_ad.make_dual(X, X))),
     "gradients by backward.. or torch.autograd.grad": lambda model: torch.func.grad(lambda x: model(x).sum())(X),
     "trace the model before parallelize": lambda model: torch.jit.trace(model, X),
     "__setitem__ of a part of a parameter .* change its": lambda model: prune.l1_unstructured(model.up, "weight", 3),
@@ -153,9 +148,8 @@ def test_a_value_that_one_rank_asks_for():
         if dist.get_rank() == 0:
             assert model.norm.weight.sum().item() == 16
         else:
-            assert b"item() of a tensor () that ranks share has waited 0.05 s for other ranks" in store.get(
-                "item() of a tensor"
-            )
+            waited = store.get("item() of a tensor")
+            assert b"item() of a tensor () that ranks share has waited 0.05 s for other ranks" in waited
         model.up.weight.detach().sum().item()
     dist.barrier()
     with said, mock.patch.object(tensor_parts, "PATIENCE", 0.05):

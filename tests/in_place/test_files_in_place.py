@@ -23,6 +23,7 @@ from tpformer.in_place.linears import make_column, make_row
 from tpformer.in_place.loading import load_sharded, parameters_on_meta
 
 IDS = torch.arange(12).view(2, 6)
+WIDTH = 4096
 
 
 def sharded(model: nn.Module, data_parallel: int) -> nn.Module:
@@ -103,20 +104,17 @@ def test_a_plain_module_in_one_process(tmp_path):
     assert_identical(loaded.state_dict(), model.state_dict())
 
 
-CHANGES = {
-    "has no up.bias, which this Own needs": {"up.bias": None},
-    "has no head.weight, up.weight, which this Own needs": {"up.weight": None},
-    "has left, which no part of this Own takes": {"left": torch.zeros(1)},
-    r"has down.weight as \(4, 5\), but this model has it as \(4, 6\)": {"down.weight": torch.zeros(4, 5)},
-    "up.weight and head.weight are tied in the model, but differ": {"head.weight": torch.zeros(6, 4)},
-    "has up.bias in torch.int64": {"up.bias": torch.zeros(6, dtype=torch.int64)},
-}
-
-
 def test_files_of_another_model_are_refused_and_change_nothing(tmp_path):
     model = Own()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    for message, changes in CHANGES.items():
+    for message, changes in {
+        "has no up.bias, which this Own needs": {"up.bias": None},
+        "has no head.weight, up.weight, which this Own needs": {"up.weight": None},
+        "has left, which no part of this Own takes": {"left": torch.zeros(1)},
+        r"has down.weight as \(4, 5\), but this model has it as \(4, 6\)": {"down.weight": torch.zeros(4, 5)},
+        "up.weight and head.weight are tied in the model, but differ": {"head.weight": torch.zeros(6, 4)},
+        "has up.bias in torch.int64": {"up.bias": torch.zeros(6, dtype=torch.int64)},
+    }.items():
         save_changed(model, tmp_path, **changes)
         with pytest.raises(ValueError, match=message):
             load_sharded(model, tmp_path)
@@ -135,9 +133,6 @@ def test_what_transformers_does_not_know_is_refused(tmp_path):
     save_file(values, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"cannot make .*gate_up_proj of .*experts\.0\.w1"):
         load_sharded(model, tmp_path)
-
-
-WIDTH = 4096
 
 
 @on_every_rank(2)

@@ -26,6 +26,7 @@ from tpformer.in_place.saving import make_known
 
 STEPS, BATCH = 3, 4
 BATCHES = [batch(6, number, BATCH) for number in range(STEPS)]
+DATASET = [{name: x[row] for name, x in each.items()} for each in BATCHES for row in range(BATCH)]
 
 
 def clip(model):
@@ -117,14 +118,10 @@ def test_lora_in_both_orders(ranks, tmp_path, family, adapters_first):
         assert_same(loaded(**BATCHES[0]).logits, model(**BATCHES[0]).logits)
 
 
-def dataset():
-    return [{name: x[row] for name, x in each.items()} for each in BATCHES for row in range(BATCH)]
-
-
 @in_float64()  # transformers computes its loss in float32
 def accelerate_loop(model, accelerator, clip_grad_norm_):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    optimizer, loader = accelerator.prepare(optimizer, DataLoader(dataset(), batch_size=BATCH))
+    optimizer, loader = accelerator.prepare(optimizer, DataLoader(DATASET, batch_size=BATCH))
     norms = []
     for each in loader:
         accelerator.backward(model(**each).loss)
@@ -170,7 +167,7 @@ def run_trainer(model, folder):
     options = {"use_cpu": True, "per_device_train_batch_size": BATCH, "num_train_epochs": 1, "learning_rate": 0.01}
     options |= {"max_grad_norm": 0.1, "logging_steps": 1, "report_to": [], "disable_tqdm": True}
     options |= {"save_strategy": "steps", "save_steps": STEPS, "save_only_model": True}
-    trainer = Trainer(model.train(), TrainingArguments(folder, **options), train_dataset=dataset())
+    trainer = Trainer(model.train(), TrainingArguments(folder, **options), train_dataset=DATASET)
     trainer.train()
     trainer.save_model(f"{folder}/final")
     log = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]

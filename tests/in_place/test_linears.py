@@ -9,8 +9,9 @@ from functools import partial
 import pytest
 import torch
 from block import HIDDEN, Model, in_place
+from steps import tp_mesh
 from testing import assert_same, on_every_rank
-from tiny import VOCAB, batch, train
+from tiny import VOCAB, batch, train, unchanged
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -27,6 +28,8 @@ from tpformer.layers import TensorParallel
 from tpformer.parallel import reduce_partial_gradients
 
 STEPS = [batch(8, number, 4) for number in range(3)]
+TWICE = ["same", "same"]
+CASES = [*TWICE, "another", *TWICE, "written", "same", "skipped", *TWICE, "no_grad", *TWICE, "same"]
 
 
 def conv(k, n):
@@ -68,19 +71,14 @@ def on_rank(t, linear, wide, sequence_parallel):
     return {name: train(each, STEPS, reduce_partial_gradients) for name, each in (models or {"": model}).items()}
 
 
-@pytest.mark.parametrize(
-    ("t", "linear", "wide", "sequence_parallel"),
-    [(2, nn.Linear, 16, True), (4, conv, 14, True), *in_turns([(4, nn.Linear, 14, False), (2, conv, 16, False)])],
-)
+@pytest.mark.parametrize(("t", "linear", "wide", "sequence_parallel"), [
+    (2, nn.Linear, 16, True), (4, conv, 14, True), *in_turns([(4, nn.Linear, 14, False), (2, conv, 16, False)]),
+])  # fmt: skip
 def test_same_as_plain_modules(ranks, t, linear, wide, sequence_parallel):
     """In one case also of copies and compiled: enter and leave of the others are not to be pickled."""
     expected = train(Model(linear, wide), STEPS, reduce_partial_gradients)
     for found in ranks(t).run(on_rank, t, linear, wide, sequence_parallel):
         assert_same(found, dict.fromkeys(found, expected))
-
-
-class Scaled(nn.Linear):
-    pass
 
 
 def with_gradient():
@@ -98,12 +96,12 @@ def hooked():
 def tied_across():
     linear, other = nn.Linear(4, 4), nn.Linear(4, 4)
     other.weight = linear.weight
-    make_row(other, build_mesh("cpu", tensor_parallel=2)["tp"])
+    make_row(other, tp_mesh())
     return linear
 
 
 REFUSED = [
-    (make_column, lambda: Scaled(4, 4), {}, TypeError, "a Scaled cannot be sharded in place"),
+    (make_column, lambda: type("Scaled", (nn.Linear,), {})(4, 4), {}, TypeError, "a Scaled cannot be sharded in pl"),
     (make_row, lambda: nn.Bilinear(4, 4, 4), {}, TypeError, "only an nn.Linear itself can, or a Conv1D"),
     (make_column, with_gradient, {}, ValueError, "has a gradient or hooks"),
     (make_column, hooked, {}, ValueError, "has a gradient or hooks"),
@@ -121,13 +119,11 @@ REFUSED = [
 
 @on_every_rank(2)
 def test_what_is_refused_stays_as_it_was():
-    tp = build_mesh("cpu", tensor_parallel=2)["tp"]
+    tp = tp_mesh()
     for make, module, options, error, words in REFUSED:
         module = module()
-        before = type(module), {name: id(p) for name, p in module.named_parameters()}
-        with pytest.raises(error, match=words):
+        with unchanged(module), pytest.raises(error, match=words):
             make(module, tp, **options)
-        assert before == (type(module), {name: id(p) for name, p in module.named_parameters()})
     twice = nn.LayerNorm(4)
     sum_gradients(twice, tp)
     with pytest.raises(ValueError, match="summed already"):
@@ -143,6 +139,13 @@ class Siblings(nn.Module):
         self.q, self.k, self.v = (nn.Linear(HIDDEN, 12, dtype=torch.float64) for _ in range(3))
         self.case = "same"
 
+    def sharded(self, tp):
+        """It, whose linears are cut and communicate once for all."""
+        for linear in (self.q, self.k, self.v):
+            make_column(linear, tp)
+        share_inputs(self)
+        return self
+
     def forward(self, x):
         q = self.q(x)
         if self.case == "another":
@@ -157,10 +160,6 @@ class Siblings(nn.Module):
         with torch.no_grad() if self.case == "no_grad" else nullcontext():
             v = self.v(x)
         return q * k + v
-
-
-TWICE = ["same", "same"]
-CASES = [*TWICE, "another", *TWICE, "written", "same", "skipped", *TWICE, "no_grad", *TWICE, "same"]
 
 
 def in_every_case(block, compute=None):
@@ -187,11 +186,8 @@ def in_every_case(block, compute=None):
 )
 @on_every_rank(2)
 def test_columns_that_get_one_tensor_communicate_once_for_all(kind):
-    block, tp = Siblings(), TensorParallel(build_mesh("cpu", tensor_parallel=2)["tp"])
-    for linear in (block.q, block.k, block.v):
-        make_column(linear, tp)
-    share_inputs(block)
-    compute = None
+    tp = TensorParallel(tp_mesh())
+    block, compute = Siblings().sharded(tp), None
     if kind == "copied":
         block = copy.deepcopy(block)
     elif kind == "compiled":
@@ -211,13 +207,10 @@ def test_columns_that_get_one_tensor_communicate_once_for_all(kind):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @on_every_rank(2)
 def test_nothing_is_shared_where_a_tensor_has_no_version_that_tells(mode):
+    tp = TensorParallel(tp_mesh())
     for case in ("written", "written behind autograd"):
-        block, plain = Siblings(), Siblings()
+        block, plain = Siblings().sharded(tp), Siblings()
         block.case = plain.case = case
-        tp = TensorParallel(build_mesh("cpu", tensor_parallel=2)["tp"])
-        for linear in (block.q, block.k, block.v):
-            make_column(linear, tp)
-        share_inputs(block)
         with mode():
             for _ in range(3):
                 x = torch.rand(2, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

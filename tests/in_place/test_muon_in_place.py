@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from test_afterwards import Model, X
 from testing import assert_identical, assert_same, on_every_rank
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -16,22 +17,11 @@ from tpformer.distributed.dtensor import full_tensor
 from tpformer.kernels.newton_schulz.reference import muon_scale
 from tpformer.kernels.update import reference as update
 
-X = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 MATRICES = {"0.up.weight": 1, "0.down.weight": 1, "1.up.weight": 3, "1.down.weight": 1}  # of one, three that are fused
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(16, 33), nn.Linear(33, 16), nn.LayerNorm(16)
-
-    def forward(self, x):
-        return self.norm(x + self.down(torch.tanh(self.up(x))))
-
-
 def whole() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(Block(), Block()).double()
+    return nn.Sequential(Model(seed=0), Model(seed=1))
 
 
 def trained(model: nn.Module, state: dict | None = None) -> tuple[list[torch.Tensor], dict]:
@@ -71,15 +61,12 @@ def test_it_is_the_step_of_one_process():
     dist.barrier()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"momentum": 1.0}, "momentum=1.0, weight_decay=0.1: give a momentum from 0 to below 1"),
-        ({"weight_decay": -1.0}, "momentum=0.95, weight_decay=-1.0: give"),
-        ({"dtype": torch.float16}, "dtype=torch.float16: small momenta are 0 in it, so take torch.bfloat16"),
-        ({"dtype": torch.int64}, "dtype=torch.int64: small momenta are 0 in it"),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"momentum": 1.0}, "momentum=1.0, weight_decay=0.1: give a momentum from 0 to below 1"),
+    ({"weight_decay": -1.0}, "momentum=0.95, weight_decay=-1.0: give"),
+    ({"dtype": torch.float16}, "dtype=torch.float16: small momenta are 0 in it, so take torch.bfloat16"),
+    ({"dtype": torch.int64}, "dtype=torch.int64: small momenta are 0 in it"),
+])  # fmt: skip
 def test_numbers_that_no_step_can_be_taken_with_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         tpformer.Muon(nn.Linear(4, 3), ["weight"], **options)

@@ -142,23 +142,15 @@ def per_head(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.ones(HEADS, *shape))
 
 
-def gelu(module: nn.Module, h: Tensor) -> Tensor:
-    return F.gelu(h)
-
-
-def distances(length: int) -> Tensor:
-    return (torch.arange(length)[:, None] - torch.arange(length)).abs()
-
-
+DISTANCES = (torch.arange(SEQ)[:, None] - torch.arange(SEQ)).abs()
 ATTENTION = {
     "shapes": Fused,
     "rotary": Rotary,
     "a temperature of each head": lambda: Fused(lambda m, a: a * m.heat, heat=per_head(1, 1)),
     "a bias of each head": lambda: Fused(lambda m, a: a + m.added, added=per_head(SEQ, SEQ)),
     "a table of distances": lambda: Fused(
-        lambda m, a: a + m.far(distances(SEQ)).permute(2, 0, 1), far=nn.Embedding(SEQ, HEADS)
-    ),
-}
+        lambda m, a: a + m.far(DISTANCES).permute(2, 0, 1), far=nn.Embedding(SEQ, HEADS)),
+}  # fmt: skip
 MLPS = {
     "a scalar": lambda: Between(lambda m, h: F.gelu(h) * m.scale, scale=nn.Parameter(torch.tensor(2.0))),
     "packed": lambda: Between(lambda m, h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1], wide=96),

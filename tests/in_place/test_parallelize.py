@@ -59,34 +59,31 @@ def test_plain_modules_compiled_or_not(compiled):
         assert_same(run(torch.compile(model, backend="aot_eager") if compiled else model, x), expected)
 
 
-REASONS = (
-    "ranks got different inputs, but they compute one batch together: give all the same samples, by a sampler",
-    "different random states, and would draw different tokens: call torch.manual_seed",
-    "self_attn draws random numbers (torch, q_proj.lora_dropout.default.p is 0.1), and each rank has only a part",
-    "attention draws random numbers (torch, output.dropout.p is 0.1), and each rank has only a part of its features",
-    "output_attentions=True, but each rank",
-    "up.weight differs between tensor-parallel ranks",
-    "up.weight has a gradient",
-    "gpus=8, but 2 processes run this program: start it with torchrun --nproc-per-node 8",
-)
-
-
 @on_every_rank(2)
 def test_what_would_be_silently_wrong_is_refused():
     mesh = tp_mesh()
     rank = mesh.get_local_rank()
     bert, llama = parallelize(tiny("bert", hidden_dropout_prob=0.1), mesh), parallelize(tiny("llama"), mesh)
     adapters = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
-    calls = [lambda: llama(IDS.roll(rank, 0)), lambda: llama.generate(IDS, do_sample=True, max_new_tokens=1)]
-    calls += [lambda: parallelize(get_peft_model(llama, adapters)).train()(IDS), lambda: bert.train()(IDS)]
-    calls.append(lambda: bert.eval()(IDS, output_attentions=True))
     other, graded = Scaled(), Scaled()
     other.up.weight.data = other.up.weight.data.roll(rank, 0)
     graded.up.weight.grad = torch.ones(23, 16)
-    calls += [lambda each=each: parallelize(each, mesh, example=torch.rand(2, 16)) for each in (other, graded)]
-    calls.append(lambda: parallelize(Scaled(), gpus=8))
     torch.manual_seed(rank)
-    for call, reason in zip(calls, REASONS, strict=True):
+    for reason, call in {
+        "ranks got different inputs, but they compute one batch together: give all the same samples, by a sampler":
+            lambda: llama(IDS.roll(rank, 0)),
+        "different random states, and would draw different tokens: call torch.manual_seed":
+            lambda: llama.generate(IDS, do_sample=True, max_new_tokens=1),
+        "self_attn draws random numbers (torch, q_proj.lora_dropout.default.p is 0.1), and each rank has only a part":
+            lambda: parallelize(get_peft_model(llama, adapters)).train()(IDS),
+        "attention draws random numbers (torch, output.dropout.p is 0.1), and each rank has only a part of its":
+            lambda: bert.train()(IDS),
+        "output_attentions=True, but each rank": lambda: bert.eval()(IDS, output_attentions=True),
+        "up.weight differs between tensor-parallel ranks": lambda: parallelize(other, mesh, example=torch.rand(2, 16)),
+        "up.weight has a gradient": lambda: parallelize(graded, mesh, example=torch.rand(2, 16)),
+        "gpus=8, but 2 processes run this program: start it with torchrun --nproc-per-node 8":
+            lambda: parallelize(Scaled(), gpus=8),
+    }.items():  # fmt: skip
         with pytest.raises(ValueError, match=re.escape(reason)):
             call()
 

@@ -40,14 +40,15 @@ PLANS: dict[str, tuple[dict, dict]] = {
     "vit": ({"o_proj": QKV, "fc2": ("fc1",)}, {"classifier": "reaches it, and also"}),
     "bart": ({"self_attn.out_proj": QKV, "encoder_attn.out_proj": QKV, "fc2": ("fc1",)}, {}),
 }
+WIDTH = 16
+GLOBAL: dict[str, Tensor] = {}
 
 
 def divided(model: nn.Module, plan: Plan) -> float:
     """The share of the parameters that the ranks divide; what several modules hold counts for each."""
     sizes = {name: sum(p.numel() for p in m.parameters(recurse=False)) for name, m in model.named_modules()}
-    return sum(n for name, n in sizes.items() if plan.style(name) not in (*alone.WHOLE, *alone.SUMMED)) / sum(
-        sizes.values()
-    )
+    cut = [n for name, n in sizes.items() if plan.style(name) not in (*alone.WHOLE, *alone.SUMMED)]
+    return sum(cut) / sum(sizes.values())
 
 
 @pytest.mark.parametrize("name", [
@@ -112,9 +113,6 @@ def test_ways():
     assert added.summed == ("scale",)  # which is 0
 
 
-WIDTH = 16
-
-
 def norm(x: Tensor) -> Tensor:
     return nn.functional.normalize(x, dim=-1)
 
@@ -156,6 +154,12 @@ def keeps_mean(module: nn.Module, h: Tensor, x: Tensor) -> Tensor:
     return h.relu()
 
 
+def keeps_in_a_buffer() -> nn.Module:
+    model = Between(keeps_mean)
+    model.register_buffer("mean", torch.zeros(()))
+    return model
+
+
 def keeps_in_a_list(module: nn.Module, h: Tensor, x: Tensor) -> Tensor:
     vars(module).setdefault("seen", {"means": []})["means"].append(h.detach().mean())
     return h.relu()
@@ -192,9 +196,6 @@ def watched() -> nn.Module:
     return model
 
 
-GLOBAL: dict[str, Tensor] = {}
-
-
 class KeepsGlobally(Between):
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
@@ -221,6 +222,7 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a parameter before": (lambda: Around(lambda m, h, x: h * m.scale), "scale of Around reaches down also around up"),
     "a detached mean": (lambda: Between(keeps_mean, lambda m, h, y: y * m.mean), "is also used elsewhere"),
     "a kept mean": (lambda: Between(keeps_mean), "is also used elsewhere"),
+    "a buffer": (keeps_in_a_buffer, "kept by a module"),
     "means in a list": (lambda: Between(keeps_in_a_list), "is also used elsewhere"),
     "a kept number": (lambda: Between(keeps_a_number), "is also used elsewhere"),
     "a hook's list": (watched, "is also used elsewhere"),
@@ -312,20 +314,17 @@ def test_a_plan_may_be_edited():
         check_plan(plan, model, plan)
 
 
-WRONG_ENTRIES = {
-    "the style 'sharded' is not supported": {"lm_head": "sharded"},
-    "no module of LlamaForCausalLM has this name": {"model.head": "colwise"},
-    "lm_head cannot be 'rowwise' on 2 ranks: ": {"lm_head": "rowwise"},
-    "give all of them their styles, or leave all whole": {"model.layers.*.mlp.up_proj": "colwise"},
-    "a LlamaRMSNorm is not an nn.Linear itself": {"model.norm": "colwise_rep"},
-    "nothing that is cut uses it": {"model.norm": "replicated_with_grad_allreduce"},
-}
-
-
 def test_what_cannot_be_planned_is_refused():
     model = tiny("llama")
     measured = auto_plan(model, 2)
-    for words, entries in WRONG_ENTRIES.items():
+    for words, entries in {
+        "the style 'sharded' is not supported": {"lm_head": "sharded"},
+        "no module of LlamaForCausalLM has this name": {"model.head": "colwise"},
+        "lm_head cannot be 'rowwise' on 2 ranks: ": {"lm_head": "rowwise"},
+        "give all of them their styles, or leave all whole": {"model.layers.*.mlp.up_proj": "colwise"},
+        "a LlamaRMSNorm is not an nn.Linear itself": {"model.norm": "colwise_rep"},
+        "nothing that is cut uses it": {"model.norm": "replicated_with_grad_allreduce"},
+    }.items():
         with pytest.raises(ValueError, match=words):
             check_plan(entries, model, measured)
     with pytest.raises(ValueError, match="nothing tells what inputs Between takes: give parallelize an example="):
@@ -351,14 +350,13 @@ class Holding(nn.Module):
         return self.down(torch.tanh(h * scale) + h * shift)
 
 
-def slope(size: int) -> nn.PReLU:
-    return nn.PReLU(size, init=0.3)
-
-
 HOLDERS: list[tuple[Callable[[Tensor], nn.Module], Callable[[Any], tuple[Tensor, Tensor]]]] = [
     (lambda x: nn.ParameterList([x, x + 1]), lambda held: (held[0], held[1])),
     (lambda x: nn.ParameterDict({"a": x, "b": x + 1}), lambda held: (held["a"], held["b"])),
-    (lambda x: nn.ModuleList([slope(x.numel()), slope(x.numel())]), lambda held: (held[0].weight, held[1].weight)),
+    (
+        lambda x: nn.ModuleList(nn.PReLU(x.numel(), init=0.3) for _ in range(2)),
+        lambda held: [each.weight for each in held],
+    ),
 ]
 
 

@@ -74,12 +74,10 @@ def own_on_rank(model: type[Skips], kinds: tuple[str, ...], t: int) -> tuple[lis
     return names, {name: full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-OWN = [(Skips, (PLAIN,) * 4, 3 + 3), (Skips, (FLAT,) * 4, 3 + 3)]
-OWN += [(Skips, (PLAIN, each, PLAIN, PLAIN), 2 + 2) for each in (MIXING, BORROWING)]
-OWN += [(Recomputed, (PLAIN,) * 4, 4 + 1)]
-
-
-@pytest.mark.parametrize(("model", "kinds", "gathers"), OWN)
+@pytest.mark.parametrize(("model", "kinds", "gathers"), [
+    *((Skips, (each,) * 4, 3 + 3) for each in (PLAIN, FLAT)), (Recomputed, (PLAIN,) * 4, 4 + 1),
+    *((Skips, (PLAIN, each, PLAIN, PLAIN), 2 + 2) for each in (MIXING, BORROWING)),
+])  # fmt: skip
 def test_own_layers_get_the_tokens_that_they_need(ranks, model, kinds, gathers):
     """Each MLP on shards gathers, and so does each end of a chain. Layers that mix tokens, get others or use
     what others hold run whole."""

@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from turns import in_turns
 
-from tpformer.distributed import build_mesh
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.in_place import styles as fused
 
@@ -90,25 +89,26 @@ def test_same_as_torch_styles(cases):
             assert_same(found, expected[kind], f"{style.__name__} {kind.__name__} {options} {given_dtensor}")
 
 
-def applied(style, module):
-    return parallelize_module(module, build_mesh("cpu", tensor_parallel=1)["tp"], style())
-
-
-REFUSED = [
+LAYOUTS = [
     (fused.FusedColwiseParallel, {"input_layouts": Shard(-1)}, "FusedColwiseParallel has no input_layouts"),
     (fused.FusedColwiseParallel, {"output_layouts": Shard(1)}, "torch's own ColwiseParallel"),
     (fused.FusedRowwiseParallel, {"output_layouts": Partial()}, "FusedRowwiseParallel has no output_layouts"),
     (fused.FusedRowwiseParallel, {"input_layouts": Shard(1)}, "FusedRowwiseParallel has no input_layouts"),
     (fused.FusedVocabParallel, {"input_layouts": Shard(1)}, "FusedVocabParallel has no input_layouts"),
-    (applied, {"style": fused.FusedSequenceParallel, "module": nn.Dropout(0.5)}, "torch's own SequenceParallel"),
-    (applied, {"style": fused.FusedSequenceParallel, "module": nn.LayerNorm((2, 2))}, "norms over the last dim"),
-    (applied, {"style": fused.FusedColwiseParallel, "module": nn.Embedding(4, 4)}, "only an nn.Linear itself can"),
-    (applied, {"style": fused.FusedVocabParallel, "module": nn.Linear(4, 4)}, "only an nn.Embedding itself can"),
+]
+MODULES = [
+    (fused.FusedSequenceParallel, nn.Dropout(0.5), "torch's own SequenceParallel"),
+    (fused.FusedSequenceParallel, nn.LayerNorm((2, 2)), "norms over the last dim"),
+    (fused.FusedColwiseParallel, nn.Embedding(4, 4), "only an nn.Linear itself can"),
+    (fused.FusedVocabParallel, nn.Linear(4, 4), "only an nn.Embedding itself can"),
 ]
 
 
 @on_every_rank(1)
 def test_other_layouts_and_modules_are_refused():
-    for make, options, words in REFUSED:
-        with pytest.raises(TypeError if make is applied else ValueError, match=words):
-            make(**options)
+    for style, options, words in LAYOUTS:
+        with pytest.raises(ValueError, match=words):
+            style(**options)
+    for style, module, words in MODULES:
+        with pytest.raises(TypeError, match=words):
+            parallelize_module(module, tp_mesh(), style())

@@ -1,5 +1,7 @@
 """Tiny models of transformers with random values, and steps of training, which tests of models in place share."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +42,18 @@ def batch(seq: int, seed: int, size: int = 2, **options: Any) -> dict[str, Any]:
     """What a model that predicts tokens is called with in one step of training."""
     ids = torch.randint(3, VOCAB, (size, seq), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids, **options}
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Afterwards the modules have the classes and the parameters that they had."""
+
+    def classes_and_parameters() -> list:
+        return [(type(each), [*map(id, each.parameters(recurse=False))]) for each in module.modules()]
+
+    before = classes_and_parameters()
+    yield
+    assert classes_and_parameters() == before
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
