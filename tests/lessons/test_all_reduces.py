@@ -14,7 +14,8 @@ from tpformer.config import RunConfig
 from tpformer.distributed import record_collectives
 from tpformer.lessons.algorithms import ALGORITHMS
 from tpformer.lessons.all_reduces import ranks_of_a_node
-from tpformer.training.checkpoint import Checkpointer
+from tpformer.training.checkpoint import Checkpointer, load_checkpoint
+from tpformer.training.checkpoint_files import step_path
 from tpformer.training.model import ModelParts
 from tpformer.training.updates import LocalUpdate
 
@@ -36,6 +37,10 @@ def save(directory, step: int, model: ModelParts, optimizers: list[LocalUpdate])
     checkpointer = Checkpointer(directory)
     checkpointer.save(step, model.parts, optimizers, exchange=model.exchange)
     checkpointer.wait()
+
+
+def load(directory, step: int, model: ModelParts, optimizers: list[LocalUpdate]) -> None:
+    load_checkpoint(step_path(directory, step), model.parts, optimizers, model.exchange, group=dist.group.WORLD)
 
 
 def train(config: RunConfig, steps: int) -> tuple[list[float], list[int], list[torch.Tensor]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from small_runs import build
-from test_all_reduces import config_of, save, take_step, train
+from test_all_reduces import config_of, load, save, take_step, train
 from testing import assert_identical, on_every_rank
 from turns import in_turns, of_turn
 
@@ -17,17 +17,13 @@ from tpformer.distributed.encodings import BLOCK
 from tpformer.lessons.compression import Compression
 from tpformer.lessons.reductions import reduce_by
 from tpformer.parallel import exchange_named, exchange_of
-from tpformer.training.checkpoint import CheckpointError, load_checkpoint
-from tpformer.training.checkpoint_files import step_path
+from tpformer.training.checkpoint import CheckpointError
 
 SHAPES = [(40, 30), (30,), (3, 20, 25), (2, 2), (0, 30)]
 N = sum(math.prod(shape) for shape in SHAPES)
 GOES_ON = torch.tensor(0.0)
 SHARDED = {"data_parallel_replicate": 2, "data_parallel_shard": 2}
 PIPELINED = {"n_layers": 4, "data_parallel_replicate": 2, "pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble"}
-
-
-KINDS = ("bfloat16", "int8", "topk", "powersgd")
 
 
 def made(text: str) -> Compression:
@@ -76,7 +72,7 @@ def bytes_of(kind: str, ranks: int) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "topk", "powersgd"])
 def test_what_is_lost_is_kept_unless_a_step_is_skipped_and_what_is_sent_is_counted(ranks, kind, size):
     """All that went in, less all that came out, is what all ranks keep, after every step."""
     found = ranks(size).run(sums, kind, 4)
@@ -118,9 +114,9 @@ def test_without_loss_it_is_the_sum_bit_for_bit() -> None:
         assert torch.equal(x, expected), kind
 
 
-@pytest.mark.parametrize(
-    ("kind", "parallel"), [("int8", SHARDED), *in_turns([("powersgd rank=1", PIPELINED), ("topk", SHARDED)], first=1)]
-)
+@pytest.mark.parametrize(("kind", "parallel"), [
+    ("int8", SHARDED), *in_turns([("powersgd rank=1", PIPELINED), ("topk", SHARDED)], first=1)
+])  # fmt: skip
 @on_every_rank(4)
 def test_a_run_learns_and_goes_on_bit_for_bit(tmp_path, kind, parallel):
     config = config_of(**parallel, exchange=kind)
@@ -131,7 +127,7 @@ def test_a_run_learns_and_goes_on_bit_for_bit(tmp_path, kind, parallel):
     assert states and all(state["error"].any() for state in states), "something is lost"
     assert take_step(model, optimizers, 2) < first
     again, its_optimizers = build(config)
-    load_checkpoint(step_path(tmp_path, 1), again.parts, its_optimizers, again.exchange, group=dist.group.WORLD)
+    load(tmp_path, 1, again, its_optimizers)
     take_step(again, its_optimizers, 2)
     assert_identical(*([parameter.to_local() for parameter in each.parameters()] for each in (again, model)))
 
@@ -157,20 +153,16 @@ def test_errors_are_for_the_layout_that_saved_them(tmp_path):
     model, optimizers = build(config_of(**saved))
     take_step(model, optimizers, 1)
     save(tmp_path, 1, model, optimizers)
-    for other, kept in (
-        (saved, {"error", "right"}),
-        ({**SHARDED, "exchange": "powersgd rank=2"}, {"error"}),
-        (SHARDED, set()),
-    ):
-        model, optimizers = build(config_of(**other))
-        load_checkpoint(step_path(tmp_path, 1), model.parts, optimizers, model.exchange, group=dist.group.WORLD)
+    for exchange, kept in (("powersgd rank=1", {"error", "right"}), ("powersgd rank=2", {"error"}), ("library", set())):
+        model, optimizers = build(config_of(**SHARDED, exchange=exchange))
+        load(tmp_path, 1, model, optimizers)
         states = [each.state for each in getattr(model.exchange, "units", {}).values()]
         assert all(state["error"].any() for state in states)
         assert {key.partition(".")[0] for state in states for key in state} == kept
     model, optimizers = build(config_of(**saved | {"data_parallel_replicate": 4, "data_parallel_shard": 1}))
     words = "for the ranks of another layout: go on in the layout that saved it, or without compression"
     with pytest.raises(CheckpointError, match=words):
-        load_checkpoint(step_path(tmp_path, 1), model.parts, optimizers, model.exchange, group=dist.group.WORLD)
+        load(tmp_path, 1, model, optimizers)
 
 
 @on_every_rank(4)

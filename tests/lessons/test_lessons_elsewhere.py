@@ -21,29 +21,23 @@ def config_of(exchange: str, **sections: dict) -> RunConfig:
     return build_config({"model": MODEL, "data": {"train": ["some"]}, "parallel": parallel, "train": train}, sections)
 
 
-@pytest.mark.parametrize(("before", "now", "refused"), [
-    ("library", "ring", ""),
-    ("ring", "tree", ""),
-    ("library", "int8", "parallel.exchange: 'library' -> 'int8'"),
-    ("topk share=0.1", "topk share=0.2", "parallel.exchange: "),
-    ("stale_server", "sync_server", "parallel.exchange: "),
+@pytest.mark.parametrize(("before", "now", "parallel", "refused"), [
+    ("library", "ring", {}, ""),
+    ("ring", "tree", {}, ""),
+    ("library", "int8", {}, "parallel.exchange: 'library' -> 'int8'.*--run.changes parallel.exchange"),
+    ("topk share=0.1", "topk share=0.2", {}, "parallel.exchange: .*--run.changes parallel.exchange"),
+    ("stale_server", "sync_server", {}, "parallel.exchange: .*--run.changes parallel.exchange"),
+    ("powersgd", "powersgd", {"data_parallel_shard": 1}, "parallel.data_parallel_shard: 2 -> 1"),
 ])  # fmt: skip
-def test_a_resumed_run_may_change_what_leaves_its_losses_alone(tmp_path, before, now, refused):
+def test_a_resumed_run_may_change_what_leaves_its_losses_alone(tmp_path, before, now, parallel, refused):
     (tmp_path / "config.toml").write_text(to_toml(config_of(before)))
-    start = Start(config_of(now, run={"dir": str(tmp_path), "resume": True}), "float32", {})
+    start = Start(config_of(now, run={"dir": str(tmp_path), "resume": True}, parallel=parallel), "float32", {})
     if not refused:
         said = f"changed since the run was stopped: parallel.exchange: {before!r} -> {now!r}"
         assert said in check_run_directory(start)
         return
-    with pytest.raises(ValueError, match=f"its losses would change .*{refused}.*--run.changes parallel.exchange"):
+    with pytest.raises(ValueError, match=f"its losses would change .*{refused}"):
         check_run_directory(start)
-
-
-def test_layouts_that_change_the_losses_of_a_lesson_are_refused(tmp_path):
-    (tmp_path / "config.toml").write_text(to_toml(config_of("powersgd")))
-    other = config_of("powersgd", run={"dir": str(tmp_path), "resume": True}, parallel={"data_parallel_shard": 1})
-    with pytest.raises(ValueError, match="parallel.data_parallel_shard: 2 -> 1"):
-        check_run_directory(Start(other, "float32", {}))
 
 
 def test_the_planner_prices_an_all_reduce_and_counts_what_is_kept():

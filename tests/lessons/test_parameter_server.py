@@ -4,6 +4,7 @@ import copy
 import itertools
 import random
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import lost_ranks
@@ -43,13 +44,12 @@ def train(config: RunConfig, steps: int, kind: type[ParameterServer] = Parameter
     """What a rank finds in the steps of a run. sent: bytes of each message of the last step."""
     model, optimizers = build(config)
     server = kind(model, optimizers, summed_loss) if model.exchange.takes_steps else None
+    take_step = server.step if server else partial(train_step, model, optimizers)
     results, orders, staleness = [], [], []
     for step in range(1, steps + 1):
         first, share = model.own_samples(BATCH * (step - 1), BATCH)
-        options = {"first_sample": first, "lr": 1e-2, "clip_norm": 0.5}
         with record_collectives() as calls:
-            batch = rows_of(first, share)
-            results.append(server.step(batch, **options) if server else train_step(model, optimizers, batch, **options))
+            results.append(take_step(rows_of(first, share), first_sample=first, lr=1e-2, clip_norm=0.5))
         if model.exchange.changes_losses:
             orders.append(server.arrivals.order)
             staleness += server.arrivals.staleness
@@ -57,10 +57,8 @@ def train(config: RunConfig, steps: int, kind: type[ParameterServer] = Parameter
         numbers=[[float(each.loss), float(each.norm)] for each in results],
         skipped=[float(each.skipped) for each in results],
         parameters=[full_tensor(each.detach()).clone() for each in model.parameters()],
-        sent=[nbytes for name, nbytes in calls if name == "send"],
-        orders=orders,
-        staleness=staleness,
-    )
+        sent=[nbytes for name, nbytes in calls if name == "send"], orders=orders, staleness=staleness,
+    )  # fmt: skip
 
 
 def test_at_once_it_is_data_parallelism_and_sends_what_the_formula_says(ranks):

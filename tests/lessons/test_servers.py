@@ -13,7 +13,7 @@ def served(exchange: str, train: dict | None = None, **parallel: object) -> dict
     return {"parallel": {"exchange": exchange, "data_parallel_replicate": 3, **parallel}, "train": train}
 
 
-IMPOSSIBLE = [
+@pytest.mark.parametrize(("values", "words"), [
     (served("sync_server", tensor_parallel=2), "not with tensor_parallel=2: leave one of them out"),
     (served("sync_server", data_parallel_replicate=1), "not with data_parallel_replicate=1"),
     (served("sync_server arrivals=0,1,2"), "sync_server has no options: leave 'arrivals=0,1,2' out"),
@@ -28,10 +28,7 @@ IMPOSSIBLE = [
     (served("sync_server") | {"optimizer": {"name": "muon"}}, "not with optimizer.name=muon: leave that out"),
     (served("sync_server", train={"dtype": "bfloat16"}), "not with train.dtype=bfloat16: leave that out"),
     (served("sync_server", train={"device": "cuda"}), "not with train.device=cuda: leave that out"),
-]
-
-
-@pytest.mark.parametrize(("values", "words"), IMPOSSIBLE, ids=lambda each: each if isinstance(each, str) else "")
+], ids=lambda each: each if isinstance(each, str) else "")  # fmt: skip
 def test_impossible_servers_are_refused(values, words):
     config = build_config({"model": {"vocab_size": 64, "n_layers": 2, "n_heads": 4, "hidden_size": 32}}, values)
     check_config(config, trains=False)

@@ -9,16 +9,8 @@ from unittest import mock
 
 import pytest
 
-from tpformer.processes.files import (
-    file_sha256,
-    in_words,
-    is_there,
-    make_folder,
-    naming,
-    remove,
-    replace_file,
-    what_failed,
-)
+from tpformer.processes import files
+from tpformer.processes.files import is_there, remove, replace_file, what_failed
 from tpformer.processes.ownership import LOCK, owned
 
 
@@ -53,7 +45,8 @@ def test_content_is_on_disk_before_it_has_its_name(tmp_path):
 
 
 def test_a_refusal_that_an_error_of_a_file_led_to_stays_one(tmp_path):
-    with pytest.raises(ValueError, match="cannot be read: it is closed"), naming(tmp_path), in_words(tmp_path):
+    asked = pytest.raises(ValueError, match="cannot be read: it is closed")
+    with asked, files.naming(tmp_path), files.in_words(tmp_path):
         raise OSError(5, "it is closed")
 
 
@@ -97,7 +90,7 @@ def test_no_folder_is_made_whose_name_is_that_of_a_home(tmp_path, monkeypatch):
         owned(Path("~/runs/a")).__enter__()
     assert not list(tmp_path.iterdir())
     Path("~").mkdir()  # whoever has one may have more in it
-    make_folder(Path("~"))
+    files.make_folder(Path("~"))
 
 
 def test_a_pipe_beside_a_file_does_not_keep_it_from_being_written(tmp_path):
@@ -112,7 +105,7 @@ def test_a_pipe_beside_a_file_does_not_keep_it_from_being_written(tmp_path):
 def test_the_digest_is_sha256_of_the_content(tmp_path):
     (tmp_path / "abc").write_bytes(b"abc")
     expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
-    assert file_sha256(tmp_path / "abc") == expected
+    assert files.file_sha256(tmp_path / "abc") == expected
 
 
 def own_until_killed(directory: str) -> None:

@@ -17,6 +17,9 @@ from tpformer.distributed import all_gather, all_reduce, close, use_backend
 from tpformer.processes import rank_states
 from tpformer.processes.rank_states import Position, RankState, find_culprits, position_of_thread, report
 
+READING, COMPUTING = {"collective": None, "at": "data.py:9"}, {"collective": None}
+MINE, OTHER = "step 7, in all_reduce, called at step.py:3", "step 8, in barrier, called at step.py:3"
+
 
 def calls(backend: str) -> dict:
     """Each call blocks rank 0 until rank 1 comes, which is late."""
@@ -39,10 +42,10 @@ def position_of_a_wait(thread: int) -> Position:
     """Where a thread is once it has stayed in one place of a collective, or after ten seconds anywhere."""
     before, deadline = None, time.monotonic() + 10
     while (now := position_of_thread(thread)).collective is None or now != before:
-        before = now
-        time.sleep(0.05)
         if time.monotonic() > deadline:
             break
+        before = now
+        time.sleep(0.05)
     return now
 
 
@@ -103,10 +106,6 @@ def state(rank: int, collective: str | None = "all_reduce", step: int = 7, at: s
     return RankState(rank=rank, step=step, collective=collective, at=at, **{**values, **other})
 
 
-READING, COMPUTING = {"collective": None, "at": "data.py:9"}, {"collective": None}
-MINE, OTHER = "step 7, in all_reduce, called at step.py:3", "step 8, in barrier, called at step.py:3"
-
-
 @pytest.mark.parametrize(("states", "silent", "ranks", "words"), [
     # a rank without a heartbeat is blamed before any other, and one that never wrote before those
     ([{}, {}, READING, {}], {1, 3}, [1, 3], f"no heartbeat from ranks 1, 3: *rank 1 ({MINE})*"),
@@ -154,9 +153,8 @@ def test_report():
     assert "  1     " in report(2, {0: states[0]}, {0: 0.0}, alive={0})
     many = {rank: state(rank) for rank in range(200)} | {199: state(199, None)}
     lines = report(200, many, {}, set(many)).splitlines()
-    assert (
-        lines[2].startswith("  199 on ") and lines[2 + rank_states.ROWS] == f"  and {200 - rank_states.ROWS} more ranks"
-    )
+    assert lines[2].startswith("  199 on ")
+    assert lines[2 + rank_states.ROWS] == f"  and {200 - rank_states.ROWS} more ranks"
 
 
 def test_files_of_other_attempts_and_damaged_ones_are_not_read(tmp_path: Path):

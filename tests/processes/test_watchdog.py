@@ -62,8 +62,7 @@ def test_a_hang_ends_the_job_and_names_the_culprit(ranks, tmp_path, how, culprit
         ranks(3).run(hang, str(tmp_path), how, culprit)
     assert f"died with exit code {HANG_EXIT_CODE}" in str(failure.value) and "Error" not in str(failure.value)
     report = (tmp_path / "hang-report.txt").read_text()
-    blamed = report.splitlines()[1]
-    assert blamed.startswith(f"rank {culprit}: "), report
+    assert report.splitlines()[1].startswith(f"rank {culprit}: "), report
     for word in words:
         assert word in report
     rows = [line.split() for line in report.splitlines()[3:6]]
