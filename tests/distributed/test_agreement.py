@@ -18,9 +18,8 @@ SAME = {"command": "pretrain", "lr": 0.1, "file": "a", "version": "1", "environm
 def joined(folder: str, own: list[dict]) -> str:
     """What rank i hears if it joins with own[i] in place of SAME."""
     given = SAME | own[dist.get_rank()]
-    decides = Decides(
-        given["command"], {"optimizer.lr": given["lr"]}, {"data.train[0].bin": Path(folder, given["file"])}
-    )
+    files = {"data.train[0].bin": Path(folder, given["file"])}
+    decides = Decides(given["command"], {"optimizer.lr": given["lr"]}, files)
     surroundings = mock.patch.object(agreement, "__version__", given["version"])
     with surroundings, mock.patch.dict(os.environ, given["environment"]), mock.patch.object(agreement, "WHOLE", 4000):
         try:

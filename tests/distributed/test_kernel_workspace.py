@@ -97,8 +97,7 @@ def many_epochs(pool: str, start: int, copies: bool, delayed: bool) -> None:
             workspace.end()
         check_all()
         check_exchange(out, index)
-    channel = workspace.begin("last", 0, 0)
-    assert channel.epoch.item() == workspace.epoch == wrap(start + 14)
+    assert workspace.begin("last", 0, 0).epoch.item() == workspace.epoch == wrap(start + 14)
     assert (workspace.capacity, workspace.writer_flags) == (1 << 21, 2048)
 
 

@@ -224,14 +224,13 @@ def test_flags_are_written_by_the_stream_or_else_copied() -> None:
     tried are zeros again."""
     given = symmetric.stream_writer()
     assert given is not None and "offset" in str(given.__doc__) and "val" in str(given.__doc__), "torch has it"
-    writers: list[tuple] = [
+    for writer, reason in (
         (write, None),
         (None, "rank 0: it does not exist"),
         (write_except_by_the_last, "rank 2: CUDA driver error: operation not supported"),
         (lambda *_: None, "rank 0: the words of ranks 0 to 2 came as [0, 0, 0]"),
         (lambda words, to, x: write(words, (to + 1) % 3, x), "rank 0: the words of ranks 0 to 2 came as [3, 1, 2]"),
-    ]
-    for writer, reason in writers:
+    ):
         watched = mock.Mock(side_effect=writer) if writer else None
         with torch_memory(writer=watched) as memory:
             assert not memory.peer(memory.rank, (memory.nbytes,), torch.uint8).any()
