@@ -12,6 +12,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
 GPT3 = preset_config("gpt3-175b")
 WEEK = 7 * 24 * costs.HOUR
 PRINTED = 175e9  # GPT-3's parameters, as its paper's title row prints them
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "tie_embeddings": False}
 
 
 def test_the_page_has_what_the_functions_give():
@@ -47,9 +48,6 @@ def test_gpt3s_table_and_between():
         assert advice.gpt3_learning_rate(size).value == pytest.approx(rate)
     assert 1e-4 < advice.gpt3_learning_rate(10e9).value < 1.2e-4
     assert advice.gpt3_learning_rate(1e6).value == 6e-4 and advice.gpt3_learning_rate(1e13).value == pytest.approx(6e-5)
-
-
-LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "tie_embeddings": False}
 
 
 # arXiv:2401.02954, table 2: the authors' own two models, on 2T tokens

@@ -56,13 +56,10 @@ def test_experts_are_shared_by_ranks_that_exchange_tokens():
 
 def test_a_plan_says_what_exchanges_take_and_what_would_help():
     """Qwen3-235B-A22B on 256 GPUs: between nodes they take several times as long as the experts' GEMMs."""
-    model = {"preset": "qwen3-235b-a22b", "seq_length": 4096}
-    asked = question(model, 256, 1024)
-    heading = "Exchange of tokens for experts, predicted"
-    far, near, gathered = (
-        parts(planner.evaluate(asked, laid_out(asked, f"tp=2,pp=8,dp=16,zero=1{ep}")), asked, 1e9, None).get(heading)
-        for ep in (",ep=32", ",ep=8", "")
-    )
+    asked = question({"preset": "qwen3-235b-a22b", "seq_length": 4096}, 256, 1024)
+    layouts = (laid_out(asked, f"tp=2,pp=8,dp=16,zero=1{ep}") for ep in (",ep=32", ",ep=8", ""))
+    pages = (parts(planner.evaluate(asked, each), asked, 1e9, None) for each in layouts)
+    far, near, gathered = (page.get("Exchange of tokens for experts, predicted") for page in pages)
     assert gathered is None
     first, longer, nearer, once = far
     took, gemms = (float(re.search(pattern, first)[1]) for pattern in ("take ([0-9.]+) ms, ", "GEMMs ([0-9.]+) ms; "))

@@ -19,6 +19,8 @@ from tpformer.planner.software import ON_CPU
 
 H100 = DIRECTORY / "h100.toml"
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
+ROW = {"case": "forward", "baseline": "torch.matmul", "shape": "x 8192x8192x8192", "unit": "TFLOP/s"}
+ON_H100 = {"machine": {"gpu": "NVIDIA H100 80GB HBM3"}, "rows": [{**ROW, "baseline_value": 600.0}]}
 
 
 def test_devices_have_the_machines_of_the_performance_model():
@@ -113,16 +115,11 @@ def test_steps_of_a_core_are_predicted_as_they_were_measured():
     assert errors[0] == pytest.approx(-errors[1], rel=1e-6)
 
 
-ROW = {"case": "forward", "baseline": "torch.matmul", "shape": "x 8192x8192x8192", "unit": "TFLOP/s"}
-ON_H100 = {"machine": {"gpu": "NVIDIA H100 80GB HBM3"}, "rows": [{**ROW, "baseline_value": 600.0}]}
-
-
 def test_calibration_with_other_files_or_of_other_gpus(tmp_path):
     given, path = load_device("a100-80"), tmp_path / "matmul.json"
-    with pytest.raises(ValueError, match="has no results of `bench matmul`"):
-        calibrated(given, tmp_path)
-    with pytest.raises(ValueError, match="has no results of `bench cpu`"):
-        calibrated(load_device("cpu"), tmp_path)
+    for device, bench in ((given, "matmul"), (load_device("cpu"), "cpu")):
+        with pytest.raises(ValueError, match=f"has no results of `bench {bench}`"):
+            calibrated(device, tmp_path)
     rows = ROW, {**ROW, "baseline_value": 0}, {**ROW, "baseline_value": 1, "shape": "8x8"}
     for text in ("{", "[]", *(json.dumps({**ON_H100, "rows": [row]}) for row in rows)):
         path.write_text(text)

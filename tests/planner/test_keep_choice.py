@@ -30,19 +30,22 @@ LLAMA = {
     "activation": "swiglu", "position": "rope", "bias": False, "tie_embeddings": False,
 }  # fmt: skip
 MOE = {**LLAMA, "n_experts": 8, "experts_per_token": 2, "expert_ffn_size": 1024, "first_dense_layers": 2}
-
-
-def configuration(model: dict, n_layers: int, **parallel) -> RunConfig:
-    train = {"global_batch_size": 64, "microbatch_size": 2, "dtype": "bfloat16", "device": "cuda"}
-    return build_config({"model": {**model, "n_layers": n_layers}, "parallel": parallel, "train": train})
-
-
 LARGE = [
     ("llama3-8b", {"data_parallel_shard": 8, "zero_stage": 2}),
     ("llama3-8b", {"data_parallel_shard": 8, "zero_stage": 3}),
     ("llama3-70b", {"tensor_parallel": 8, "data_parallel_shard": 8, "zero_stage": 3}),
     ("llama3-70b", {"tensor_parallel": 8, "data_parallel_shard": 2, "pipeline_parallel": 4}),
 ]
+# a schedule, stages a rank, and layers: a few of them in each stage
+SEVERAL = [
+    *((name, 2, 9) for name in ("Interleaved1F1B", "ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")),
+    ("Interleaved1F1B", 3, 12), ("LoopedBFS", 3, 9), ("InterleavedZeroBubble", 4, 9),
+]  # fmt: skip
+
+
+def configuration(model: dict, n_layers: int, **parallel) -> RunConfig:
+    train = {"global_batch_size": 64, "microbatch_size": 2, "dtype": "bfloat16", "device": "cuda"}
+    return build_config({"model": {**model, "n_layers": n_layers}, "parallel": parallel, "train": train})
 
 
 def of_preset(preset: str, **parallel) -> RunConfig:
@@ -155,18 +158,6 @@ def test_the_choice_is_the_best_of_all_mixes_of_a_small_stage():
     assert beyond, "one has more than three ways"
 
 
-# a schedule, stages a rank, and layers: a few of them in each stage
-SEVERAL = [
-    ("Interleaved1F1B", 2, 9),
-    ("ZBVZeroBubble", 2, 9),
-    ("InterleavedZeroBubble", 2, 9),
-    ("DualPipeV", 2, 9),
-    ("Interleaved1F1B", 3, 12),
-    ("LoopedBFS", 3, 9),
-    ("InterleavedZeroBubble", 4, 9),
-]
-
-
 class Every(NamedTuple):
     """All mixes of a rank's stages, one by one: the ways and columns of each stage, bytes, and seconds."""
 
@@ -177,9 +168,13 @@ class Every(NamedTuple):
     seconds: np.ndarray
 
 
-def every_mix(schedule: str, stages: int, n_layers: int, number: int) -> Every:
+def in_stages(schedule: str, stages: int, n_layers: int, **model: int) -> RunConfig:
     parallel = {"pipeline_parallel": 2, "pipeline_schedule": schedule, "pipeline_stages_per_rank": stages}
-    config = with_keep(configuration(LLAMA, n_layers, **parallel), "keep")
+    return configuration({**LLAMA, **model}, n_layers, **parallel)
+
+
+def every_mix(schedule: str, stages: int, n_layers: int, number: int) -> Every:
+    config = with_keep(in_stages(schedule, stages, n_layers), "keep")
     ways = ways_of(config)
     rank = Rank(config, number, StepModel(config, H100, ours(config.parallel, H100)), ways)
     each = [np.array([*itertools.combinations_with_replacement(range(len(ways)), s.n)]) for s in rank.stages]
@@ -232,8 +227,7 @@ def test_stages_of_one_rank_have_mixes_of_their_own(schedule, stages, n_layers, 
 def test_what_a_rank_needs_is_what_is_predicted_of_it(schedule, stages, n_layers):
     """Of any mixes. What a stage holds beside its layers may be below zero: its output is freed, so that a moment with
     more microbatches in flight is not always the fuller one."""
-    parallel = {"pipeline_parallel": 2, "pipeline_schedule": schedule, "pipeline_stages_per_rank": stages}
-    config = configuration({**LLAMA, "seq_length": 8192}, n_layers, **parallel)
+    config = in_stages(schedule, stages, n_layers, seq_length=8192)
     ways, draw = ways_of(config), random.Random(0)
     plain = StepModel(with_keep(config, "keep"), H100, ours(config.parallel, H100))
     for number in (0, 1):
@@ -248,41 +242,30 @@ def test_what_a_rank_needs_is_what_is_predicted_of_it(schedule, stages, n_layers
             assert rank.base + rank._needs(values)[0] == pytest.approx(predicted, rel=1e-9)
 
 
-@pytest.mark.parametrize("preset, parallel", in_turns(LARGE, first=5))
-def test_large_models_have_the_fastest_mix(preset, parallel):
-    """Of 32 and 80 layers all mixes are too many to look at; that none is faster is proven by prices."""
+SHARDS = {"data_parallel_shard": 4, "zero_stage": 1}
+LONG = [
+    {"pipeline_parallel": 2, "pipeline_schedule": schedule, **more}
+    for schedule in ("DualPipeV", "InterleavedZeroBubble") for more in ({}, SHARDS)
+]  # fmt: skip
+HALVED = {**SHARDS, "pipeline_parallel": 4, "pipeline_schedule": "ZBVZeroBubble", "tensor_parallel": 2}
+
+
+@pytest.mark.parametrize("preset, parallel, shares", [
+    # of 24 layers a stage, with two stages a rank, one keeps next to nothing, and the other one may keep all
+    ("megatron-310.1b", LONG[0], [1e-9]), *in_turns((("megatron-310.1b", each, [1e-9]) for each in LONG[1:]), first=0),
+    # where what is offloaded takes longest, the last layers but one hold most, while they are in their backward
+    ("megatron-3.6b", {**SHARDS, "zero_stage": 3}, [0.1]),
+    *in_turns((("megatron-3.6b", {**SHARDS, "zero_stage": stage}, [0.1]) for stage in (1, 2)), first=1),
+    # halving asks for a room just below what the fullest rank needs: its least is by a rounding more than the step's
+    ("mistral-7b-v0.3", HALVED, [0.3]), *in_turns(((*each, [0.05, 0.2, 0.4, 0.6, 0.8]) for each in LARGE), first=5),
+])  # fmt: skip
+def test_large_models_have_the_fastest_mix(preset, parallel, shares):
+    """Of up to 80 layers all mixes are too many to look at; that none is faster is proven by prices."""
     config = of_preset(preset, **parallel)
     low, high = least(config)[0], peak(with_keep(config, "keep"))
-    for share in (0.05, 0.2, 0.4, 0.6, 0.8):
+    for share in shares:
         found = choose(config, H100, low + share * (high - low))
-        assert found is not None and found.short == 0, (preset, share, found)
-
-
-@pytest.mark.parametrize("schedule", ["DualPipeV", *in_turns(["InterleavedZeroBubble"], first=0)])
-@pytest.mark.parametrize("more", [{}, *in_turns([{"data_parallel_shard": 4, "zero_stage": 1}], first=1)])
-def test_the_least_budget_of_long_stages_has_the_fastest_mix(schedule, more):
-    """Of 24 layers a stage, with two stages a rank, one keeps next to nothing there, and the other one may keep all."""
-    config = of_preset("megatron-310.1b", pipeline_parallel=2, pipeline_schedule=schedule, **more)
-    found = choose(config, H100, least(config)[0] * (1 + 1e-9))
-    assert found is not None and found.short == 0, found
-
-
-@pytest.mark.parametrize("zero_stage", [3, *in_turns([1, 2], first=1)])
-def test_what_needs_most_in_a_layers_backward_is_proven_too(zero_stage):
-    """Where what is offloaded takes longest, the last layers but one hold most, while they are in their backward."""
-    config = of_preset("megatron-3.6b", data_parallel_shard=4, zero_stage=zero_stage)
-    low, high = least(config)[0], peak(with_keep(config, "keep"))
-    found = choose(config, H100, low + 0.1 * (high - low))
-    assert found is not None and found.short == 0, found
-
-
-def test_a_room_just_below_what_the_fullest_rank_needs_has_the_least_step():
-    """Halving asks for one: the last rank's least is by a rounding more than the least step's memory."""
-    parallel = {"pipeline_parallel": 4, "pipeline_schedule": "ZBVZeroBubble", "tensor_parallel": 2}
-    config = of_preset("mistral-7b-v0.3", data_parallel_shard=4, zero_stage=1, **parallel)
-    low, high = least(config)[0], peak(with_keep(config, "keep"))
-    found = choose(config, H100, low + 0.3 * (high - low))
-    assert found is not None and found.short == 0, found
+        assert found is not None and found.short == 0, (share, found)
 
 
 def test_each_pipeline_rank_has_its_own_mix():
@@ -349,15 +332,14 @@ def test_a_budget_is_for_the_device_that_a_run_without_one_gets(device):
     assert chosen.train.device is None, "the run finds its own"
 
 
-def test_a_budget_that_nothing_fits_names_what_would_help():
-    with pytest.raises(ValueError, match=r"is too small: this run needs \d.* with keep = '\S+', .* of it for model s"):
-        with_budget(budgeted("5MiB"))
-    with pytest.raises(ValueError, match=r"microbatch_size = 2 \("):
-        with_budget(budgeted("5MiB"))
-    with pytest.raises(ValueError, match="parallel.keep='keep' is predicted to need .*leave keep out to choose again"):
-        with_budget(budgeted("5MiB", keep="keep"))
-    with pytest.raises(ValueError, match="is a share of a GPU's memory, and there is none"):
-        with_budget(budgeted("50%"))
-    for exchange in ("int8", "sync_server"):  # the remedy is the budget's, not the planner's
-        with pytest.raises(ValueError, match=f"'{exchange}' has no model of its time: leave the budget out"):
-            with_budget(budgeted("40GiB", exchange=exchange, data_parallel_replicate=2))
+@pytest.mark.parametrize("budget, more, words", [
+    ("5MiB", {}, r"is too small: this run needs \d.* with keep = '\S+', .* of it for model s.*microbatch_size = 2 \("),
+    ("5MiB", {"keep": "keep"}, "parallel.keep='keep' is predicted to need .*leave keep out to choose again"),
+    ("50%", {}, "is a share of a GPU's memory, and there is none"),
+    # the remedy is the budget's, not the planner's
+    *(("40GiB", {"exchange": each, "data_parallel_replicate": 2}, f"'{each}' has no model .*: leave the budget out")
+      for each in ("int8", "sync_server")),
+])  # fmt: skip
+def test_a_budget_that_nothing_fits_names_what_would_help(budget, more, words):
+    with pytest.raises(ValueError, match=words):
+        with_budget(budgeted(budget, **more))

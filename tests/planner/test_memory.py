@@ -21,15 +21,7 @@ from tpformer.planner.counting import StageCount
 from tpformer.planner.kept import kept_by_kind
 from tpformer.planner.memory import Peak, fused_workspaces, loss_workspace, occupancies, schedule_peak
 from tpformer.planner.moments import Layers, Place, places
-from tpformer.planner.states import (
-    ACCUMULATED,
-    Elements,
-    Precision,
-    elements,
-    in_backward,
-    model_states,
-    step_moments,
-)
+from tpformer.planner.states import ACCUMULATED, Elements, Precision, in_backward, step_moments
 from tpformer.planner.units import Unit, stage_units
 
 STAGE = StageCount(0, range(1), saved=100, offloaded=30, output=10, queued=50)
@@ -40,6 +32,17 @@ PEAKS = {
     "FIFIFIWWW": Peak(70, 10, 100, in_flight=1),  # a weight gradient that is done is no longer queued
     "FFBFBB": Peak(140, 20, 0, in_flight=2),
 }
+SHAPE = {"vocab_size": 250, "seq_length": 512, "n_layers": 4, "hidden_size": 256, "n_heads": 8}
+EXPERTS = {
+    **SHAPE, "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "tie_embeddings": False,
+    "n_experts": 8, "experts_per_token": 2, "expert_ffn_size": 64, "shared_expert_size": 32,
+}  # fmt: skip
+UNIT = 2 * 512 * 256 * 4  # bytes of the residual stream
+# what `python -m bench zero` found on real ranks, in every ZeRO stage, two dtypes and three schedules
+MEASURED = json.loads((RESULTS / "cpu" / "zero.json").read_text())
+HALF = Precision(torch.float32, torch.bfloat16, torch.float32)
+SIZE = Elements(sizes=(200.0,) * 4, matrices=600.0, rest=100.0, head=0.0)
+M = 900
 
 
 @pytest.mark.parametrize("kinds", PEAKS)
@@ -71,19 +74,9 @@ def test_what_the_loss_needs_while_it_runs():
     assert loss_workspace(config, 40, 25, 10, 2, on_cpu=True) == on_cpu
 
 
-SHAPE = {"vocab_size": 250, "seq_length": 512, "n_layers": 4, "hidden_size": 256, "n_heads": 8}
-EXPERTS = {
-    **SHAPE, "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "tie_embeddings": False,
-    "n_experts": 8, "experts_per_token": 2, "expert_ffn_size": 64, "shared_expert_size": 32,
-}  # fmt: skip
-
-
 def configuration(model: dict = SHAPE, **parallel: object) -> RunConfig:
     train = {"global_batch_size": 16, "microbatch_size": 2, "dtype": "float32", "device": "cpu"}
     return build_config({"model": model, "parallel": parallel, "train": train})
-
-
-UNIT = 2 * 512 * 256 * 4  # bytes of the residual stream
 
 
 # On two ranks, in UNITs: three of gathered rows and gradients, what the activation reads, and its gradient. Experts of
@@ -163,35 +156,6 @@ def test_what_attention_needs_where_kernels_make_masks_or_scores():
         assert memory.context_workspace(config) == halved + scores
 
 
-def test_what_context_parallel_ranks_keep_of_a_layer():
-    """20 s b h / (t cp) bytes, as on tensor-parallel ranks, and all model states by both axes."""
-    for t, cp in ((1, 2), (2, 4)):
-        config = configuration({**SHAPE, "ffn_hidden_size": 1024}, tensor_parallel=t, context_parallel=cp)
-        kept = kept_by_kind(config)[False]
-        for recompute, units in (("none", 20), ("mlp", 12), ("full", 2)):
-            assert sum(kept.activations(recompute)) == units / 2 * UNIT / (t * cp)
-
-
-def test_what_ranks_that_exchange_tokens_share():
-    """8 experts on 4 of 16 ranks, each with 4 others that have the same, in 2 groups of replicas."""
-    layout = {"tensor_parallel": 2, "data_parallel_replicate": 2, "data_parallel_shard": 4, "expert_parallel": 4}
-    config = configuration(EXPERTS, **layout)
-    size = elements(config.model, [range(4)], 2, 4)
-    gathered = elements(config.model, [range(4)], 2)
-    assert size.experts == (3 * 256 * 8 * 64 / 4,) * 4 and gathered.experts == ()
-    assert size.total == gathered.total - 4 * 3 * 256 * 8 * 64 * (1 / 2 - 1 / 4)
-    assert size.shard(config.parallel) == (size.total - size.exchanged) / 4 + size.exchanged / 2
-    assert gathered.shard(config.parallel) == gathered.total / 4
-    first = model_states(size, config.parallel, Precision.of(config), accumulates=True)[0]
-    assert first.formula == "4 (M - X) / 4 + 4 X / 2" and first.nbytes == 4 * size.shard(config.parallel)
-    # 512 own tokens: each has 2 of 8 experts, and a rank 2 of them, which 1 - 6/8 * 5/7 of all tokens choose
-    assert memory.exchanged_rows(config) == 4 * round(512 * (1 - 30 / 56)) < 2 * 512
-    assert memory.exchanged_rows(config, worst=True) == 4 * 512
-    assert [memory.expert_rows(config, worst=each) for each in (False, True)] == [2 * 512, 4 * 2 * 512]
-    assert memory.exchanged_rows(config, ep=8) == 8 * 2 * 512 // 8, "a rank has one expert"
-    assert memory.exchanged_rows(config, ep=1) == 512
-
-
 def test_what_a_pipeline_receives_and_has_sent():
     """With one stage for each rank it sent the results in flight; else all rows and gradients of 8 microbatches."""
     straight = configuration(pipeline_parallel=2)
@@ -231,10 +195,6 @@ def test_workspaces_hold_what_the_kernels_ask_for(hidden, sequence_parallel):
     assert fused_workspaces(tokens, hidden, 2, tp, sequence_parallel, True) == sum(map(workspace, spaces))
 
 
-# what `python -m bench zero` found on real ranks, in every ZeRO stage, two dtypes and three schedules
-MEASURED = json.loads((RESULTS / "cpu" / "zero.json").read_text())
-
-
 @pytest.mark.parametrize("row", MEASURED["rows"], ids=lambda row: f"{row['case']}, {row['dtype']}, rank {row['rank']}")
 def test_states_of_a_step_are_those_that_ranks_held(row):
     """Each moment's formula is the one beside which the committed results are right to 3 %."""
@@ -244,11 +204,6 @@ def test_states_of_a_step_are_those_that_ranks_held(row):
     again = zero.zero_row(row["case"], config, row["rank"], zero.Measured(moments, memory, Counter()))
     assert again["moments"] == row["moments"] and again["parameters"] == row["parameters"]
     assert all(found["ok"] for found in again["moments"].values())
-
-
-HALF = Precision(torch.float32, torch.bfloat16, torch.float32)
-SIZE = Elements(sizes=(200.0,) * 4, matrices=600.0, rest=100.0, head=0.0)
-M = 900
 
 
 def sharded(stage: int) -> Layout:

@@ -24,6 +24,13 @@ from tpformer.training.setup import run_mesh
 
 STRATEGIES = (ROOT / "docs" / "strategies.md").read_text()
 MODEL = {"vocab_size": 256, "seq_length": 64, "n_layers": 4, "hidden_size": 64, "n_heads": 4, "position": "rope"}
+EXAMPLE = {"tensor_parallel": 2, "pipeline_parallel": 4, "data_parallel_replicate": 2}
+LARGE = {**MODEL, "vocab_size": 51200, "seq_length": 2048, "n_layers": 36, "hidden_size": 4096, "n_heads": 32}
+CP2 = {"context_parallel": 2}
+EXPERTS = {
+    **MODEL, "norm": "rmsnorm", "activation": "swiglu", "bias": False, "n_experts": 8, "expert_ffn_size": 16,
+}  # fmt: skip
+COMMANDS = re.findall(r"```bash\ntpformer plan (.*)\n```\n```\n((?:.*\n)*?)```", STRATEGIES)
 
 
 def configuration(parallel: dict, model: dict = MODEL, **train: object) -> RunConfig:
@@ -31,19 +38,10 @@ def configuration(parallel: dict, model: dict = MODEL, **train: object) -> RunCo
     return plan_config(build_config({"model": model, "parallel": parallel, "train": values}))
 
 
-EXAMPLE = {"tensor_parallel": 2, "pipeline_parallel": 4, "data_parallel_replicate": 2}
-TP4 = {"tensor_parallel": 4}
-LARGE = {**MODEL, "vocab_size": 51200, "seq_length": 2048, "n_layers": 36, "hidden_size": 4096, "n_heads": 32}
-
-
-CP2 = {"context_parallel": 2}
-SIZES = [
-    {**EXAMPLE, "data_parallel_shard": 3}, {"data_parallel_shard": 4, **TP4},
+@pytest.mark.parametrize("sizes", [
+    {**EXAMPLE, "data_parallel_shard": 3}, {"data_parallel_shard": 4, "tensor_parallel": 4},
     *({**EXAMPLE, **CP2, "data_parallel_shard": shard, "zero_stage": zero} for shard, zero in ((3, 1), (1, 0), (1, 3))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("sizes", SIZES)
+])  # fmt: skip
 def test_ranks_are_the_meshs(sizes):
     config = configuration(sizes, global_batch_size=96)
     layout = config.parallel
@@ -58,11 +56,6 @@ def test_ranks_are_the_meshs(sizes):
             for dim, axis in enumerate(placement.data_axes(layout)):
                 ranks = data[data.mesh_dim_names[dim]].mesh.tolist()
                 assert ranks in groups[axis] or len(ranks) == 1
-
-
-EXPERTS = {
-    **MODEL, "norm": "rmsnorm", "activation": "swiglu", "bias": False, "n_experts": 8, "expert_ffn_size": 16,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("sizes", [
@@ -127,9 +120,6 @@ def test_the_page_of_strategies():
     assert axis_bytes(halved)["dp_shard"] > 1.5 * first
     assert transfers[True]["none"] / transfers[False]["none"] == 1.25 and "a quarter more" in STRATEGIES
     assert f"{pipeline_speedup(4, 9):.1f} times as fast" in STRATEGIES
-
-
-COMMANDS = re.findall(r"```bash\ntpformer plan (.*)\n```\n```\n((?:.*\n)*?)```", STRATEGIES)
 
 
 @pytest.mark.parametrize("command, printed", in_turns(COMMANDS), ids=range(len(COMMANDS)))

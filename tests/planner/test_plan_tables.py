@@ -4,9 +4,12 @@ import dataclasses
 import re
 
 import pytest
+from test_search import question
 
 from tpformer.cli.plan import Plan, _question, plan_command
-from tpformer.planner.comparison import compare
+from tpformer.planner import search as planner
+from tpformer.planner.candidates import Space
+from tpformer.planner.comparison import Compared, compare, crossovers, within
 from tpformer.planner.keep_choice import choose
 from tpformer.planner.layouts import layout_text, parse_layout, with_layout
 from tpformer.planner.memory_budget import MARGIN, least, lowering, peak, room
@@ -50,18 +53,6 @@ def test_budgets_have_the_choice_the_floor_and_what_lowers_it(said) -> None:
     assert {change for change, _ in lowering(on_cpu)} == {"microbatch_size = 2"}
 
 
-@pytest.mark.parametrize("options, message", [
-    (["--memory-budget", "4GB"], "--memory-budget is of one layout: give it by --explain, or in a run's file"),
-    (["--memory-budget", "4GB", "--explain", "dp=1", "--csv", "x"], "--memory-budget only prints: leave out --within"),
-    (["--sweep", "gpus"], "--sweep gpus: write KEY=VALUE,VALUE,..."),
-    (["--all-reduce", "topk"], "--all-reduce topk has no model of its time: choose another"),
-])  # fmt: skip
-def test_what_has_no_table_is_refused(options: list[str], message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        plan_command([*GPT2, "1", *options])
-    assert message in str(error.value)
-
-
 def test_kinds_have_their_best_layouts_beside_the_fastest(said) -> None:
     kinds = ["zero=1", "zero=3", "tp=3"]
     printed = said("2", "--within", ";".join(kinds))
@@ -77,3 +68,21 @@ def test_kinds_have_their_best_layouts_beside_the_fastest(said) -> None:
             assert row[-2:] == size(choice.memory.total).split()
     assert best["tp=3"] is None and "zero=1 is the fastest, by " in printed
     assert [line.split()[:2] for line in swept.splitlines() if "not work" in line] == [["16", "tp=3"], ["32", "tp=3"]]
+
+
+def test_kinds_are_compared():
+    asked = question(gpus=4, batch=64, space=Space(microbatch=(1, 4), zero=(0, 1), offload=("none",)))
+    rows = [compare(asked, "", ["pp=1", "pp=2|4,schedule=1F1B|ZBVZeroBubble", "tp=16"])]
+    first, second, none = rows[0].best.values()
+    every = planner.brute_force(asked, 10**6)
+    for found, chosen in ((first, lambda p: p == 1), (second, lambda p: p in (2, 4))):
+        own = [each for each in every if chosen(each.config.parallel.pipeline_parallel)]
+        best = next(each for each in own if each.config.parallel.pipeline_schedule in ("1F1B", "ZBVZeroBubble"))
+        assert found is not None and found.key == best.key
+    assert none is None and rows[0].winner == "pp=1"
+    lead = first.tokens / second.tokens - 1
+    assert list(crossovers("", rows)) == [f"pp=1 is the fastest, by {lead:.1%}"]
+    alone = Compared("9", {"pp=1": first, "tp=16": None})
+    lines = list(crossovers("gpus", [alone, alone._replace(value="12"), Compared("8", {"tp=16": None})]))
+    assert lines == ["pp=1 is the fastest at gpus = 9 to 12, and no other works", "no layout works at gpus = 8"]
+    assert within(asked, "zero=1|3").space.zero == (1, 3)

@@ -13,6 +13,9 @@ from tpformer.planner.rank_memory import predicted_memory
 from tpformer.planner.step_time import StepModel, mfu
 
 evaluate = cache(published.outcome_of)  # which takes a second or two
+EVERY = [(name, term) for name, terms in TEETH.items() for term in terms]
+# the table that takes a tenth of a second for a term; the others take two
+SUITE = [each for each in EVERY if each[0] == "torchtitan"]
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -26,18 +29,12 @@ def test_gates_are_met(name):
 
 def test_plans_use_the_factors_that_are_fitted():
     """Of each GPU whose tables there are, and of another one of its kind."""
-    for names, tables in (
-        (("a100-40", "a100-80"), ("megatron_a100", "megatron_recompute")),
-        (("h100", "h200", "b200"), ("megatron_h100", "torchtitan")),
-    ):
+    for names, tables in {
+        ("a100-40", "a100-80"): ("megatron_a100", "megatron_recompute"),
+        ("h100", "h200", "b200"): ("megatron_h100", "torchtitan"),
+    }.items():
         found = {load_device(name).fitted for name in names}
         assert found == {tuple(sorted(round(evaluate(table).rate, 2) for table in tables))}
-
-
-# the table of the suite, which takes a tenth of a second for a term; the others take two
-FASTEST = "torchtitan"
-EVERY = [(name, term) for name, terms in TEETH.items() for term in terms]
-SUITE = [each for each in EVERY if each[0] == FASTEST]
 
 
 @pytest.mark.parametrize("name, term", [*SUITE, *in_turns(each for each in EVERY if each not in SUITE)])
@@ -78,10 +75,6 @@ def test_unpublished_microbatches_are_the_fastest_that_fit():
 
 
 def test_statistics():
-    for found, wanted, of in (
-        ([1, 2, 3, 4], [10, 20, 30, 40], 1),
-        ([1, 2, 3], [3, 2, 1], -1),
-        ([1, 1, 2], [1, 1, 2], 1),
-    ):
-        assert published.spearman(found, wanted) == of
+    pairs = ([1, 2, 3, 4], [10, 20, 30, 40]), ([1, 2, 3], [3, 2, 1]), ([1, 1, 2], [1, 1, 2])
+    assert [published.spearman(*each) for each in pairs] == [1, -1, 1]
     assert published.best_constant([100, 100, 200]) == pytest.approx(50 / 3)

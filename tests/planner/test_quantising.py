@@ -45,6 +45,7 @@ NEW = {
 EXPERTS = {**NEW, "n_experts": 4, "expert_ffn_size": 128, "shared_expert_size": 256}
 LLAMA = {**NEW, "vocab_size": 32000, "seq_length": 4096, "n_layers": 2, "hidden_size": 4096, "n_heads": 32,
          "n_kv_heads": 8, "ffn_hidden_size": 14336}  # fmt: skip
+EACH_USE = {"data_parallel_shard": 2, "zero_stage": 3}
 
 
 def run(model: dict, precision: str = "fp8", parallel: dict | None = None, **train: Any) -> RunConfig:
@@ -69,16 +70,11 @@ def test_what_is_said_of_a_linear_is_at_the_rate_of_blocks(monkeypatch: pytest.M
     """A linear in FP8 is not compared with 16 bits' rates, nor one in 16 bits with FP8's."""
     monkeypatch.setattr(cost, "MACHINES", (MACHINE._replace(name="cpu"),))
     group: Any = mock.Mock(size=lambda: 8)
-    for op, of_blocks, of_16_bits in ((GATHER, 1160, 1612), (SCATTER, 2303, 1612), (ALL_REDUCE, 4605, 3224)):
+    both = "break-even of its gather 1160, of its reduction in bfloat16 2303"
+    for op, *widths in ((GATHER, 1160, 1612), (SCATTER, 2303, 1612), (ALL_REDUCE, 4605, 3224)):
         request = Request(op, 8192, 4096, 4096, torch.bfloat16, torch.device("cpu"), group, precision="fp8")
-        assert [round(break_even(each) or 0) for each in (request, request._replace(precision="16"))] == [
-            of_blocks,
-            of_16_bits,
-        ]
-        reason, both = (
-            choose_transport(request).reason,
-            "break-even of its gather 1160, of its reduction in bfloat16 2303",
-        )
+        assert [round(break_even(each) or 0) for each in (request, request._replace(precision="16"))] == widths
+        reason = choose_transport(request).reason
         assert "the GEMM multiplies what blocks stand for" in reason and (both in reason) == (op != ALL_REDUCE)
     monkeypatch.setattr(cost, "MACHINES", (MACHINE._replace(name="cpu", fp8_flops=None),))
     assert break_even(request) is None and "break-even" not in choose_transport(request).reason
@@ -102,9 +98,6 @@ def test_forward_and_input_gradients_run_at_the_rate_of_blocks_and_weight_gradie
             assert blocks == cost.collective_seconds(GATHER, *sizes[:2], 4096 + 32, 8, 1, MACHINE) < 0.6 * bits
         else:
             assert blocks == bits == cost.collective_seconds(SCATTER, *sizes, 8, 2, MACHINE)
-
-
-EACH_USE = {"data_parallel_shard": 2, "zero_stage": 3}
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "each use"])
@@ -138,10 +131,8 @@ def test_passes_are_those_that_the_linears_make(sizes: dict, dropout: float, kep
         return quantized_product(*operands)
 
     ids = torch.arange(2 * 64).view(2, 64)
-    with (
-        mock.patch.multiple(quantized, implementation=counted, quantized_product=multiplied),
-        quantized.keep_blocks() if kept else nullcontext(),
-    ):
+    counting_all = mock.patch.multiple(quantized, implementation=counted, quantized_product=multiplied)
+    with counting_all, quantized.keep_blocks() if kept else nullcontext():
         for _ in range(config.n_microbatches):
             direction = 0
             loss = model(ids, targets=ids)
@@ -187,11 +178,8 @@ def added_up(linear: Linear) -> tuple[int, int]:
 
 def test_kept_blocks_have_the_predicted_bytes_and_are_not_made_again() -> None:
     """On one rank counted; on four, of which each two share a key-value head, by the widths of their linears."""
-    for sizes in (
-        OLD,
-        {**NEW, "n_layers": 2},
-        {**NEW, "n_experts": 4, "expert_ffn_size": 128, "first_dense_layers": 0},
-    ):
+    experts = {**NEW, "n_experts": 4, "expert_ffn_size": 128, "first_dense_layers": 0}
+    for sizes in (OLD, {**NEW, "n_layers": 2}, experts):
         config = run(sizes, microbatch_size=2, device="cpu")
         model, ids = GPT(config.model, tp=TensorParallel(precision="fp8")), torch.zeros(1, 64, dtype=torch.int64)
         with quantized.keep_blocks():
@@ -224,14 +212,19 @@ def test_a_gather_joins_and_parts_blocks() -> None:
             assert more == pytest.approx((place in places) * 2 * NUMBER_BYTES * 1.25 * linear.rows * features)
 
 
+def fused_and_plain(model: dict) -> tuple[LayerModel, LayerModel]:
+    """On 8 ranks, through either transport."""
+    eight = {"tensor_parallel": 8}
+    return tuple(
+        layer(model, parallel={**eight, "transport": each}, microbatch_size=8) for each in ("fused", "sequential")
+    )
+
+
 def test_fused_kernels_hide_what_blocks_send_and_need_neither_scales_nor_sums() -> None:
     """Each collective as the model of `auto` has it, at the rate of blocks, and a column linear's input is gathered
     again under a GEMM; nothing of a forward's gather is parted, or launched, that a kernel does in its place."""
     pytest.importorskip("triton")
-    fused, plain = (
-        layer(LLAMA, parallel={"tensor_parallel": 8, "transport": each}, microbatch_size=8)
-        for each in ("fused", "sequential")
-    )
+    fused, plain = fused_and_plain(LLAMA)
     assert fused.fuses and not plain.fuses
     for linear in fused.linears[False]:
         sizes, back = (linear.rows, linear.n, linear.k), (linear.rows, linear.k, linear.n)
@@ -259,10 +252,8 @@ def test_fused_kernels_hide_what_blocks_send_and_need_neither_scales_nor_sums() 
 def test_gradients_of_shared_keys_and_values_are_added_up_before_they_are_quantised() -> None:
     """Linears of 4 heads on 8 ranks are as large as of 8, and in 16 bits such gradients are added up once a step."""
     for precision in ("fp8", "16"):
-        shared, whole = (
-            layer({**LLAMA, "n_kv_heads": n}, precision, {"tensor_parallel": 8}, microbatch_size=2).work()
-            for n in (4, 8)
-        )
+        models = ({**LLAMA, "n_kv_heads": n} for n in (4, 8))
+        shared, whole = (layer(each, precision, {"tensor_parallel": 8}, microbatch_size=2).work() for each in models)
         adding = cost.collective_seconds(ALL_REDUCE, 8192, 2 * 4 * 128, 1, 8, 2, MACHINE) * (precision == "fp8")
         assert shared.inputs["tp"] - whole.inputs["tp"] == pytest.approx(adding, rel=1e-9)
         assert shared.forward == whole.forward and shared.weights == whole.weights
@@ -273,10 +264,7 @@ def test_gathers_for_experts_hide_under_their_products() -> None:
     pytest.importorskip("triton")
     model = {**LLAMA, "hidden_size": 2048, "head_dim": 128, "n_experts": 128, "experts_per_token": 8,
              "expert_ffn_size": 768}  # fmt: skip
-    fused, plain = (
-        layer(model, parallel={"tensor_parallel": 8, "transport": each}, microbatch_size=8)
-        for each in ("fused", "sequential")
-    )
+    fused, plain = fused_and_plain(model)
     up, down = fused.linears[True][2:4]
     m, machine = fused.tokens, MACHINE.of_blocks or MACHINE
     for found, behind, n in (
@@ -307,22 +295,13 @@ def test_rows_leave_for_their_experts_in_blocks_and_come_home_in_16_bits() -> No
     assert found == pytest.approx((PASS * own + 2 * NUMBER_BYTES * (own + there)) * 256)
 
 
-REFUSED = [
+@pytest.mark.parametrize("options, message", [
     (["--preset", "llama3-8b", "--device", "a100-80"], r"FP8 on a GPU of sm_80: .* H100 and B200"),
-    (
-        ["--preset", "llama3-8b", "--device", "b200"],
-        "FP8 on b200: the rate .* only that of H200, H100; give a device's",
-    ),
+    (["--preset", "llama3-8b", "--device", "b200"], "FP8 on b200: the rate .* only that of H200, H100; give a devi"),
     (["--preset", "llama3-8b", "--device", "cpu"], "FP8 on cpu: the rate of its GEMMs of blocks is not known"),
     (["--preset", "gpt2-1.5b"], "no layout works on 8 x h100: .* or plan with --precision 16"),
-    (
-        ["--preset", "gpt2-124m", "--within", "tp=1", "--precision", "fp4"],
-        "train.precision='fp4': choose one of 16, fp8",
-    ),
-]
-
-
-@pytest.mark.parametrize("options, message", REFUSED)
+    (["--preset", "gpt2-124m", "--within", "tp=1", "--precision", "fp4"], "train.precision='fp4': choose one of 16, f"),
+])  # fmt: skip
 def test_what_cannot_be_planned_is_refused_in_one_sentence(options: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_command(["--precision", "fp8", *options])
@@ -357,9 +336,8 @@ def test_a_plan_in_fp8_says_what_it_gains_and_skips_layouts_that_cut_blocks(tmp_
     explained = [*options[:6], "--explain", "tp=2,dp=2,zero=1"]
     plan_command([*explained, "--precision", "fp8"])
     # at 0.79 of 380 GB/s links' FLOP/s; test_break_even_widths has those of an H100 as it is
-    assert re.search(
-        r"than their gather from \d+ on, and than a reduction in 16 bits from \d+", capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert re.search(r"than their gather from \d+ on, and than a reduction in 16 bits from \d+", said)
     plan_command(explained)
     assert "FP8" not in capsys.readouterr().out
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from commands import ROOT
-from test_dry_run import ILV, TP2, ZB, ZBV, ZERO1, ZERO2, ZERO3, configuration, order_of
+from test_dry_run import ILV, TP2, ZB, ZBV, ZERO1, ZERO2, ZERO3, configuration, held, order_of
 from turns import in_turns
 
 from tpformer.config import OptimizerSection, build_config, read_toml
@@ -26,11 +26,8 @@ MOE = {**LLAMA, "n_experts": 4, "experts_per_token": 2, "expert_ffn_size": 128, 
 SHARED = {**MOE, "n_layers": 3, "first_dense_layers": 1, "shared_expert_size": 96, "router_score": "sigmoid"}
 ROUTED = {**SHARED, "n_layers": 2, "hidden_size": 32, "n_experts": 8, "experts_per_token": 8}  # sends many indices
 WIDE = {**LLAMA, "hidden_size": 256, "n_heads": 4, "head_dim": 128, "ffn_hidden_size": 768}  # for FP8 on two ranks
-BLOCKED = {
-    **WIDE,
-    **{k: SHARED[k] for k in ("n_experts", "experts_per_token", "expert_ffn_size", "first_dense_layers")},
-}
-BLOCKED |= {"n_layers": 3, "shared_expert_size": 256}
+ROUTERS = {key: SHARED[key] for key in ("n_experts", "experts_per_token", "expert_ffn_size", "first_dense_layers")}
+BLOCKED = {**WIDE, **ROUTERS, "n_layers": 3, "shared_expert_size": 256}
 FOUR, MUON = {"n_layers": 4}, {"name": "muon"}
 CP2, EP2 = {"context_parallel": 2}, {"expert_parallel": 2}
 PACKED, OFFLOADED = {"pack_activations": True}, {"offload_activations": True}
@@ -121,10 +118,10 @@ def test_predicted_bytes_are_those_that_a_dry_run_counts(model, given):
     counted, predicted = rank_plan(config, count, order_of(config)), predicted_memory(config, last)
     assert predicted.total == pytest.approx(counted.total, rel=0.02)
     assert predicted.host == pytest.approx(counted.host, rel=0.02)
-    held = (count.parameters, count.gradients, count.optimizer, count.copies, count.accumulated)
-    states = [state.nbytes for state in predicted.states]
+    states, counted_states = [state.nbytes for state in predicted.states], held(count)
     uneven = 8 * config.model.hidden_size  # bytes of the row of a table that its ranks share unevenly
-    assert states == pytest.approx(held[: len(states)], rel=0, abs=uneven) and not any(held[len(states) :])
+    assert states == pytest.approx(counted_states[: len(states)], rel=0, abs=uneven)
+    assert not any(counted_states[len(states) :])
     groups, sent = axis_groups(layout), dict.fromkeys(axis_names(layout), 0.0)
     for call, times in count.collectives.items():
         if call.operation in OF_OWNERS:  # each rank sends something else, so test_muon_plans.py has their mean
@@ -135,10 +132,11 @@ def test_predicted_bytes_are_those_that_a_dry_run_counts(model, given):
     assert axis_bytes(config, last) == pytest.approx(sent, rel=0.02, abs=100)
 
 
-EXAMPLES = [path for path in ROOT.glob("examples/*.toml") if not path.stem.endswith("_tiny")]
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [path for path in ROOT.glob("examples/*.toml") if not path.stem.endswith("_tiny")],
+    ids=lambda path: path.stem,
+)
 def test_every_example_is_as_its_comment_says(path):
     """The first rank holds most."""
     config, comment = plan_config(build_config(read_toml(path))), path.read_text()

@@ -16,7 +16,6 @@ from tpformer.cli.plan import Plan, _question, plan_command, swept
 from tpformer.config import RunConfig, build_config, check_config, read_toml
 from tpformer.planner import search as planner
 from tpformer.planner.candidates import Question, Space
-from tpformer.planner.comparison import Compared, compare, crossovers, within
 from tpformer.planner.devices import DIRECTORY, load_device
 from tpformer.planner.dry_run import plan_config
 from tpformer.planner.layouts import OFFLOADS, layout_text, parse_layout, with_layout
@@ -27,6 +26,7 @@ from tpformer.planner.rank_memory import predicted_memory
 
 H100 = load_device("h100")
 SMALL = {"vocab_size": 4096, "seq_length": 256, "n_layers": 8, "hidden_size": 512, "n_heads": 8}
+GPT2 = ["--preset", "gpt2-124m", "--batch", "64"]
 
 
 def question(model=SMALL, gpus=8, batch=32, device=H100, space=None, **sections):
@@ -204,7 +204,8 @@ def test_published_layouts_are_near_the_best_of_their_time():
 
 def test_files(tmp_path, capsys, monkeypatch):
     paths = {kind: tmp_path / f"plan.{kind}" for kind in ("toml", "json", "csv", "html")}
-    options = ["--preset", "gpt2-355m", "--gpus", "4", "--batch", "64", "--top", "3", "--price", "2"]
+    asked = ["--preset", "gpt2-355m", "--batch", "64"]
+    options = [*asked, "--gpus", "4", "--top", "3", "--price", "2"]
     files = ["--out", paths["toml"], "--json", paths["json"], "--csv", paths["csv"], "--html", paths["html"]]
     show = plan._print
 
@@ -227,7 +228,6 @@ def test_files(tmp_path, capsys, monkeypatch):
     assert not re.search(r"<script|src=|url\((?!#)|http(?!://www.w3.org/2000/svg)", text), "it loads nothing"
     for line in ("in one node, ", f"${rows[0]['price']:,.0f} at $2.00 an hour", "warm-up, GPT-3: "):
         assert printed.count(line) == text.count(line) > 0, line
-    asked = ["--preset", "gpt2-355m", "--batch", "64"]
     plan_command([*asked, "--gpus", "4", "--explain", "dp=2"])
     assert "cannot work" in capsys.readouterr().out
     plan_command([*asked, "--sweep", "gpus=4,37"])
@@ -314,9 +314,6 @@ def test_no_rank_needs_more_than_the_fullest(model, layout):
     assert planner.most_memory(asked, config).total == max(predicted_memory(config, rank).total for rank in ranks)
 
 
-GPT2 = ["--preset", "gpt2-124m", "--batch", "64"]
-
-
 @pytest.mark.parametrize("options, message", [
     (["--gpus", "0"], "--gpus=0 must be in [1, 1e7]"),
     (["--batch", "0"], "--batch=0 must be at least 1"),
@@ -343,6 +340,16 @@ GPT2 = ["--preset", "gpt2-124m", "--batch", "64"]
     (["--within", "pp=1|2,stages=2"], "stages needs a pipeline: give pp=2 or more"),
     (["--within", "tp=16"], "change --gpus or --batch, or leave out --within"),
     (["--within", "zero=1;zero=3", "--out", "{here}/x"], "--within with several kinds only prints: leave out"),
+    (["--memory-budget", "4GB"], "--memory-budget is of one layout: give it by --explain, or in a run's file"),
+    (["--memory-budget", "4GB", "--explain", "dp=8", "--csv", "{here}/x"], "--memory-budget only prints: leave out"),
+    (["--sweep", "gpus"], "--sweep gpus: write KEY=VALUE,VALUE,..."),
+    (["--all-reduce", "topk"], "--all-reduce topk has no model of its time: choose another"),
+    (["--sites", "1"], "sites=1 must be in"),
+    (["--sites", "3", "--gpus", "16"], "--sites 3 do not share 16 GPUs"),
+    (["--sites", "2", "--between", "1GB"], "--between '1GB' is no rate of bits: write one such as 1Gb/s"),
+    (["--sites", "2", "--between", "0Gb/s"], "is no rate of bits"),
+    (["--sites", "2", "--json", "{here}/x"], "--sites only prints its own table: leave out --json"),
+    (["--sites", "2", "--explain", "tp=1"], "leave out --explain"),
 ])  # fmt: skip
 def test_mistakes_on_the_command_line_have_one_sentence(options, message, tmp_path):
     with pytest.raises(ValueError) as error:
@@ -377,21 +384,3 @@ def test_gradients_are_reduced_while_activations_move_to_the_host():
     config = laid_out(asked, "dp=16,zero=1,microbatch=4,offload=both")
     fast = asked._replace(device=asked.device.scaled(10))
     assert planner.model_of(fast, config).step().seconds <= planner.model_of(asked, config).step().seconds
-
-
-def test_kinds_are_compared():
-    asked = question(gpus=4, batch=64, space=Space(microbatch=(1, 4), zero=(0, 1), offload=("none",)))
-    rows = [compare(asked, "", ["pp=1", "pp=2|4,schedule=1F1B|ZBVZeroBubble", "tp=16"])]
-    first, second, none = rows[0].best.values()
-    every = planner.brute_force(asked, 10**6)
-    for found, chosen in ((first, lambda p: p == 1), (second, lambda p: p in (2, 4))):
-        own = [choice for choice in every if chosen(choice.config.parallel.pipeline_parallel)]
-        own = [choice for choice in own if choice.config.parallel.pipeline_schedule in ("1F1B", "ZBVZeroBubble")]
-        assert found is not None and found.key == own[0].key
-    assert none is None and rows[0].winner == "pp=1"
-    lead = first.tokens / second.tokens - 1
-    assert list(crossovers("", rows)) == [f"pp=1 is the fastest, by {lead:.1%}"]
-    alone = Compared("9", {"pp=1": first, "tp=16": None})
-    lines = list(crossovers("gpus", [alone, alone._replace(value="12"), Compared("8", {"tp=16": None})]))
-    assert lines == ["pp=1 is the fastest at gpus = 9 to 12, and no other works", "no layout works at gpus = 8"]
-    assert within(asked, "zero=1|3").space.zero == (1, 3)

@@ -1,8 +1,6 @@
-"""Sites that a slow link joins: the seconds of a step by hand, and what the command refuses."""
+"""Sites that a slow link joins: the seconds of a step by hand, and the table. test_search.py has what is refused."""
 
 import math
-
-import pytest
 
 from tpformer.config import build_config
 from tpformer.planner.sites import Sites, link_of, round_seconds, sites_table, synchronous_seconds
@@ -37,19 +35,6 @@ def test_the_table_has_a_row_for_each_link():
     table = sites_table(CONFIG, STEP, [SITES, Sites(2, link_of("500 Mb/s", 0.0))])
     assert list(table.columns[0].cells) == ["1 Gb/s, 30 ms", "0.5 Gb/s, 0 ms"]
     assert all(cell == f"{STEP:.2f}" for cell in table.columns[1].cells)
-
-
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["--sites", "1"], "sites=1 must be in"),
-    (["--sites", "3"], "--sites 3 do not share 16 GPUs"),
-    (["--sites", "2", "--between", "1GB"], "--between '1GB' is no rate of bits: write one such as 1Gb/s"),
-    (["--sites", "2", "--between", "0Gb/s"], "is no rate of bits"),
-    (["--sites", "2", "--json", "x.json"], "--sites only prints its own table: leave out --json"),
-    (["--sites", "2", "--explain", "tp=1"], "leave out --explain"),
-])  # fmt: skip
-def test_what_the_command_refuses(commands, arguments, words):
-    code, _, err = commands.run("plan", "--preset", "gpt2-124m", "--gpus", "16", *arguments)
-    assert code == 2 and words in err, err
 
 
 def test_the_command_shows_a_sites_layout_and_the_table(commands):

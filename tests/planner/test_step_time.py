@@ -18,6 +18,23 @@ from tpformer.planner.step_time import StepModel
 H100 = load_device("h100")
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 MODEL = {"vocab_size": 32000, "seq_length": 2048, "n_layers": 24, "hidden_size": 4096, "n_heads": 32}
+EXPERTS = {
+    "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "ffn_hidden_size": 8192,
+    "n_experts": 64, "experts_per_token": 8, "expert_ffn_size": 1024,
+}  # fmt: skip
+CP8 = {"context_parallel": 8, "zero_stage": 3}
+GROUPED = {"n_kv_heads": 8, "seq_length": 131072, "tie_embeddings": False, "position": "rope"}
+EXCHANGED = {**EXPERTS, "n_experts": 128, "expert_ffn_size": 1536, "seq_length": 4096}
+SHARDS = {"data_parallel_shard": 32, "zero_stage": 1}
+UNIT = 2 * 256 * 512 * 2  # bytes of two samples' residual stream
+PACKED = packed_bytes(UNIT // 2)
+BOTH, LESS = UNIT + PACKED, UNIT - PACKED  # of a pass that packs or unpacks; what a kernel reads less
+# units that the forward packs; that passes unpack; that kernels read in packed form
+MOVED = {
+    "none": (10, 5, 8),  # q, k, v, attention's result twice; two norms and their backwards, fc1's output
+    "mlp": (6, 6, 2),  # the region's input, too
+    "full": (1, 1, 0),
+}
 
 
 def model(parallel, batch=64, microbatch=1, software=OURS, device=H100, **others):
@@ -92,14 +109,7 @@ def test_a_pipeline_over_several_nodes_sends_over_the_network(ranks, slow):
     found = model({"pipeline_parallel": ranks // 2, "data_parallel_replicate": 2}, batch=64, tie_embeddings=True)
     link = found.slow if slow else found.fast
     assert found.message() == link.seconds(1, 2 * 2048 * 4096)
-    nbytes = 4 * 32000 * 4096
-    assert found._tied(0) == pytest.approx(link.seconds(2, nbytes), rel=0.01)
-
-
-EXPERTS = {
-    "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "ffn_hidden_size": 8192,
-    "n_experts": 64, "experts_per_token": 8, "expert_ffn_size": 1024,
-}  # fmt: skip
+    assert found._tied(0) == pytest.approx(link.seconds(2, 4 * 32000 * 4096), rel=0.01)
 
 
 def test_experts_take_longer_than_an_mlp_of_their_width():
@@ -140,10 +150,6 @@ def test_experts_are_reduced_by_a_collective_and_gathered_for_as_their_tokens_al
     assert whole.inputs["tp"] > shards.inputs["tp"] > 0, "and all-reduces their weights' gradients"
 
 
-CP8 = {"context_parallel": 8, "zero_stage": 3}
-GROUPED = {"n_kv_heads": 8, "seq_length": 131072, "tie_embeddings": False, "position": "rope"}
-
-
 def test_context_parallel_ranks_share_all_but_what_they_exchange():
     """In a node, of whose links a gather takes all; 8 of 32 heads have keys and values that travel."""
     alone, shared = (model(each, batch=8, **GROUPED).layer.work() for each in ({}, CP8))
@@ -168,18 +174,13 @@ def test_context_parallel_ranks_share_states_and_lie_between_others():
     shared = model(parallel, **GROUPED)
     assert shared.step().optimizer == whole.step().optimizer and shared.collective(1e9) == whole.collective(1e9)
     assert H100.spread(2, 4) == (2, 1) and H100.spread(8, 4) == (2, 4) and H100.spread(6, 2) == (3, 2)
-    near, far = (
-        model({"tensor_parallel": 4, "context_parallel": n}, **GROUPED).layer.keys_and_values() for n in (2, 8)
-    )
     links = Link(*H100.inside), Link(H100.network_latency, H100.network)
     nbytes = 2 * 131072 * 2 * 128 * 2
-    assert near == (all_reduce_seconds(nbytes, 2, 1, *links) / 2, all_to_all_seconds(nbytes, 2, 1, *links))
-    assert far == (all_reduce_seconds(nbytes, 2, 4, *links) / 2, all_to_all_seconds(nbytes, 2, 4, *links))
-    assert far[1] == links[1].seconds(1, 6 / 8 * nbytes), "six of eight parts leave the node, by one adapter"
-
-
-EXCHANGED = {**EXPERTS, "n_experts": 128, "expert_ffn_size": 1536, "seq_length": 4096}
-SHARDS = {"data_parallel_shard": 32, "zero_stage": 1}
+    for ranks, nodes in ((2, 1), (8, 4)):
+        layer = model({"tensor_parallel": 4, "context_parallel": ranks}, **GROUPED).layer
+        gather, exchange = (cost(nbytes, 2, nodes, *links) for cost in (all_reduce_seconds, all_to_all_seconds))
+        assert layer.keys_and_values() == (gather / 2, exchange)
+    assert exchange == links[1].seconds(1, 6 / 8 * nbytes), "six of eight parts leave the node, by one adapter"
 
 
 def test_tokens_are_exchanged_five_times_with_nothing_beside():
@@ -197,9 +198,9 @@ def test_tokens_are_exchanged_five_times_with_nothing_beside():
     for terms, times in zip(work, (2, 2, 1), strict=True):
         assert terms["ep"] == pytest.approx(times * once, rel=0.02), "beside rows few numbers travel"
     assert sum(terms["ep"] for terms in far.work()) == 0, "of a layer without experts"
-    for recompute, more in (("mlp", 1), ("full", 1)):
+    for recompute in ("mlp", "full"):
         again = far.work(recompute, experts=True)
-        assert again.inputs["ep"] == pytest.approx(work.inputs["ep"] + more * once)
+        assert again.inputs["ep"] == pytest.approx(work.inputs["ep"] + once)
     step = model({**SHARDS, "expert_parallel": 32}, **EXCHANGED).step()
     assert step.ep == pytest.approx(2 * 24 * 5 * once, rel=0.02) and step.seconds == sum(step)
 
@@ -241,19 +242,7 @@ def test_the_rank_with_most_parameters_counts():
 def test_data_parallel_ranks_in_a_node_share_its_adapters():
     found = model({"tensor_parallel": 2, "data_parallel_replicate": 16})
     nbytes = 4 * found.of_rank(0).total
-    expected = all_reduce_seconds(nbytes, 4, 4, found.fast, found.slow)
-    assert found.collective(nbytes, replicas=True) == expected
-
-
-UNIT = 2 * 256 * 512 * 2  # bytes of two samples' residual stream
-PACKED = packed_bytes(UNIT // 2)
-BOTH, LESS = UNIT + PACKED, UNIT - PACKED  # of a pass that packs or unpacks; what a kernel reads less
-# units that the forward packs; that passes unpack; that kernels read in packed form
-MOVED = {
-    "none": (10, 5, 8),  # q, k, v, attention's result twice; two norms and their backwards, fc1's output
-    "mlp": (6, 6, 2),  # the region's input, too
-    "full": (1, 1, 0),
-}
+    assert found.collective(nbytes, replicas=True) == all_reduce_seconds(nbytes, 4, 4, found.fast, found.slow)
 
 
 @pytest.mark.parametrize("recompute", MOVED)
