@@ -27,6 +27,11 @@ if find_spec("hypothesis"):
 
     hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
     hypothesis.settings.load_profile("suite")
+# what every rank of a test of other libraries' models would import, in six seconds, for each size of world
+HUGGING_FACE = ("transformers.models.llama.modeling_llama", "transformers.trainer", "peft", "accelerate")
+# modules that a pool with the interpreter imports: a kernel is for the interpreter or a GPU from its import on
+KERNELS = ("tpformer.kernels.norm.kernel", "tpformer.kernels.cross_entropy.kernel")
+INTERPRETED = ("interpreter", "tpformer.ops.transports.fused", *KERNELS)
 
 
 @pytest.fixture(scope="session")
@@ -47,14 +52,6 @@ def forked(ranks: WorkerPool) -> Iterator[None]:
     """Within, multiprocessing's fork server is the pool's, which has imported everything."""
     with ranks.server.serving():
         yield
-
-
-# what every rank of a test of other libraries' models would import, in six seconds, for each size of world
-HUGGING_FACE = ("transformers.models.llama.modeling_llama", "transformers.trainer", "peft", "accelerate")
-
-# modules that a pool with the interpreter imports: a kernel is for the interpreter or a GPU from its import on
-KERNELS = ("tpformer.kernels.norm.kernel", "tpformer.kernels.cross_entropy.kernel")
-INTERPRETED = ("interpreter", "tpformer.ops.transports.fused", *KERNELS)
 
 
 @pytest.fixture(scope="session")

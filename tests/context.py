@@ -18,6 +18,12 @@ from tpformer.models import GPT, GPTConfig
 SEQ, WIDTH, HIDDEN = 24, 8, 24
 DOCUMENTS = [[0, 5, 6, 7, 20], [0], [0, 12]]  # some have one token, some cross from one rank's chunk to another's
 BATCH = len(DOCUMENTS)
+GPT2 = {"vocab_size": 50, "seq_length": SEQ, "n_layers": 2, "hidden_size": HIDDEN, "n_heads": 6, "dropout": 0.1}
+NEWER = {
+    **GPT2, "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "n_kv_heads": 3,
+    "qk_norm": True, "sliding_window": 5, "rope_scaling_factor": 8.0, "rope_original_length": 8,
+}  # fmt: skip
+MIXTURE = {**NEWER, "n_experts": 4, "experts_per_token": 2, "expert_ffn_size": 8, "sliding_window": None}
 
 
 def tensors(heads: int, kv: int, dtype: torch.dtype) -> list[Tensor]:
@@ -50,14 +56,6 @@ def shared(
     own = ops.own_tokens(SEQ, group.size(), group.rank())
     q, k, v, dy = (x[:, own] for x in (q, k, v, dy))
     return with_gradients(lambda *x: ops.context_attention(*x, documents, window, group=group), q, k, v, dy=dy)
-
-
-GPT2 = {"vocab_size": 50, "seq_length": SEQ, "n_layers": 2, "hidden_size": HIDDEN, "n_heads": 6, "dropout": 0.1}
-NEWER = {
-    **GPT2, "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "n_kv_heads": 3,
-    "qk_norm": True, "sliding_window": 5, "rope_scaling_factor": 8.0, "rope_original_length": 8,
-}  # fmt: skip
-MIXTURE = {**NEWER, "n_experts": 4, "experts_per_token": 2, "expert_ffn_size": 8, "sliding_window": None}
 
 
 def documents() -> Tensor:

@@ -135,10 +135,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--processes", type=int, help="how many at a time; most of the cores, with --pretend all")
     parser.add_argument("--pretend", action="store_true", help="without a GPU: what the tests find then means nothing")
     options = parser.parse_args(arguments)
-    every = options.files or [
-        *(files(True) if not options.others else []),
-        *(files(False) if not options.fused else []),
-    ]
+    groups = [fused for fused in (True, False) if not (options.others if fused else options.fused)]
+    every = options.files or [file for fused in groups for file in files(fused)]
     folder = options.into.parent / "logs" / options.into.stem
     listed = jobs(every, folder)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # its processes, of the same group, get one of their own

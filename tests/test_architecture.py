@@ -22,6 +22,15 @@ Function = tuple[str, str]  # file in the repository, qualified name: ("tpformer
 Order = dict[tuple[Function | None, Function], int]
 PAGE = (ROOT / "docs/architecture.md").read_text()
 ITEM = re.compile(r"^( *)- (?:`(?P<file>[\w/.]+)`: )?`(?P<name>[\w.]+)`", re.M)
+# command -> whose ways are its
+WAYS = {
+    "data build text --out prose": (),
+    "pretrain run.toml --train.steps 1": ("a batch", "a config key", "a checkpoint: saved"),
+    "pretrain run.toml --train.steps 2 --run.resume True": ("a checkpoint: loaded",),
+    "export runs/run --format hf --out model": (),
+    "import model --out runs/imported": ("a weight: imported",),
+    "generate model --max-new-tokens 2": ("a weight: loaded", "a token"),
+}
 
 
 @functools.cache
@@ -170,17 +179,6 @@ def runs(commands, tmp_path_factory) -> dict[str, Order]:
     (folder / "run.toml").write_text(f'[data]\ntrain = ["prose"]\n[model]\n{model}[train]\nglobal_batch_size = 2\n')
     with chdir(folder):
         return {line: recorded(commands, line) for line in WAYS}
-
-
-# command -> whose ways are its
-WAYS = {
-    "data build text --out prose": (),
-    "pretrain run.toml --train.steps 1": ("a batch", "a config key", "a checkpoint: saved"),
-    "pretrain run.toml --train.steps 2 --run.resume True": ("a checkpoint: loaded",),
-    "export runs/run --format hf --out model": (),
-    "import model --out runs/imported": ("a weight: imported",),
-    "generate model --max-new-tokens 2": ("a weight: loaded", "a token"),
-}
 
 
 @of_turn(2)

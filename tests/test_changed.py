@@ -41,11 +41,8 @@ TREE = {
 
 
 def commit(tree):
-    for arguments in (
-        ["add", "."],
-        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--message", "a"],
-    ):
-        subprocess.run(["git", *arguments], cwd=tree, check=True)
+    for arguments in ("add .", "-c user.name=a -c user.email=a@b commit --quiet --message a"):
+        subprocess.run(["git", *arguments.split()], cwd=tree, check=True)
 
 
 @pytest.fixture

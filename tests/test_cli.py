@@ -37,34 +37,21 @@ TINY = (str(ROOT / "examples/gpt_tiny.toml"), "--model.vocab-size", "257", "--mo
 VERIFY = ("verify", *TINY, "--model.seq-length", "16", "--model.hidden-size", "32", "--parallel.tensor-parallel", "1")
 
 
-def main_unread(*arguments: str) -> None:
-    """The command, with a standard output whose reader has gone."""
+def main_unheard(full: bool, *arguments: str) -> None:
+    """The command, with a standard output that takes nothing, or whose reader has gone."""
     reader, writer = os.pipe()
     os.close(reader)
-    os.dup2(writer, 1)
+    os.dup2(os.open("/dev/full", os.O_WRONLY) if full else writer, 1)
     main(*arguments)
 
 
-def main_on_a_full_terminal(*arguments: str) -> None:
-    """The command, with a standard output that takes nothing."""
-    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
-    main(*arguments)
-
-
-PRINTING = [("--help",), ("--version",), ("pretrain", "--help"), ("dry-run", *TINY), VERIFY]
-
-
-@pytest.mark.parametrize("arguments", PRINTING)
-def test_a_command_whose_output_cannot_be_written_has_failed_and_says_so_once(commands, arguments):
-    code, _, err = commands.call(main_on_a_full_terminal, *arguments).finish()
-    assert (code, err) == (2, "tpformer: standard output cannot be used: No space left on device\n")
-
-
-@pytest.mark.parametrize("arguments", PRINTING)
-def test_a_command_whose_output_nobody_reads_ends_by_sigpipe_without_a_word(commands, arguments):
-    """As in `tpformer dry-run FILE | head`, where `head` leaves first."""
-    code, _, err = commands.call(main_unread, *arguments).finish()
-    assert (code, err) == (-signal.SIGPIPE, "")
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("pretrain", "--help"), ("dry-run", *TINY), VERIFY])
+def test_a_command_whose_output_cannot_be_written_has_failed_and_one_that_nobody_reads_ends(commands, arguments, full):
+    """The one says so once, the other ends by SIGPIPE, as in `tpformer dry-run FILE | head`, where `head` leaves."""
+    code, _, err = commands.call(main_unheard, full, *arguments).finish()
+    said = "tpformer: standard output cannot be used: No space left on device\n"
+    assert (code, err) == ((2, said) if full else (-signal.SIGPIPE, ""))
 
 
 @pytest.mark.parametrize(("given", "said"), [
@@ -201,9 +188,7 @@ def test_help_has_the_choices_and_the_exit_codes_and_each_command_its_own_headin
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
-@pytest.mark.parametrize(
-    ("line", "found"), [("pret", "pretrain"), ("data s", "stdlib"), ("export RUN --dt", "--dtype")]
-)
+@pytest.mark.parametrize("line, found", [("pret", "pretrain"), ("data s", "stdlib"), ("export RUN --dt", "--dtype")])
 def test_bash_completes_commands_and_options(line, found):
     script = f"""
     tpformer() {{ {sys.executable} -m tpformer.cli "$@"; }}

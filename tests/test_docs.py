@@ -18,6 +18,12 @@ from tpformer.config import Layout, ModelSection, RunConfig, TrainSection, build
 from tpformer.config.refused import REFUSED
 
 PICTURES = ROOT / "docs/pictures"
+ROWS = re.findall(r"^\| (?!---)(.+) \| (.+) \|$", (ROOT / "docs/coming_from.md").read_text(), re.M)
+# values that keys of the tables are tried with
+FITTING: dict = {"model": {"n_heads": 16, "hidden_size": 1024}, "train": {"global_batch_size": 1024}}
+EXPERTS = {"n_experts": 64, "activation": "swiglu", "bias": False}
+# docs/moe.md: tests/bench/test_results.py has the numbers that are measured
+MOE = (ROOT / "docs/moe.md").read_text()
 
 
 def test_pictures_are_what_their_script_draws():
@@ -48,15 +54,8 @@ def test_what_the_site_leaves_out_exists():
     for name in (ROOT / "docs/site/internal.txt").read_text().splitlines():
         first, _, member = name.partition(".")
         owners = [getattr(package, first, None) for package in packages]
-        assert name.startswith("#") or any(
-            hasattr(owner, member or "__doc__") for owner in owners if owner is not None
-        ), name
-
-
-ROWS = re.findall(r"^\| (?!---)(.+) \| (.+) \|$", (ROOT / "docs/coming_from.md").read_text(), re.M)
-# values that keys of the tables are tried with
-FITTING: dict = {"model": {"n_heads": 16, "hidden_size": 1024}, "train": {"global_batch_size": 1024}}
-EXPERTS = {"n_experts": 64, "activation": "swiglu", "bias": False}
+        there = any(hasattr(owner, member or "__doc__") for owner in owners if owner is not None)
+        assert there or name.startswith("#"), name
 
 
 def look_up(cell: str) -> None:
@@ -100,10 +99,6 @@ def test_names_of_ours_beside_those_of_others_exist():
         look_up(here)
 
 
-# docs/moe.md: tests/bench/test_results.py has the numbers that are measured
-MOE = (ROOT / "docs/moe.md").read_text()
-
-
 def table(header: str, page: str = MOE) -> list[list[str]]:
     """The cells of the rows below a header that begins so."""
     lines = page.split(f"\n| {header}")[1].split("\n\n")[0].splitlines()[2:]
@@ -118,8 +113,7 @@ def received(ranks: int, k: int) -> tuple[float, float, float]:
 
 
 def test_volumes_of_experts():
-    rows = table("ranks of experts")
-    for cells, ranks in zip(rows, (4, 8, 64), strict=True):
+    for cells, ranks in zip(table("ranks of experts"), (4, 8, 64), strict=True):
         gather, *others = zip(*(received(ranks, k) for k in (2, 4, 6, 8)), strict=True)
         wanted = [" / ".join(f"{share:.2f}" for share in shares) for shares in (gather[:1], *others)]
         assert cells == [str(ranks), *wanted]
@@ -134,9 +128,8 @@ def test_memory_of_experts():
     for _, *cells in rows:
         (h, f, k, shared, n), (branch, routing) = map(int, cells[:5]), cells[5:]
         assert (branch, routing) == (f"{2 + 4 * (k * f + shared) / h:.3g}", f"{(12 * k + 4 * n) / h:.2f}")
-    for row, config in zip(
-        rows, map(preset_config, ("mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b")), strict=False
-    ):
+    for row, name in zip(rows, ("mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b"), strict=False):
+        config = preset_config(name)
         assert row[1:4] == [str(size) for size in (config.hidden_size, config.expert_size, config.experts_per_token)]
 
 

@@ -24,6 +24,8 @@ INTERRUPTED = "def test_long(): raise KeyboardInterrupt\ndef test_next(): pass\n
 KILLED = "def test_first(): pass\ndef test_second(): os.kill(os.getpid(), 9)\ndef test_third(): pass\n"
 NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # of which many machines have some that take a second to import
 MANY = "@pytest.mark.parametrize('number', range(4))\ndef test_one(number): assert number != 1\n"
+AT_HAND = {"torch", "triton", "numpy", "pytest"}  # on a GPU machine
+TESTED = ("bench", "kernels", "ops", "training")  # folders of tests
 
 
 def report(folder: str, options: list[str]) -> None:
@@ -101,10 +103,6 @@ def test_parts_take_about_as_long_and_what_is_none_is_refused() -> None:
     for wrong in ("0/6", "7/6", "6", "one/6"):
         with pytest.raises(ValueError, match=f"'{wrong}' is no part such as 1/6"):
             part(wrong)
-
-
-AT_HAND = {"torch", "triton", "numpy", "pytest"}  # on a GPU machine
-TESTED = ("bench", "kernels", "ops", "training")  # folders of tests
 
 
 @pytest.mark.proof  # it finds the tests of four folders, without what is imported here

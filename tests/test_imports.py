@@ -90,6 +90,10 @@ else:
 """
 
 LISTED = f"import sys, torch\nbefore = set(sys.modules)\n{USE}\nprint(*sorted(set(sys.modules) - before))"
+# packages that `import tpformer.layers` may import; besides torch they take half a second, most of it torch.distributed
+LAYERS = {"einops", "numpy", "packaging", "torch", "tpformer", "typing_extensions"}
+# parts of torch that take half a second to two, and that a layer without a mesh does not need
+SLOW = {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.onnx"}
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -115,12 +119,6 @@ def test_importing_and_converting_needs_no_libcuda(tmp_path):
     """Item 3 of tests/regressions. Fails if the import of any module opens the driver or initialises CUDA."""
     done = python("-c", FORKS, str(tmp_path), NO_DRIVER)
     assert done.stdout.split() == ["0"], done.stderr + (tmp_path / "0").read_text()
-
-
-# packages that `import tpformer.layers` may import; besides torch they take half a second, most of it torch.distributed
-LAYERS = {"einops", "numpy", "packaging", "torch", "tpformer", "typing_extensions"}
-# parts of torch that take half a second to two, and that a layer without a mesh does not need
-SLOW = {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.onnx"}
 
 
 def test_layers_import_little_beside_torch_and_use_it_before_the_rest(results):

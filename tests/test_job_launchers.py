@@ -5,18 +5,15 @@ import pytest
 from tpformer.launchers import LAUNCHERS, first_node, translated
 
 HERE = {"MASTER_ADDR": "127.0.0.1"}
+TWO = {"rank": 1, "size": 2, "local_rank": 1, "local_size": 2}
+SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "1", "SLURM_NODEID": "2"}
+NODES = {"SLURM_JOB_NODELIST": "gpu-[07-08,11],login", "SLURM_TASKS_PER_NODE": "2(x2),2", "SLURM_NNODES": "3"}
 
 
 def of(launcher: str, **own: object) -> dict[str, str]:
     """The environment of a launcher's process, with the first name of each of its variables."""
     names = next(each for each in LAUNCHERS if each.name == launcher)
-    given = {getattr(names, key).split()[0]: str(value) for key, value in own.items()}
-    return given
-
-
-TWO = {"rank": 1, "size": 2, "local_rank": 1, "local_size": 2}
-SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "1", "SLURM_NODEID": "2"}
-NODES = {"SLURM_JOB_NODELIST": "gpu-[07-08,11],login", "SLURM_TASKS_PER_NODE": "2(x2),2", "SLURM_NNODES": "3"}
+    return {getattr(names, key).split()[0]: str(value) for key, value in own.items()}
 
 
 @pytest.mark.parametrize("launcher", [each.name for each in LAUNCHERS if each.local_size])

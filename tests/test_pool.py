@@ -15,24 +15,16 @@ def rank_and_sum(offset: int) -> tuple[int, int, int, float]:
     return dist.get_rank(), dist.get_world_size(), torch.get_num_threads(), total.item()
 
 
-def raise_on(failing: int) -> None:
-    if dist.get_rank() == failing:
+def fail(how: str) -> object:
+    """What rank 1 does, for which the other one waits."""
+    if dist.get_rank() == 0:
+        return None if how == "sleep" else dist.barrier()
+    if how == "raise":
         raise KeyError("the rank's own words")
-    dist.barrier()
-
-
-def die_on(failing: int) -> None:
-    if dist.get_rank() == failing:
+    if how == "die":
         os.kill(os.getpid(), 9)
-    dist.barrier()
-
-
-def sleep_on(sleeping: int) -> None:
-    if dist.get_rank() == sleeping:
+    if how == "sleep":
         time.sleep(30)
-
-
-def return_a_lambda(_: int) -> object:
     return lambda: None
 
 
@@ -43,15 +35,15 @@ def test_results_are_in_rank_order(ranks: WorkerPool) -> None:
         assert ranks(size).run(rank_and_sum, 10) == wanted
 
 
-@pytest.mark.parametrize(("function", "options", "said"), [
-    (raise_on, {}, r"(?s)rank 1 of 2 raised.*in raise_on.*KeyError: \"the rank's own words\""),
-    (die_on, {}, "rank 1 of 2 died with exit code -9"),
-    (sleep_on, {"timeout": 2}, r"(?s)rank 1 of 2 did not return in 2 s.*in sleep_on"),
-    (return_a_lambda, {}, "(?s)rank 1 of 2 raised.*pickle"),
+@pytest.mark.parametrize(("how", "options", "said"), [
+    ("raise", {}, r"(?s)rank 1 of 2 raised.*in fail.*KeyError: \"the rank's own words\""),
+    ("die", {}, "rank 1 of 2 died with exit code -9"),
+    ("sleep", {"timeout": 2}, r"(?s)rank 1 of 2 did not return in 2 s.*in fail"),
+    ("return a lambda", {}, "(?s)rank 1 of 2 raised.*pickle"),
 ])  # fmt: skip
-def test_a_rank_that_fails_is_named_and_replaced(ranks: WorkerPool, function, options: dict, said: str) -> None:
+def test_a_rank_that_fails_is_named_and_replaced(ranks: WorkerPool, how: str, options: dict, said: str) -> None:
     with pytest.raises(RankFailure, match=said):
-        ranks(2).run(function, 1, **options)
+        ranks(2).run(fail, how, **options)
     assert len(ranks(2).run(rank_and_sum, 0)) == 2
 
 

@@ -122,10 +122,7 @@ def test_sizes():
 STATE = {
     ("tpformer/distributed/groups.py", "REGISTRY"): "the states of process groups end with the groups: weak keys",
     ("kernels/replay.py", "RECORDING"): "a context variable: the recording of the call that is under way",
-    (
-        "tpformer/ops/transports/interface.py",
-        "REGISTRY",
-    ): "listeners, a run's table of transports, a step's blocks",
+    ("tpformer/ops/transports/interface.py", "REGISTRY"): "listeners, a run's transports, a step's blocks",
     ("tpformer/ops/weight_gradients.py", "ACTIVE_QUEUE"): "a context variable: the queue around a forward",
     ("tpformer/ops/recompute.py", "_RUN"): "a context variable: the region that runs, for the first or second time",
     ("tpformer/ops/packing.py", "_ACTIVE"): "a context variable: the packing around a forward",
@@ -214,14 +211,10 @@ FORBIDDEN = {
     r"\bNotImplemented[E]rror\b": ("", [], "what is there is finished"),
     r"\"torch\.(\w+\.)*_\w+\"": ("tpformer/", PRIVATE, "ruff does not see modules that are imported by their names"),
     r"\b(rtol|atol)[=]|\ballclose[(]": ("tests/", ["tests/testing.py"], "it derives tolerances"),
-    r"\btl\.permute\(|\.T\b|\btl\.trans\((?!words\))": (
-        "kernels/quantize/",
-        [],
-        "Triton moves 8-bit values through shared memory a byte at a time, and lost some: "
-        "words of four are transposed, and what quantises is not",
-    ),
+    r"\btl\.permute\(|\.T\b|\btl\.trans\((?!words\))": ("kernels/quantize/", [], "Triton moves 8-bit values through "
+        "shared memory a byte at a time, and lost some: words of four are transposed, and what quantises is not"),
     r"assert .*\b(monotonic|perf_counter|process_time|time)\(\) - ": ("tests/", [], "a deadline only ends a hang"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("pattern", FORBIDDEN)

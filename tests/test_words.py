@@ -23,14 +23,8 @@ def test_a_value_is_short_and_printable(value):
 
 def test_of_a_huge_value_there_is_the_beginning():
     nested = json.loads("[" * 900 + "]" * 900)
-    for value in (
-        b"x" * 10**7,
-        ["x" * 10**6] * 10**5,
-        {f"k{n}": n for n in range(10**5)},
-        10**6000,
-        "\x1b" * 10**6,
-        nested,
-    ):
+    keys = {f"k{n}": n for n in range(10**5)}
+    for value in (b"x" * 10**7, ["x" * 10**6] * 10**5, keys, 10**6000, "\x1b" * 10**6, nested):
         test_a_value_is_short_and_printable.hypothesis.inner_test(value)
 
 
@@ -60,9 +54,8 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("index", range(len(SETTINGS)))
-def test_a_setting_that_cannot_be_is_refused_in_few_words(index):
-    section, key, value, words = SETTINGS[index]
+@pytest.mark.parametrize("section, key, value, words", SETTINGS, ids=range(len(SETTINGS)))
+def test_a_setting_that_cannot_be_is_refused_in_few_words(section, key, value, words):
     with pytest.raises(ValueError, match=words) as caught:
         check_config(build_config({section: {key: value}}))
     assert len(str(caught.value)) < 2000 and str(caught.value).isprintable()
