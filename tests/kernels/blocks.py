@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache
 from math import copysign
+from random import Random
 from types import ModuleType
 
 import torch
@@ -120,10 +121,10 @@ def special(dtype: torch.dtype) -> Iterator[Tensor]:
 
 @cache
 def telling(dtype: torch.dtype) -> tuple[Tensor, Blocks]:
-    """Rows of all such blocks, and what the oracle makes of them."""
+    """Rows of all such blocks, with unlike ones side by side, and what the oracle makes of them."""
     blocks = [*ties(dtype), *largest(dtype), *special(dtype)]
     blocks += [torch.full((BLOCK,), 3.0, dtype=dtype)] * (-len(blocks) % (WIDTH // BLOCK))
-    x = torch.stack(blocks).view(-1, WIDTH)
+    x = torch.stack(Random(0).sample(blocks, len(blocks))).view(-1, WIDTH)
     return x, oracle(x, 1)
 
 

@@ -1,5 +1,5 @@
-"""Quantisation to blocks of e4m3 has the bytes of its definition in exact fractions, whatever the dtype, and the same
-bytes for a slice as for the whole. Each planted mistake is caught."""
+"""Quantisation to blocks of e4m3 has the bytes of its definition in exact fractions, which knows one block and the
+numbers in it: so neither their dtype nor what lies beside a block matters. Each planted mistake is caught."""
 
 from collections.abc import Callable
 
@@ -7,8 +7,6 @@ import blocks
 import pytest
 import torch
 from mutations import Edit, edited, replace
-from row_checks import LAYOUTS, draw
-from testing import assert_identical
 from torch import Tensor
 
 from tpformer.kernels.quantize import reference
@@ -32,80 +30,6 @@ def test_every_tie_is_tried() -> None:
     rounded_twice = (x[:, :BLOCK] / torch.exp2(expected.exponents[:, :1].double())).to(VALUES).view(torch.uint8)
     finite = expected.exponents[:, 0] != 127
     assert not torch.equal(rounded_twice[finite], expected.values.view(torch.uint8)[finite, :BLOCK])
-
-
-def test_numbers_are_exact_in_bfloat16() -> None:
-    """But for those that are 2**128 by rounding, which only float64 has."""
-    x, expected = blocks.telling(torch.float32)
-    rows = reference.quantize_rows(x)
-    wide = reference.dequantize(rows, torch.float64)
-    exact = wide.abs() != 2.0**128
-    for dtype in (torch.bfloat16, torch.float32):
-        assert_identical(reference.dequantize(rows, dtype)[exact].double(), wide[exact])
-        assert reference.dequantize(rows, dtype)[~exact].isinf().all()
-    assert (~exact).any() and expected.exponents.max() == 127
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_a_slice_is_quantised_as_a_part_of_the_whole(dtype: torch.dtype) -> None:
-    """By rows, by 128 features, and for weights by 128 of both; so whoever holds whole blocks has the same numbers."""
-    (x,) = draw(0, torch.float64, "cpu", (4 * BLOCK, 3 * BLOCK))
-    x = (x * torch.exp2(torch.arange(4 * BLOCK) % 13 - 6.0)[:, None]).to(dtype)
-    whole, weight = reference.quantize_rows(x), reference.quantize_weight(x)
-    for rows in (slice(0, 1), slice(5, 8), slice(BLOCK, 3 * BLOCK)):
-        blocks.assert_blocks(reference.quantize_rows(x[rows]), part(whole, rows, slice(None), True), f"{rows}")
-    for features in (slice(0, 1), slice(1, 3)):
-        own = x[:, features.start * BLOCK : features.stop * BLOCK]
-        blocks.assert_blocks(reference.quantize_rows(own), part(whole, slice(None), features, True), f"{features}")
-        for outputs in (slice(0, 4), slice(1, 3), slice(3, 4)):
-            mine = own[outputs.start * BLOCK : outputs.stop * BLOCK]
-            wanted = part(weight, outputs, features, False)
-            blocks.assert_blocks(reference.quantize_weight(mine), wanted, f"{outputs} {features}")
-
-
-def part(whole: Blocks, rows: slice, features: slice, of_rows: bool) -> Blocks:
-    """These rows, or blocks of rows, and these blocks of features of a matrix in blocks."""
-    values, exponents = whole.values.view(torch.uint8), whole.exponents
-    columns = slice(None) if features.start is None else slice(features.start * BLOCK, features.stop * BLOCK)
-    if of_rows:
-        values, exponents = values[rows, columns], exponents[features, rows]
-    else:
-        values = values[rows.start * BLOCK : rows.stop * BLOCK, columns]
-        exponents = exponents[rows, features]
-    return Blocks(values.contiguous().view(VALUES), exponents.contiguous())
-
-
-def test_equal_numbers_give_equal_blocks() -> None:
-    for narrow in (torch.float16, torch.bfloat16):
-        for x, quantize in (
-            (blocks.telling(narrow)[0], reference.quantize_rows),
-            (blocks.telling_weight(narrow)[0], reference.quantize_weight),
-        ):
-            for dtype in (torch.float32, torch.float64):
-                blocks.assert_blocks(quantize(x.to(dtype)), quantize(x), f"{dtype} {narrow}")
-    x = blocks.telling(torch.float32)[0]
-    blocks.assert_blocks(reference.quantize_rows(x.double()), reference.quantize_rows(x), "float64")
-
-
-def test_float64_beyond_float32() -> None:
-    """Numbers that no block can have are infinite, not cut off."""
-    x = torch.full((1, BLOCK), 1.0, dtype=torch.float64)
-    x[0, 7] = 448 * 2.0**120
-    assert reference.dequantize(reference.quantize_rows(x), torch.float64)[0, 7] == x[0, 7]
-    x[0, 7] = -torch.nextafter(x[0, 7], x.new_tensor(torch.inf))
-    assert reference.dequantize(reference.quantize_rows(x), torch.float64).isnan().all()
-
-
-@pytest.mark.parametrize("rows", [0, 1, 3])
-def test_few_rows_and_rows_that_lie_apart(rows: int) -> None:
-    (x,) = draw(rows, torch.float32, "cpu", (rows, 2 * BLOCK))
-    found = reference.quantize_rows(x)
-    assert found.values.shape == (rows, 2 * BLOCK) and found.exponents.shape == (2, rows)
-    assert reference.dequantize(found, torch.bfloat16).shape == x.shape
-    for layout in LAYOUTS:
-        blocks.assert_blocks(reference.quantize_rows(layout(x)), found, layout.__name__)
-    empty = reference.quantize_weight(x[:0])
-    assert empty.values.shape == (0, 2 * BLOCK) and empty.exponents.shape == (0, 2)
 
 
 def test_no_gradient_passes() -> None:
@@ -173,9 +97,6 @@ def test_a_mistake_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     function, edit = MISTAKES[name]
     planted = by_logarithm if "logarithm" in name else edited(getattr(reference, function), edit)
     monkeypatch.setattr(reference, function, planted)
-    for dtype in (torch.float32, torch.float64):
-        try:
+    with pytest.raises(AssertionError):
+        for dtype in (torch.float32, torch.float64):
             blocks.check(reference, dtype)
-        except AssertionError:
-            return
-    pytest.fail(f"{name}: nothing has noticed it")
