@@ -33,7 +33,6 @@ import test_matmul_reduce_scatter_kernel as scatters
 import test_norm_kernel as norms
 import test_pack_kernel as packs
 import test_quantize_kernel as quantizing
-import test_quantized_gathered_experts as quantized_experts
 import test_quantized_grouped_matmul_kernel as quantized_grouped
 import test_quantized_matmul_kernel as quantized_products
 import test_quantized_reductions as quantized_reductions
@@ -92,7 +91,7 @@ def norm(shape: Shape, watch: Watch) -> None:
         weights = row_checks.draw_norm(shape[1], shape[1], kind, FLOAT)
         row_checks.check_norm(kernel("norm"), x, weights, dy, dresidual, widest=widest)
         finish = Finish(weights.weight, row_checks.draw_dropout(*shape, 0.4), dresidual, weights)
-        norms.check_finish_norm(kernel("norm"), x, finish, dy, dresidual, widest=widest)
+        row_checks.check_finish_norm(kernel("norm"), x, finish, dy, dresidual, widest=widest)
 
 
 def rope(shape: Shape, watch: Watch) -> None:
@@ -216,8 +215,8 @@ def all_gather_quantized_matmul(shape: Shape, watch: Watch) -> None:
     tile = quantized_products.WIDE._replace(m=4)
     on_ranks(quantized_gathers.linear(2), 2, (shape[0], 1, 2), watch, tile=tile)
     on_ranks(quantized_gathers.derivative("silu", gated=True), 2, (shape[0], 1, 1), watch, tile=tile)
-    on_ranks(quantized_experts.grouped(), 2, (shape[0], 1, 2), watch, tile=tile)
-    on_ranks(quantized_experts.grouped(True, "own"), 2, (shape[0], 1, 1), watch, tile=tile)
+    on_ranks(experts.grouped_blocks(), 2, (shape[0], 1, 2), watch, tile=tile)
+    on_ranks(experts.grouped_blocks(True, "own"), 2, (shape[0], 1, 1), watch, tile=tile)
 
 
 def all_gather_grouped_matmul(shape: Shape, watch: Watch) -> None:

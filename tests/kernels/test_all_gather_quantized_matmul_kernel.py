@@ -1,7 +1,7 @@
 """all_gather_quantized_matmul equals its reference on processes and on virtual ranks, with every number of weights and
 epilogue, and both equal the numbers that blocks stand for. Each planted mistake is caught."""
 
-from collections.abc import Sequence
+from functools import partial
 
 import gemms
 import pytest
@@ -13,17 +13,8 @@ from turns import in_turns
 
 pytest.importorskip("triton")
 
-from tpformer.kernels.all_gather_quantized_matmul.kernel import (
-    all_gather_quantized_matmul,
-    all_gather_quantized_matmul_derivative,
-)
-from tpformer.kernels.all_gather_quantized_matmul.reference import (
-    all_gather_quantized_matmul_derivative_reference,
-    all_gather_quantized_matmul_reference,
-    check_operands,
-    packed_shard,
-    unpacked_shards,
-)
+from tpformer.kernels.all_gather_quantized_matmul import kernel
+from tpformer.kernels.all_gather_quantized_matmul import reference as formulas
 from tpformer.kernels.configurations import tile_names
 from tpformer.kernels.quantize import reference as quantize
 from tpformer.kernels.quantize.format import BLOCK, Blocks, shard_bytes
@@ -44,7 +35,7 @@ def quantised(x: dict[str, Tensor], ranks: int = 1) -> tuple[Tensor, list[Blocks
     """(the shards of rows "a", the blocks of weights "w0", ...) of so many ranks, quantised alike in every dtype."""
     rows = scaled(x["a"].double(), 1).chunk(ranks)
     weights = [quantize.quantize_weight(scaled(x[name].double(), BLOCK)) for name in x if name.startswith("w")]
-    return torch.cat([packed_shard(quantize.quantize_rows(each)) for each in rows]), weights
+    return torch.cat([formulas.packed_shard(quantize.quantize_rows(each)) for each in rows]), weights
 
 
 def gemm(make, launch, reference) -> gemms.Gemm:
@@ -64,12 +55,12 @@ def linear(weights: int, biased: bool = True, **options) -> gemms.Gemm:
     def launch(x, channel, tile):
         shard, blocks = quantised(x, channel.served)
         given = {"dtype": x["a"].dtype, "tile": tile, **options}
-        return all_gather_quantized_matmul(shard, blocks, channel, biases(x), **given)
+        return kernel.all_gather_quantized_matmul(shard, blocks, channel, biases(x), **given)
 
     def reference(xs):
         shards, blocks = zip(*map(quantised, xs), strict=True)
         added = [biases(x) for x in xs] if biased else None
-        return all_gather_quantized_matmul_reference(shards, blocks, added, dtype=xs[0]["a"].dtype)
+        return formulas.all_gather_quantized_matmul_reference(shards, blocks, added, dtype=xs[0]["a"].dtype)
 
     return gemm(make, launch, reference)
 
@@ -83,32 +74,33 @@ def derivative(activation: str | None, gated: bool) -> gemms.Gemm:
     def launch(x, channel, tile):
         shard, (weight,) = quantised(x, channel.served)
         given = shard, weight, channel, x["x"], activation, x.get("gate")
-        return all_gather_quantized_matmul_derivative(*given, tile=tile)
+        return kernel.all_gather_quantized_matmul_derivative(*given, tile=tile)
 
     def reference(xs):
         shards, blocks = zip(*map(quantised, xs), strict=True)
         columns = [[x.get(name) for x in xs] for name in ("x", "gate")]
         weights = [weight for (weight,) in blocks]
-        return all_gather_quantized_matmul_derivative_reference(shards, weights, columns[0], activation, columns[1])
+        return formulas.all_gather_quantized_matmul_derivative_reference(
+            shards, weights, columns[0], activation, columns[1]
+        )
 
     return gemm(make, launch, reference)
 
 
-def on_processes(gemm: gemms.Gemm, tile: gemms.Tile = TILE, sizes: Sequence = SHAPES) -> None:
-    gemms.run_on_processes(gemm, tile, sizes=sizes)
+on_processes = partial(gemms.run_on_processes, tile=TILE, sizes=SHAPES)
 
 
 @gemms.in_interpreter(2, *in_turns([4, 3, 1], first=3))
 def test_on_processes() -> None:
     on_processes(linear(3), sizes=SHAPES[:2])
-    on_processes(linear(1, biased=False), TMA_TILE, SHAPES[2:])
+    on_processes(linear(1, biased=False), tile=TMA_TILE, sizes=SHAPES[2:])
     on_processes(derivative("silu", gated=True), sizes=SHAPES[1:2])
 
 
 @gemms.in_interpreter(*in_turns([2]))
 def test_more_on_processes() -> None:
     on_processes(linear(2))
-    on_processes(derivative("silu", gated=True), TMA_TILE)
+    on_processes(derivative("silu", gated=True), tile=TMA_TILE)
     on_processes(derivative("gelu_tanh", gated=False))
     gemms.pushers_that_join(linear(2), TILE, SHAPES[1:2])
 
@@ -169,9 +161,9 @@ def test_shards_are_values_then_exponents() -> None:
     """In 129 bytes for 128 values, and up to 15 for a shard; they come back as they were, in memory of their own."""
     x = scaled(torch.randn(2 * 3, 2 * BLOCK, dtype=torch.float64), 1)
     parts = [quantize.quantize_rows(each) for each in x.chunk(2)]
-    shards = torch.cat([packed_shard(part) for part in parts])
+    shards = torch.cat([formulas.packed_shard(part) for part in parts])
     assert shards.shape == (2, shard_bytes(3, 2 * BLOCK)) and shards.shape[1] - 3 * 2 * (BLOCK + 1) == 10
-    values, exponents = unpacked_shards(shards, 2 * BLOCK)
+    values, exponents = formulas.unpacked_shards(shards, 2 * BLOCK)
     shards.zero_()
     assert torch.equal(quantize.dequantize(Blocks(values, exponents), torch.float64),
                        quantize.dequantize(quantize.quantize_rows(x), torch.float64))  # fmt: skip
@@ -180,7 +172,7 @@ def test_shards_are_values_then_exponents() -> None:
 
 def test_operands_that_do_not_fit_are_refused() -> None:
     a, weight = torch.randn(3, 2 * BLOCK), quantize.quantize_weight(torch.randn(BLOCK, 2 * BLOCK))
-    shard, given = packed_shard(quantize.quantize_rows(a)), {"dtype": torch.float32, "served": 1}
+    shard, given = formulas.packed_shard(quantize.quantize_rows(a)), {"dtype": torch.float32, "served": 1}
     bias = torch.ones(BLOCK)
     for words, operands in {
         "the shard is": (shard[:, :-16], [weight], None),
@@ -190,4 +182,4 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         "a bias": (shard, [weight], [bias.double()]),
     }.items():
         with pytest.raises(ValueError, match=words):
-            check_operands("a gather", shard, *operands, **given)
+            formulas.check_operands("a gather", shard, *operands, **given)

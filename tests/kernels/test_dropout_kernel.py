@@ -7,19 +7,9 @@ from functools import partial
 from importlib import import_module
 from types import ModuleType
 
+import row_checks
 import torch
-from row_checks import (
-    FAR,
-    FLOATS,
-    KEYS,
-    OF_KERNEL,
-    check_finished,
-    check_layouts,
-    draw,
-    draw_dropout,
-    dropped,
-    everywhere,
-)
+from row_checks import FLOATS, OF_KERNEL, check_finished, check_layouts, draw, draw_dropout, dropped, everywhere
 from testing import assert_kernel_close, poisoned_memory
 from torch import Tensor
 
@@ -77,19 +67,21 @@ def test_drops_what_the_words_say(module: ModuleType, device: str) -> None:
         with poisoned_memory():
             return module.dropout_apply(x.to(device), start.to(device), key, p).cpu()
 
-    keys = itertools.cycle(KEYS)
+    keys = itertools.cycle(row_checks.KEYS)
     for n, p in itertools.product(widths, PROBABILITIES):
         # in any order, and at a whole block or not
-        start = FAR + (3 if n % 4 else 0) + torch.arange(rows).flip(0) * n * 2**20
+        start = row_checks.FAR + (3 if n % 4 else 0) + torch.arange(rows).flip(0) * n * 2**20
         given = start, next(keys), p
         (x,) = draw(n, torch.float32, "cpu", (rows, n))
         expected = dropped(x, *given)
         x[expected == 0] = math.inf
         assert torch.equal(applied(x, *given), expected), (n, *given)
     zero = torch.zeros(1, dtype=torch.int64)
-    words = random_words(KEYS[-1], zero, 5)
+    words = random_words(row_checks.KEYS[-1], zero, 5)
     for limit in words[0].tolist():  # a word that equals the threshold is kept
-        assert torch.equal(applied(torch.ones(1, 5), zero, KEYS[-1], limit / 2**32) != 0, words >= limit), limit
+        assert torch.equal(applied(torch.ones(1, 5), zero, row_checks.KEYS[-1], limit / 2**32) != 0, words >= limit), (
+            limit
+        )
 
 
 @everywhere("dropout")
@@ -97,7 +89,9 @@ def test_takes_any_layout(module: ModuleType, device: str) -> None:
     """Also rows wider than a tile, and narrow numbers."""
     for dtype, n in ((torch.float32, 1100), (torch.float16, 5)):
         (x,) = draw(0, dtype, device, (3, n))
-        check_layouts(lambda x: module.dropout_apply(x, torch.arange(len(x), device=device) * 1100, KEYS[-1], 0.3), x)
+        check_layouts(
+            lambda x: module.dropout_apply(x, torch.arange(len(x), device=device) * 1100, row_checks.KEYS[-1], 0.3), x
+        )
 
 
 @everywhere("dropout", OF_KERNEL)

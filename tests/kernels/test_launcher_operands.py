@@ -40,17 +40,7 @@ PARTS |= {"launch_weight", "launch_dequantize", "launch_blocks", "launch_backwar
 PARTS |= {"launch_scatter", "launch_all_reduce"}
 # What references take from autograd or from an operation, which have compared it; their launchers refuse it still.
 COMPARED = {"norm_rebuilt", "norm_backward", "activation_backward", "finish_forward", "finish_norm_forward"}
-LAUNCH = {
-    "launch",
-    "launch_forward",
-    "launch_gather",
-    "launch_weight",
-    "launch_dequantize",
-    "launch_blocks",
-    "launch_backward_blocks",
-    "launch_scatter",
-    "launch_all_reduce",
-}
+LAUNCH = {"launch", *(name for name in PARTS if name.startswith("launch_"))}
 T, N = 4, 8
 VOCAB, TERMS = VocabSlice(0, N, 7), LossTerms()
 

@@ -5,18 +5,9 @@ from functools import partial
 from importlib import import_module
 from types import ModuleType
 
+import row_checks
 import torch
-from row_checks import (
-    FLOATS,
-    LAYOUTS,
-    OF_KERNEL,
-    check_finish_norm,
-    check_norm,
-    draw,
-    draw_dropout,
-    draw_norm,
-    everywhere,
-)
+from row_checks import FLOATS, LAYOUTS, OF_KERNEL, check_norm, draw, draw_dropout, draw_norm, everywhere
 from testing import assert_identical, poisoned_memory
 
 from tpformer.kernels.finish import Finish, Norm
@@ -68,7 +59,7 @@ def test_finishes_and_normalises(module: ModuleType, dtype: torch.dtype, device:
             norm, dropout = draw_norm(n, n, kind, dtype, device), draw_dropout(rows, n, 0.4, device)
             choices = list(itertools.product((None, bias), (None, dropout), (None, residual)))
             for parts in choices[-1:] if device == "cuda" else choices:
-                check_finish_norm(module, x, Finish(*parts, norm), dy, dz, **options)
+                row_checks.check_finish_norm(module, x, Finish(*parts, norm), dy, dz, **options)
 
 
 @everywhere("norm")

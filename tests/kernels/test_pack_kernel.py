@@ -17,21 +17,9 @@ from tpformer.kernels.activation import kernel as activations
 from tpformer.kernels.matmul.kernel import matmul_derivative
 from tpformer.kernels.norm import kernel as norms
 from tpformer.kernels.norm import reference as norm_reference
+from tpformer.kernels.pack import format as packing
 from tpformer.kernels.pack import kernel, reference
-from tpformer.kernels.pack.format import (
-    BASES,
-    BLOCK,
-    CODES,
-    ESCAPE,
-    ESCAPES,
-    GROUP,
-    RECORD,
-    SLOTS,
-    WINDOW,
-    ZERO,
-    Packed,
-    packed_bytes,
-)
+from tpformer.kernels.pack.format import BLOCK, GROUP, SLOTS, WINDOW, Packed
 from tpformer.kernels.pack.reference import pack_cost
 
 
@@ -87,13 +75,13 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 def test_reference_round_trips() -> None:
     """The values come back, or the counts say that they cannot; a tensor that overflowed has a NaN."""
     # 12 bits for each value, 8 for each block, 16 for each slot: 12.078125 bits for each value
-    assert 8 * RECORD == 12 * GROUP + 8 * GROUP // BLOCK + 16 * SLOTS == 12.078125 * GROUP
-    assert pack_cost(2 * GROUP + 1) == (0, 2 * (2 * GROUP + 1) + 3 * RECORD)
+    assert 8 * packing.RECORD == 12 * GROUP + 8 * GROUP // BLOCK + 16 * SLOTS == 12.078125 * GROUP
+    assert pack_cost(2 * GROUP + 1) == (0, 2 * (2 * GROUP + 1) + 3 * packing.RECORD)
     for name, x in mixes().items():
         with poisoned_memory():
             packed, counts = reference.pack(x)
             back = reference.unpack(packed)
-        assert packed.buffer.nbytes == packed_bytes(x.numel()) and packed.shape == x.shape
+        assert packed.buffer.nbytes == packing.packed_bytes(x.numel()) and packed.shape == x.shape
         overflowed = bool((counts > SLOTS).any())
         assert overflowed == (name in ("all exponents", "every pattern, shuffled")), name
         if overflowed:
@@ -184,7 +172,8 @@ def test_the_example_of_the_format():
     x = torch.ones(GROUP, dtype=torch.bfloat16)
     x[:5] = torch.tensor([1000, 3, -0.75, 0, 2.0**-20])
     record = reference.pack(x)[0].buffer[0]
-    codes = [code for byte in record[CODES : CODES + 3].tolist() for code in (byte & 15, byte >> 4)]
-    assert codes == [ESCAPE, 4, 6, ZERO, ESCAPE, 5] and record[:6].tolist() == [0, 64, 192, 0, 1, 0]
-    assert record[BASES] == 132 and torch.equal(record[ESCAPES : ESCAPES + 4].view(torch.bfloat16), x[[0, 4]])
-    assert RECORD == 16384 + 8192 + 64 + 96 and f"{8 * RECORD / GROUP:.2f}" == "12.08"
+    codes = [code for byte in record[packing.CODES : packing.CODES + 3].tolist() for code in (byte & 15, byte >> 4)]
+    assert codes == [packing.ESCAPE, 4, 6, packing.ZERO, packing.ESCAPE, 5]
+    assert record[:6].tolist() == [0, 64, 192, 0, 1, 0] and record[packing.BASES] == 132
+    assert torch.equal(record[packing.ESCAPES :][:4].view(torch.bfloat16), x[[0, 4]])
+    assert packing.RECORD == 16384 + 8192 + 64 + 96 and f"{8 * packing.RECORD / GROUP:.2f}" == "12.08"
