@@ -8,7 +8,7 @@ import pytest
 import row_checks
 import torch
 import torch.nn.functional as F
-from row_checks import FLOATS, OF_KERNEL, ONCE, check_layouts, everywhere, with_gradients
+from row_checks import FLOATS, ONCE, everywhere, with_gradients
 from testing import assert_kernel_close, poisoned_memory
 from torch import Tensor
 
@@ -109,24 +109,6 @@ def test_no_activation_is_the_identity(module: ModuleType, device: str) -> None:
     x, _, da = draw((2, 3), torch.float32, device)
     assert module.activation_forward(x, None) is x
     assert module.activation_backward(da, x, None) == (da, None, x)
-
-
-@everywhere("activation", OF_KERNEL)
-def test_takes_any_layout(module: ModuleType, device: str) -> None:
-    x, gate, da = draw((5, 6), torch.float32, device)
-    for name in ACTIVATIONS:
-        check_layouts(lambda x, name=name: module.activation_forward(x, name), x)
-        check_layouts(
-            lambda da, x, gate, name=name: module.activation_backward(da.clone(), x, name, gate), da, x, gate
-        )  # fmt: skip
-
-
-@everywhere("activation")
-def test_nans_stay(module: ModuleType, device: str) -> None:
-    x = torch.full((5, 2), float("nan"), device=device)
-    for name in ACTIVATIONS:
-        results = (module.activation_forward(x, name), *module.activation_backward(x.clone(), x, name)[::2])
-        assert all(y.isnan().all() for y in results)
 
 
 @pytest.mark.gpu
