@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shards import Here, Tensors, leaves, make, on_device
-from testing import assert_identical, assert_kernel_close, assert_same, on_every_rank
+from testing import assert_identical, assert_kernel_close, assert_same, fails_on_a_rank, on_every_rank
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -265,19 +265,9 @@ def test_mutants_are_noticed() -> None:
     module = sys.modules["tpformer.ops.exchanged_experts"]
     for name, (mutant, case) in MUTANTS.items():
         with mock.patch.object(module, name.strip(), mutant):
-            assert noticed(case), mutant
+            assert fails_on_a_rank(partial(check, case)), mutant
     with mock.patch.object(Balance, "groups", ()):
-        assert noticed(Case()), "groups"
-
-
-def noticed(case: Case) -> bool:
-    """Whether the check of any rank fails."""
-    failed = torch.zeros(1)
-    try:
-        check(case)
-    except AssertionError:
-        failed += 1
-    return bool(all_reduce(failed, dist.group.WORLD))
+        assert fails_on_a_rank(partial(check, Case())), "groups"
 
 
 def left_out(self: RowExchange, rows: Tensor) -> Tensor:
@@ -348,28 +338,33 @@ def test_one_rank_has_the_bits_of_experts(given: bool, autocast: bool) -> None:
     assert_identical(found[1:], [found[0]] * 2)
 
 
-def test_a_token_goes_once_to_a_rank_that_has_several_of_its_experts() -> None:
-    """On fake tensors as many as on average: of 8 experts of 128 on 8 ranks, two thirds of the rows travel."""
-    tokens, k, n_experts, hidden, ranks = 4096, 8, 128, 2048, 8
-    with fake_world(3, ranks), FakeTensorMode():
+FAKE_RANKS, FAKE_HIDDEN = 8, 2048
+FAKE_SLOTS = 4096 * 8  # tokens, and experts of each
+FAKE_ROWS = FAKE_RANKS * round(4096 * share_of_rank(8, 128, FAKE_RANKS))  # that travel on average
+
+
+def bytes_sent(**options: Any) -> list[int]:
+    """By one of 8 ranks, in a forward and its backward on fake tensors, which go where they go on average."""
+    with fake_world(3, FAKE_RANKS), FakeTensorMode():
         x, router, gate_up, down = (
             torch.empty(*shape, dtype=torch.bfloat16, requires_grad=True)
-            for shape in ((tokens, hidden), (n_experts, hidden), (16, 1536, hidden), (16, hidden, 768))
+            for shape in ((4096, FAKE_HIDDEN), (128, FAKE_HIDDEN), (16, 1536, FAKE_HIDDEN), (16, FAKE_HIDDEN, 768))
         )
-        found = []
-        for once_a_rank in (True, False):
-            with record_collectives() as calls:
-                y, _ = ops.exchanged_experts(
-                    x, ops.ExpertWeights(gate_up, down), router_weight=router, router=ops.Router(ops.Policy(k)),
-                    n_experts=n_experts, activation="silu", group=dist.group.WORLD, once_a_rank=once_a_rank,
-                )  # fmt: skip
-                y.sum().backward()
-            found.append([nbytes for _, nbytes in calls])
-    slots, whole = tokens * k * 4, tokens * k * hidden * 2
-    fewer = ranks * round(tokens * share_of_rank(k, n_experts, ranks)) * hidden * 2
-    assert round(fewer / whole, 2) == 0.67
-    for calls, rows in zip(found, (fewer, whole), strict=True):
-        assert calls == [16 * ranks, 2 * slots, *[rows] * 5, slots]
+        with record_collectives() as calls:
+            y, _ = ops.exchanged_experts(
+                x, ops.ExpertWeights(gate_up, down), router_weight=router, router=ops.Router(ops.Policy(8)),
+                n_experts=128, activation="silu", group=dist.group.WORLD, **options,
+            )  # fmt: skip
+            y.sum().backward()
+    return [nbytes for _, nbytes in calls]
+
+
+def test_a_token_goes_once_to_a_rank_that_has_several_of_its_experts() -> None:
+    """Of 8 experts of 128 on 8 ranks, two thirds of the rows travel."""
+    assert round(FAKE_ROWS / FAKE_SLOTS, 2) == 0.67
+    for once_a_rank, rows in ((True, FAKE_ROWS), (False, FAKE_SLOTS)):
+        sent = [16 * FAKE_RANKS, 8 * FAKE_SLOTS, *[2 * rows * FAKE_HIDDEN] * 5, 4 * FAKE_SLOTS]
+        assert bytes_sent(once_a_rank=once_a_rank) == sent
     sets = [*combinations(range(8), 3)]
     trips = [len({expert // 2 for expert in each}) for each in sets]
     assert_same(4 * share_of_rank(3, 8, 4), sum(trips) / len(sets))

@@ -1,6 +1,8 @@
 """Offloading keeps every bit of the gradients, copies each storage once and no parameter, and fetches ahead."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -106,20 +108,24 @@ def test_a_layer_fetches_the_one_before_and_gives_device_memory_back(log):
     assert offload._last.before is None and not offload._last.storages  # nothing of a finished step is held
 
 
+def gpt(n_layers: int, **options) -> tuple[GPT, list[Tensor], Callable]:
+    """A GPT that keeps its activations in this way, its gradients, and its evaluation."""
+    config = GPTConfig(vocab_size=40, seq_length=64, n_layers=n_layers, hidden_size=64, n_heads=4, dropout=0.1)
+    model, ids = kept(GPT, config, **options), torch.randint(40, (64, 64), generator=torch.Generator().manual_seed(0))
+    run = partial(model, ids, sample_index=torch.arange(64), step=1)
+    run(targets=ids).backward()
+    return model, [p.grad for p in model.parameters()], torch.no_grad()(run)
+
+
 def test_gpt_with_offload_and_recomputed_layers(log):
     """A residual has 1 MiB, enough for the default threshold. A layer offloads 2 residuals, q, k, v, o and fc1's
     output, which a recomputed MLP does not keep. Evaluation offloads nothing."""
-    config = GPTConfig(vocab_size=40, seq_length=64, n_layers=3, hidden_size=64, n_heads=4, dropout=0.1)
-    ids = torch.randint(40, (64, 64), generator=torch.Generator().manual_seed(0))
-    gradients = []
-    for options, count in (({}, 0), ({"offload_activations": True, "recompute": "mlp", "recompute_layers": "1:"}, 19)):
-        model = kept(GPT, config, **options)
-        model(ids, targets=ids, sample_index=torch.arange(64), step=1).backward()
-        gradients.append([p.grad for p in model.parameters()])
-        assert len(log.storages) == count
-    assert_identical(*gradients)
-    with torch.no_grad():
-        model(ids, sample_index=torch.arange(64), step=1)
+    _, plain, _ = gpt(3)
+    assert not log.storages
+    _, found, evaluate = gpt(3, offload_activations=True, recompute="mlp", recompute_layers="1:")
+    assert_identical(found, plain)
+    assert len(log.storages) == 19
+    evaluate()
     assert len(log.storages) == 19
 
 
@@ -147,16 +153,10 @@ def test_some_layers_offload_and_others_keep(log):
     "1*offload,1*mlp,1*offload+full,1*keep", *in_turns(["2*full,1*keep,1*offload", "4*offload+mlp"], first=0)
 ])  # fmt: skip
 def test_any_way_of_each_layer_gives_the_same_bits(text, log):
-    config = GPTConfig(vocab_size=40, seq_length=64, n_layers=4, hidden_size=64, n_heads=4, dropout=0.1)
-    ids = torch.randint(40, (64, 64), generator=torch.Generator().manual_seed(0))
-    gradients = []
-    for options in ({}, {"keep": text}):
-        model = kept(GPT, config, **options)
-        model(ids, targets=ids, sample_index=torch.arange(64), step=1).backward()
-        gradients.append([p.grad for p in model.parameters()])
+    (model, found, _), (_, plain, _) = gpt(4, keep=text), gpt(4)
     ways = [layer.keep.recompute for layer in model.layers.values()]
     assert ways == [way.recompute for way in kept_layers(4, keep=text)] and log.storages
-    assert_identical(*gradients)
+    assert_identical(found, plain)
 
 
 @pytest.mark.gpu

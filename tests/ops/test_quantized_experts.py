@@ -8,37 +8,23 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import shards
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from opened import opened
 from pool import WorkerPool
-from shards import (
-    Here,
-    check,
-    inputs_of,
-    leaves,
-    mine_of,
-    on_device,
-    on_ranks,
-    on_transport,
-    upstream_of,
-    with_gradients,
-)
-from test_quantized_op import PIPELINED, SEQUENTIAL, own_exponents, recipe, sent_as_blocks, unpacked_rows
+from shards import Here, check, inputs_of, mine_of, on_device, on_ranks, on_transport, plain
+from test_exchanged_experts import FAKE_HIDDEN, FAKE_RANKS, FAKE_ROWS, FAKE_SLOTS, bytes_sent
+from test_quantized_op import PIPELINED, SEQUENTIAL, blocks_of, own_exponents, recipe, sent_as_blocks, unpacked_rows
 from testing import assert_kernel_close, differ_on_a_rank, on_every_rank
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from checks.quantized_blocks import digests
 from tpformer import ops
-from tpformer.distributed import record_collectives
 from tpformer.kernels.quantize.format import Blocks
-from tpformer.ops.row_exchange import share_of_rank
 from tpformer.ops.transports import quantized
-from tpformer.ops.transports.quantized import BLOCKS, Quantized, record_blocks
+from tpformer.ops.transports.quantized import BLOCKS, Quantized
 from tpformer.ops.transports.sequential import local
-from tpformer.planner.dry_run import fake_world
 
 HIDDEN, WIDTH, CHOSEN = 256, 128, 2
 EXPERTS, EMPTY, ONE_ROW = 4, 2, 1  # of EMPTY no token is, and of ONE_ROW the last one alone
@@ -132,17 +118,14 @@ def test_bfloat16_has_the_error_of_the_recipe(ranks: WorkerPool) -> None:
     check(partial(ranks(2).run, on_transport, SEQUENTIAL), [Experts(2, 8)], torch.bfloat16)
 
 
-def exchanged(case: Experts, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def results_of(case: Experts, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """This rank's outputs and gradients."""
-    inputs = leaves(mine_of(inputs_of(case, dtype), case.inputs()))
-    return with_gradients(inputs, case.ours(dist.group.WORLD, **inputs), mine_of(upstream_of(case), case.outputs()))
+    return on_ranks([case], dtype)[0][0]
 
 
 def expected(case: Experts, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """This rank's part of what plain torch makes of all tokens."""
-    inputs = leaves(inputs_of(case, dtype))
-    found = with_gradients(inputs, case.plain(**inputs), upstream_of(case))
-    places = case.inputs() | case.outputs()
+    found, places = plain(case, dtype), case.inputs() | case.outputs()
     return mine_of(found, {name: places[name.removeprefix("d")] for name in found})
 
 
@@ -150,7 +133,7 @@ def expected(case: Experts, dtype: torch.dtype = torch.float64) -> dict[str, Ten
 def test_ranks_that_exchange_tokens_compute_the_recipe() -> None:
     for tokens in (1, 3, 33):
         case = Experts(dist.get_world_size(), tokens, exchange=True, drop=tokens == 3)
-        assert not differ_on_a_rank(exchanged(case), expected(case)), case
+        assert not differ_on_a_rank(results_of(case), expected(case)), case
 
 
 @pytest.mark.gpu
@@ -160,25 +143,15 @@ def test_on_a_gpu() -> None:
     dtype = torch.bfloat16
     for case in (Experts(2, 8, exchange=True), Experts(2, 8, shared=True)):
         with mock.patch.object(Here, "transport", SEQUENTIAL):
-            found = on_device("cuda:0", exchanged, case, dtype)
-        oracle, plain = expected(case), expected(case, dtype)
+            found = on_device("cuda:0", results_of, case, dtype)
+        oracle, baseline = expected(case), expected(case, dtype)
         for name, x in found.items():
-            assert_kernel_close(x, oracle[name], plain[name], f"{name} of {case}")
-
-
-def blocks_of(*some: Experts) -> list[frozenset[bytes]]:
-    """What this rank quantises in each case, forward and backward."""
-    found = []
-    for case in some:
-        with record_blocks() as made:
-            exchanged(case) if case.exchange else on_ranks([case], torch.float64)
-        found.append(digests(made))
-    return found
+            assert_kernel_close(x, oracle[name], baseline[name], f"{name} of {case}")
 
 
 def test_ranks_quantise_the_blocks_of_one_process(ranks: WorkerPool) -> None:
     def joined(t: int, transport: str, *some: Experts) -> list[frozenset[bytes]]:
-        by_rank = ranks(t).run(on_transport, transport, blocks_of, *some)
+        by_rank = ranks(t).run(on_transport, transport, blocks_of, some, torch.float64)
         return [frozenset().union(*each) for each in zip(*by_rank, strict=True)]
 
     one = joined(1, SEQUENTIAL, Experts(1, 12), Experts(1, 12))
@@ -226,33 +199,16 @@ def test_what_is_quantised_otherwise_is_noticed() -> None:
     made["x"] *= 2.0 ** torch.arange(8)[:, None]
     made["gate_up"] *= 2.0 ** torch.arange(EXPERTS)[:, None, None]
     made["down"] *= 2.0 ** torch.arange(EXPERTS)[:, None, None]
-    places = case.inputs() | case.outputs()
-    inputs = leaves(made)
-    whole = with_gradients(inputs, case.plain(**inputs), upstream_of(case))
-    wanted = mine_of(whole, {name: places[name.removeprefix("d")] for name in whole})
-    for name, mistake in MISTAKES.items():
-        own = leaves(mine_of(made, case.inputs()))
-        with mock.patch.object(*mistake), mock.patch.object(Here, "transport", SEQUENTIAL):
-            upstream = mine_of(upstream_of(case), case.outputs())
-            found = with_gradients(own, case.ours(dist.group.WORLD, **own), upstream)
-        assert differ_on_a_rank(found, wanted) == (name != "right"), name
+    with mock.patch.object(shards, "inputs_of", lambda *_: made), mock.patch.object(Here, "transport", SEQUENTIAL):
+        wanted = expected(case)
+        for name, mistake in MISTAKES.items():
+            with mock.patch.object(*mistake):
+                found = results_of(case)
+            assert differ_on_a_rank(found, wanted) == (name != "right"), name
 
 
 def test_rows_travel_as_blocks_to_their_experts_and_home_in_16_bits() -> None:
-    """On fake tensors, which go where they go on average: 129 / 256 of the bytes out, all of them back."""
-    tokens, k, n_experts, hidden, ranks = 4096, 8, 128, 2048, 8
-    with fake_world(3, ranks), FakeTensorMode():
-        x, router, gate_up, down = (
-            torch.empty(*shape, dtype=torch.bfloat16, requires_grad=True)
-            for shape in ((tokens, hidden), (n_experts, hidden), (16, 1536, hidden), (16, hidden, 768))
-        )
-        with record_collectives() as calls:
-            y, _ = ops.exchanged_experts(
-                x, ops.ExpertWeights(gate_up, down), router_weight=router, router=ops.Router(ops.Policy(k)),
-                n_experts=n_experts, activation="silu", group=dist.group.WORLD, transport=local(BLOCKS),
-            )  # fmt: skip
-            y.sum().backward()
-    rows, slots = ranks * round(tokens * share_of_rank(k, n_experts, ranks)), tokens * k * 4
-    out, home = rows * hidden // 128 * 129, rows * hidden * 2
-    assert [nbytes for _, nbytes in calls] == [16 * ranks, 2 * slots, out, home, out, out, home, slots]
-    assert out / home == 129 / 256
+    """129 / 256 of the bytes out, all of them back."""
+    home, slots = 2 * FAKE_ROWS * FAKE_HIDDEN, 4 * FAKE_SLOTS
+    out = home // 256 * 129
+    assert bytes_sent(transport=local(BLOCKS)) == [16 * FAKE_RANKS, 2 * slots, out, home, out, out, home, slots]

@@ -1,20 +1,21 @@
 """Linears in FP8 compute the recipe of docs/fp8.md on any number of ranks, from the same blocks, and gather 129 bytes
 for 128 values. The recipe here has a quantiser of its own, which looks numbers up in the list of all that e4m3 has."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import product
 from typing import Any
 from unittest import mock
 
 import pytest
+import shards
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from linears import Column, Row
 from opened import opened
 from pool import WorkerPool
-from shards import Here, check, inputs_of, leaves, make, on_ranks, on_transport, with_gradients
+from shards import Case, Here, check, inputs_of, on_ranks, on_transport, plain
 from testing import differ_on_a_rank, on_every_rank
 from torch import Tensor
 
@@ -145,21 +146,21 @@ def whole(t: int) -> list[Fp8Column | Fp8Row]:
     ]
 
 
-def blocks_of(t: int) -> list[frozenset[bytes]]:
+def blocks_of(cases: Sequence[Case], dtype: torch.dtype) -> list[frozenset[bytes]]:
     """What this rank quantises in each case, forward and backward."""
     found = []
-    for case in whole(t):
+    for case in cases:
         with record_blocks() as made:
-            on_ranks([case], torch.float64)
+            on_ranks([case], dtype)
         found.append(digests(made))
     return found
 
 
 def test_ranks_quantise_the_blocks_of_one_process(ranks: WorkerPool) -> None:
-    (one,) = ranks(1).run(on_transport, SEQUENTIAL, blocks_of, 1)
+    (one,) = ranks(1).run(on_transport, SEQUENTIAL, blocks_of, whole(1), torch.float64)
     assert all(len(blocks) > 60 for blocks in one)
     for t, transport in product((2, 4), (SEQUENTIAL, PIPELINED)):
-        by_rank = ranks(t).run(on_transport, transport, blocks_of, t)
+        by_rank = ranks(t).run(on_transport, transport, blocks_of, whole(t), torch.float64)
         assert [frozenset().union(*some) for some in zip(*by_rank, strict=True)] == one
 
 
@@ -268,15 +269,9 @@ def test_what_is_quantised_otherwise_is_noticed() -> None:
     sizes = 2.0 ** torch.arange(-64, 64, dtype=torch.float64)[:, None]
     made = inputs_of(case, torch.float64)
     made["x"] *= sizes
-    expected = found(case, made, lambda x, **given: case.plain(x, **given))
-    for name, mistake in MISTAKES.items():
-        with mock.patch.object(*mistake), mock.patch.object(Here, "transport", SEQUENTIAL):
-            results = found(case, made, partial(case.ours, dist.group.WORLD))
-        assert differ_on_a_rank(results, expected) == (name != "right"), name
-
-
-def found(case: Fp8Row, made: dict[str, Tensor], operation: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The outputs of an operation and the gradients of its inputs."""
-    inputs = leaves(made)
-    dy = make(1, torch.float64, y=(128, 128))
-    return with_gradients(inputs, operation(**inputs), dy)
+    with mock.patch.object(shards, "inputs_of", lambda *_: made), mock.patch.object(Here, "transport", SEQUENTIAL):
+        expected = plain(case, torch.float64)
+        for name, mistake in MISTAKES.items():
+            with mock.patch.object(*mistake):
+                ((found, _),) = on_ranks([case], torch.float64)
+            assert differ_on_a_rank(found, expected) == (name != "right"), name
