@@ -268,20 +268,21 @@ def test_the_drawing_has_every_loss_and_every_difference(tmp_path: Path) -> None
     assert len(set(heights[4:])) == 1, "no difference in float32"
 
 
-# a part of the matrix, in float64 and in fewer steps than the bench takes; bench/results/ has the whole
-MATRIX = f"""
+# a part of some matrices, in float64 and in fewer steps than the bench takes; bench/results/ has the whole
+PROGRAM = f"""
 import sys
 from pathlib import Path
 from harness.runner import main
 from checks import layouts
-part = int(sys.argv[2])
-for name in ("CASES", "MOE_CASES", "CONTEXT_CASES", "EXCHANGE_CASES", "BFLOAT16_CASES", "BFLOAT16_MOE_CASES"):
-    setattr(layouts, name, getattr(layouts, name)[part::{PARTS}])
+folder, part, options, *names = sys.argv[1:]
+for name in names:
+    setattr(layouts, name, getattr(layouts, name)[int(part)::{PARTS}])
 alone, *curves = layouts.CURVES.items()
-layouts.CURVES = dict([alone, curves[part % len(curves)]])
-layouts.STEPS, layouts.CURVE_STEPS, layouts.COMPARED = {STEPS}, {CURVE_STEPS}, ("float64",)
-sys.exit(main(["layouts"], [layouts.BENCH], Path(sys.argv[1])))
+layouts.CURVES = dict([alone, curves[int(part) % len(curves)]])
+layouts.STEPS, layouts.CURVE_STEPS, layouts.FP8_STEPS, layouts.COMPARED = {STEPS}, {CURVE_STEPS}, 2, ("float64",)
+sys.exit(main(["layouts", *options.split()], [layouts.BENCH], Path(folder)))
 """
+MATRICES = ("CASES", "MOE_CASES", "CONTEXT_CASES", "EXCHANGE_CASES", "BFLOAT16_CASES", "BFLOAT16_MOE_CASES")
 
 
 def test_few_layouts_in_fp8(ranks: WorkerPool, tmp_path: Path) -> None:
@@ -307,25 +308,11 @@ def test_few_layouts_in_fp8(ranks: WorkerPool, tmp_path: Path) -> None:
         assert row["ok"] and row["quantized"]["blocks"] > 5000, row
 
 
-# a part of the layouts in FP8, likewise in float64 alone
-IN_FP8 = f"""
-import sys
-from pathlib import Path
-from harness.runner import main
-from checks import layouts
-part = int(sys.argv[2])
-for name in ("FP8_CASES", "FP8_EXPERTS_CASES"):
-    setattr(layouts, name, getattr(layouts, name)[part::{PARTS}])
-layouts.FP8_STEPS, layouts.COMPARED = 2, ("float64",)
-sys.exit(main(["layouts", "--fp8"], [layouts.BENCH], Path(sys.argv[1])))
-"""
-
-
 @pytest.mark.alone
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", in_parts())
 def test_every_block_of_layouts_in_fp8(tmp_path: Path, part: int) -> None:
-    printed = python("-c", IN_FP8, tmp_path, part)
+    printed = python("-c", PROGRAM, tmp_path, part, "--fp8", "FP8_CASES", "FP8_EXPERTS_CASES")
     cases = [*layouts.FP8_CASES[part::PARTS], *layouts.FP8_EXPERTS_CASES[part::PARTS]]
     assert f"all {len(cases)} layouts are the run of one process" in printed
     hashes = [
@@ -335,24 +322,12 @@ def test_every_block_of_layouts_in_fp8(tmp_path: Path, part: int) -> None:
     assert [len(found) for found in hashes] == numbers and all(a == b for found in hashes for a, b in found), printed
 
 
-# a part of the layouts by Muon, likewise
-BY_MUON = f"""
-import sys
-from pathlib import Path
-from harness.runner import main
-from checks import layouts
-layouts.MUON_CASES = layouts.MUON_CASES[int(sys.argv[2])::{PARTS}]
-layouts.STEPS, layouts.COMPARED = {STEPS}, ("float64",)
-sys.exit(main(["layouts", "--muon"], [layouts.BENCH], Path(sys.argv[1])))
-"""
-
-
 @pytest.mark.alone
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", in_parts())
 def test_layouts_by_muon(tmp_path: Path, part: int) -> None:
     """They train as one process does, and send the bytes of the formula."""
-    printed = python("-c", BY_MUON, tmp_path, part)
+    printed = python("-c", PROGRAM, tmp_path, part, "--muon", "MUON_CASES")
     assert f"all {len(layouts.MUON_CASES[part::PARTS])} layouts are the run of one process" in printed
 
 
@@ -360,11 +335,10 @@ def test_layouts_by_muon(tmp_path: Path, part: int) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", in_parts())
 def test_the_matrix(tmp_path: Path, part: int) -> None:
-    python("-c", MATRIX, tmp_path, part)
+    python("-c", PROGRAM, tmp_path, part, "", *MATRICES)
     result = json.loads((tmp_path / "cpu" / "layouts.json").read_text())
-    matrix = layouts.CASES, layouts.MOE_CASES, layouts.CONTEXT_CASES, layouts.EXCHANGE_CASES
-    rows = [each for cases in matrix for each in cases[part::PARTS]]
-    low = [*layouts.BFLOAT16_CASES[part::PARTS], *layouts.BFLOAT16_MOE_CASES[part::PARTS]]
+    cases = [getattr(layouts, name)[part::PARTS] for name in MATRICES]
+    rows, low = sum(cases[:4], ()), sum(cases[4:], ())
     assert [row["layout"] for row in result["rows"]] == [*map(str, rows)] and all(row["ok"] for row in result["rows"])
     assert [row["layout"] for row in result["bfloat16"]] == [*map(str, low)]
     losses = result["curves"]["losses"]

@@ -51,18 +51,15 @@ def plant(name: str) -> ExitStack:
     def norms(self, *arguments, **options):
         return self.over_replicas(gradient_norms(self, *arguments, **options).square()).sqrt()
 
+    def taking(**wrong):
+        return mock.patch.object(Fragment, "take", lambda self, found, **right: take(self, found, **right | wrong))
+
     gradient_norms = ModelParts.gradient_norms
     planted = {
         "the sign of delta": mock.patch.object(Held, "moved", lambda self: -moved(self)),
-        "no outer momentum": mock.patch.object(
-            Fragment, "take", lambda self, found, **options: take(self, found, **{**options, "momentum": 0.0})
-        ),
-        "the outer rate": mock.patch.object(
-            Fragment, "take", lambda self, found, **options: take(self, found, **{**options, "lr": 1.0})
-        ),
-        "all of the replica's own is given up": mock.patch.object(
-            Fragment, "take", lambda self, found, **options: take(self, found, **{**options, "mix": 0.0})
-        ),
+        "no outer momentum": taking(momentum=0.0),
+        "the outer rate": taking(lr=1.0),
+        "all of the replica's own is given up": taking(mix=0.0),
         "targets of all replicas": mock.patch.object(ModelParts, "_total", over_replicas),
         "the norm of all replicas": mock.patch.object(ModelParts, "gradient_norms", norms),
         "buffers stay apart": mock.patch.object(
