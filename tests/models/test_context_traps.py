@@ -28,6 +28,7 @@ from context import (
     tensors,
     whole,
 )
+from planted import Mistake, Patch, changed, instead, wrapped
 from pool import WorkerPool
 from small_runs import build, run_config
 from testing import differ_on_a_rank
@@ -49,8 +50,6 @@ from tpformer.training.step import train_step
 
 # the modules of these functions
 context_attention, route = (import_module(f"tpformer.ops.{name}") for name in ("context_attention", "route"))
-Patch = pytest.MonkeyPatch
-Mistake = Callable[[Patch], None]
 
 
 class Check(NamedTuple):
@@ -144,12 +143,6 @@ CHECKS: dict[str, Callable[[], Check]] = {
 }
 
 
-def wrapped(patch: Patch, where: Any, name: str, change: Callable[[Any], Any]) -> None:
-    """The function `name` of a module or class, with its result changed."""
-    before = getattr(where, name)
-    patch.setattr(where, name, lambda *args, **options: change(before(*args, **options)))
-
-
 def targets_shifted_after_the_cut(patch: Patch) -> None:
     embed, head, inputs = GPT._embed, GPT._head, list[Tensor]()
 
@@ -166,92 +159,44 @@ def targets_shifted_after_the_cut(patch: Patch) -> None:
     patch.setattr(GPT, "_head", shifted)
 
 
-def positions_counted_locally(patch: Patch) -> None:
-    patch.setattr(Positions, "flat_ids", lambda self, device: torch.arange(self.seq_length).repeat(self.batch))
+def starts_of_local_rows(samples: Tensor, length: int, hidden: int, rows: slice) -> Tensor:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    places = torch.zeros(len(samples), length, dtype=torch.int64)
+    places[:, ops.own_tokens(length, size, rank)] = torch.arange(length // size)
+    return ((samples[:, None] * length + places) * hidden).reshape(-1)
 
 
-def dropout_by_local_row(patch: Patch) -> None:
-    def starts(samples: Tensor, length: int, hidden: int, rows: slice) -> Tensor:
-        size, rank = dist.get_world_size(), dist.get_rank()
-        places = torch.zeros(len(samples), length, dtype=torch.int64)
-        places[:, ops.own_tokens(length, size, rank)] = torch.arange(length // size)
-        return ((samples[:, None] * length + places) * hidden).reshape(-1)
-
-    patch.setattr(dropout.ops, "dropout_starts", starts)
+def first_positions(self: PositionEmbedding, x: Tensor, positions: Positions) -> Tensor:
+    return x + self.weight[: positions.seq_length].repeat(positions.batch, 1)
 
 
-def loss_of_own_tokens(patch: Patch) -> None:
-    patch.setattr(gpt, "over_context", lambda total, tp: total)
+def aligned_with_the_first_key(segment: Any, window: Any, device: Any) -> list:
+    return [flash.Call(segment.rows, slice(segment.first, segment.end), True)]
 
 
-def loss_times_ranks(patch: Patch) -> None:
-    wrapped(patch, gpt, "over_context", lambda total: total * dist.get_world_size())
-
-
-def key_gradients_summed_twice(patch: Patch) -> None:
-    wrapped(patch, context_attention, "start_scatter_sum", lambda wait: lambda: 2 * wait())
-
-
-def last_piece_without_a_merge(patch: Patch) -> None:
-    patch.setattr(flash, "_merged", lambda found: found[-1])
-
-
-def mask_aligned_with_the_first_key(patch: Patch) -> None:
-    def calls(segment: Any, window: Any, device: Any) -> list:
-        return [flash.Call(segment.rows, slice(segment.first, segment.end), True)]
-
-    patch.setattr(flash, "_calls", calls)
-
-
-def log_sum_exp_of_a_piece(patch: Patch) -> None:
-    before = flash._merged
-    patch.setattr(flash, "_merged", lambda found: (before(found)[0], found[-1][1]))
-
-
-def log_sum_exp_by_rows(patch: Patch) -> None:
-    before = context_attention.attend_backward
-
+def log_sum_exp_by_rows(right: Callable) -> Callable:
     def backward(dout: Tensor, q: Tensor, *more: Any) -> None:
         *forward, lse, dq, dk, dv = more
-        before(dout, q, *forward, lse.t().contiguous(), dq, dk, dv)
+        right(dout, q, *forward, lse.t().contiguous(), dq, dk, dv)
 
-    patch.setattr(context_attention, "attend_backward", backward)
-
-
-def documents_cut_at_chunks(patch: Patch) -> None:
-    wrapped(patch, of_ranks, "segments", lambda found: [s._replace(first=s.position) for s in found])
+    return backward
 
 
-def window_of_own_chunk(patch: Patch) -> None:
-    before = of_ranks.segments
-
+def within_own_chunk(right: Callable) -> Callable:
     def own(starts: list, seq: int, size: int, rank: int) -> list:
         chunk = seq // (2 * size)
-        return [s._replace(first=max(s.first, s.position // chunk * chunk)) for s in before(starts, seq, size, rank)]
+        return [s._replace(first=max(s.first, s.position // chunk * chunk)) for s in right(starts, seq, size, rank)]
 
-    patch.setattr(of_ranks, "segments", own)
-
-
-def second_half_alone(patch: Patch) -> None:
-    wrapped(patch, of_ranks, "within", lambda found: [s._replace(earlier=0) for s in found])
+    return own
 
 
-def second_half_in_the_order_of_ranks(patch: Patch) -> None:
-    patch.setattr(
-        context_attention, "chunk_owners", lambda size: [*product(range(size), (0,)), *product(range(size), (1,))]
-    )
-
-
-def first_learned_positions(patch: Patch) -> None:
-    def forward(self: PositionEmbedding, x: Tensor, positions: Positions) -> Tensor:
-        return x + self.weight[: positions.seq_length].repeat(positions.batch, 1)
-
-    patch.setattr(PositionEmbedding, "forward", forward)
+def owners_in_the_order_of_ranks(size: int) -> list[tuple[int, int]]:
+    return [*product(range(size), (0,)), *product(range(size), (1,))]
 
 
 def gathered_keys_are_kept(patch: Patch) -> None:
     before, gathered = context_attention.ContextAttention.forward, []
-    wrapped(patch, context_attention, "_in_order", lambda found: gathered.append(found) or found)
+    changed(context_attention, "_in_order", lambda found: gathered.append(found) or found)(patch)
 
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         out = before(ctx, *inputs)
@@ -261,54 +206,70 @@ def gathered_keys_are_kept(patch: Patch) -> None:
     patch.setattr(context_attention.ContextAttention, "forward", staticmethod(forward))
 
 
-def heads_repeated_before_the_gather(patch: Patch) -> None:
-    before = ops.context_attention
-
+def with_repeated_heads(right: Callable) -> Callable:
     def repeated(q: Tensor, k: Tensor, v: Tensor, *more: Any, **options: Any) -> Tensor:
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-        return before(q, k, v, *more, **options)
+        return right(q, k, v, *more, **options)
 
-    patch.setattr(ops, "context_attention", repeated)
-
-
-def targets_counted_over_context(patch: Patch) -> None:
-    before = ModelParts._total
-    patch.setattr(ModelParts, "_total", lambda self, number, *axes: before(self, number, "cp", *axes))
+    return repeated
 
 
-def balance_of_own_tokens(patch: Patch) -> None:
-    patch.setattr(route, "all_reduce", lambda x, group: x)
+TRAPS: dict[str, dict[str, Mistake]] = {
+    "GPT-2 with documents": {
+        "targets are shifted after the cut": targets_shifted_after_the_cut,
+        "dropout by local row": instead(dropout.ops, "dropout_starts", starts_of_local_rows),
+        "loss of own tokens": instead(gpt, "over_context", lambda total, tp: total),
+        "loss times ranks": changed(gpt, "over_context", lambda total: total * dist.get_world_size()),
+        "the first learned positions": instead(PositionEmbedding, "forward", first_positions),
+    },
+    "newer GPT": {
+        "positions are counted locally": instead(
+            Positions, "flat_ids", lambda self, device: torch.arange(self.seq_length).repeat(self.batch)
+        ),
+    },
+    "attention": {
+        "gradients of keys are summed twice": changed(
+            context_attention, "start_scatter_sum", lambda wait: lambda: 2 * wait()
+        ),
+        "the last piece without a merge": instead(flash, "_merged", lambda found: found[-1]),
+        "the mask is aligned with the first key": instead(flash, "_calls", aligned_with_the_first_key),
+        "log-sum-exp of a piece": wrapped(
+            flash, "_merged", lambda right: lambda found: (right(found)[0], found[-1][1])
+        ),
+        "log-sum-exp by rows": wrapped(context_attention, "attend_backward", log_sum_exp_by_rows),
+        "documents are cut at chunks": changed(
+            of_ranks, "segments", lambda found: [s._replace(first=s.position) for s in found]
+        ),
+    },
+    "attention in a window": {"the window of the own chunk": wrapped(of_ranks, "segments", within_own_chunk)},
+    "attention in halves": {
+        "the second half alone": changed(of_ranks, "within", lambda found: [s._replace(earlier=0) for s in found]),
+        "the second half in the order of ranks": instead(
+            context_attention, "chunk_owners", owners_in_the_order_of_ranks
+        ),
+    },
+    "what is sent and kept": {
+        "gathered keys are kept": gathered_keys_are_kept,
+        "heads are repeated before the gather": wrapped(ops, "context_attention", with_repeated_heads),
+    },
+    "training": {
+        "targets are counted over the context": wrapped(
+            ModelParts, "_total", lambda right: lambda self, number, *axes: right(self, number, "cp", *axes)
+        ),
+        "loads of own tokens": instead(experts, "all_reduce", lambda x, group: x),
+        "loads are counted twice": changed(experts, "all_reduce", lambda loads: 2 * loads),
+    },
+    "mixture": {"balance of own tokens": instead(route, "all_reduce", lambda x, group: x)},
+}
 
 
-def loads_of_own_tokens(patch: Patch) -> None:
-    patch.setattr(experts, "all_reduce", lambda x, group: x)
-
-
-def loads_counted_twice(patch: Patch) -> None:
-    wrapped(patch, experts, "all_reduce", lambda loads: 2 * loads)
-
-
-TRAPS: dict[str, tuple[Mistake, ...]] = {
-    "GPT-2 with documents": (targets_shifted_after_the_cut, dropout_by_local_row, loss_of_own_tokens,
-        loss_times_ranks, first_learned_positions),
-    "newer GPT": (positions_counted_locally,),
-    "attention": (key_gradients_summed_twice, last_piece_without_a_merge, mask_aligned_with_the_first_key,
-        log_sum_exp_of_a_piece, log_sum_exp_by_rows, documents_cut_at_chunks),
-    "attention in a window": (window_of_own_chunk,),
-    "attention in halves": (second_half_alone, second_half_in_the_order_of_ranks),
-    "what is sent and kept": (gathered_keys_are_kept, heads_repeated_before_the_gather),
-    "training": (targets_counted_over_context, loads_of_own_tokens, loads_counted_twice),
-    "mixture": (balance_of_own_tokens,),
-}  # fmt: skip
-
-
-def seen(check: str, mistake: Mistake | None) -> bool:
+def seen(check: str, mistake: str | None) -> bool:
     """Whether a rank's results, with the mistake, differ from one process's, without it."""
     made = CHECKS[check]()
     expected = made.expected()
     with pytest.MonkeyPatch.context() as patch:
         if mistake is not None:
-            mistake(patch)
+            TRAPS[check][mistake](patch)
         found = made.found()
     return differ_on_a_rank(found, expected)
 
@@ -317,5 +278,5 @@ def seen(check: str, mistake: Mistake | None) -> bool:
     *((check, None) for check in CHECKS),
     *in_turns((check, mistake) for check, mistakes in TRAPS.items() for mistake in mistakes),
 ])  # fmt: skip
-def test_a_mistake_is_seen_and_nothing_else(ranks: WorkerPool, check: str, mistake: Mistake | None) -> None:
+def test_a_mistake_is_seen_and_nothing_else(ranks: WorkerPool, check: str, mistake: str | None) -> None:
     assert ranks(2).run(seen, check, mistake) == [mistake is not None] * 2

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from planted import Mistake, Patch, changed, instead, wrapped
 from pool import WorkerPool
 from small_runs import run_config, take_step, world_size
 from testing import differ_on_a_rank
@@ -46,8 +47,6 @@ from tpformer.training.optimizer import build_optimizers
 from tpformer.training.setup import build_model, run_mesh
 from tpformer.training.step import evaluate
 
-Patch = pytest.MonkeyPatch
-Mistake = Callable[[Patch], None]
 BATCH, SEQ, STEPS = 4, 8, 2
 NUMBERED: Any = SimpleNamespace(n_samples=6, sample=lambda index: np.full(SEQ + 1, index))
 MODEL = {
@@ -191,46 +190,37 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def norm_counts_copies_of_experts(patch: Patch) -> None:
-    """As if a gradient's parts were those of the dense parameters."""
-    patch.setattr(gradients, "_copies", lambda grad, ranks: ranks // grad.device_mesh.size(0))
+def parts_by(axis: str) -> Mistake:
+    """As if a gradient of experts had its parts on one of their axes alone."""
+
+    def wrong(right: Callable) -> Callable:
+        def copies(grad: Any, ranks: int) -> int:
+            mesh = getattr(grad, "device_mesh", None)
+            sizes = {} if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+            own = {name.partition("_")[0]: size for name, size in sizes.items()}
+            return ranks // own.get(axis, 1) if own.keys() & {"eshard", "ep"} else right(grad, ranks)
+
+        return copies
+
+    return wrapped(gradients, "_copies", wrong)
 
 
-def norm_of_experts_by(axis: str, patch: Patch) -> None:
-    before = gradients._copies
-
-    def copies(grad: Any, ranks: int) -> int:
-        mesh = getattr(grad, "device_mesh", None)
-        sizes = {} if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-        own = {name.partition("_")[0]: size for name, size in sizes.items()}
-        return ranks // own.get(axis, 1) if own.keys() & {"eshard", "ep"} else before(grad, ranks)
-
-    patch.setattr(gradients, "_copies", copies)
+def with_sequence_shards(self: TensorParallel) -> TensorParallel:
+    return self if self.experts is None else TensorParallel(self.experts, True)
 
 
-def norm_of_experts_by_shards_alone(patch: Patch) -> None:
-    """Right where one rank has all experts."""
-    norm_of_experts_by("eshard", patch)
+def experts_stay_on_the_device(right: Callable) -> Callable:
+    def init(self: Any, params: Any, modules: Any, mesh_info: Any, *more: Any, **options: Any) -> None:
+        if mesh_info.mesh.size() == 2:
+            more = tuple(OffloadPolicy() if isinstance(each, OffloadPolicy) else each for each in more)
+            options = {name: OffloadPolicy() if isinstance(v, OffloadPolicy) else v for name, v in options.items()}
+        right(self, params, modules, mesh_info, *more, **options)
+
+    return init
 
 
-def norm_of_experts_by_their_ranks_alone(patch: Patch) -> None:
-    """Right where nobody has the same experts."""
-    norm_of_experts_by("ep", patch)
-
-
-def gradients_of_experts_are_averages(patch: Patch) -> None:
-    """As FSDP2 does without a factor. The rest of this layout has no copies."""
-    patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None)
-
-
-def experts_with_sequence_shards(patch: Patch) -> None:
-    shards = property(lambda self: self if self.experts is None else TensorParallel(self.experts, True))
-    patch.setattr(TensorParallel, "of_experts", shards)
-
-
-def experts_drawn_by_local_index(patch: Patch) -> None:
-    before = module.own_part
-    patch.setattr(module, "own_part", lambda *args: (before(*args)[0], (0,) * len(args[0])))
+def of_half_the_length(right: Callable) -> Callable:
+    return lambda seed, step, length, *names: right(seed, step, length // 2, *names)
 
 
 def views_of_equal_meshes_are_shared(patch: Patch) -> None:
@@ -238,64 +228,52 @@ def views_of_equal_meshes_are_shared(patch: Patch) -> None:
     patch.setattr(meshes, "_views", lambda mesh: shared.setdefault(mesh, {}))
 
 
-def experts_stay_on_the_device(patch: Patch) -> None:
-    before = FSDPParamGroup.__init__
-
-    def init(self: Any, params: Any, modules: Any, mesh_info: Any, *more: Any, **options: Any) -> None:
-        if mesh_info.mesh.size() == 2:
-            more = tuple(OffloadPolicy() if isinstance(each, OffloadPolicy) else each for each in more)
-            options = {name: OffloadPolicy() if isinstance(v, OffloadPolicy) else v for name, v in options.items()}
-        before(self, params, modules, mesh_info, *more, **options)
-
-    patch.setattr(FSDPParamGroup, "__init__", init)
-
-
-def weight_gradients_after_the_reduction(patch: Patch) -> None:
-    patch.setattr(zero, "take_weight_gradients", lambda part: None)
-
-
-def validation_of_own_samples_alone(patch: Patch) -> None:
-    before = training_step._slice
-    patch.setattr(training_step, "_slice", lambda *args: before(*args)[: max(0, args[3] - args[1])])
-
-
-def views_are_not_counted(patch: Patch) -> None:
-    patch.setattr(counting, "exchanging_ranks", lambda layout: None)
-
-
-def dropout_of_own_length(patch: Patch) -> None:
-    before = dropout.philox_key
-    patch.setattr(dropout, "philox_key", lambda seed, step, length, *names: before(seed, step, length // 2, *names))
-
-
-def copies_of_experts_without_data_parallelism(patch: Patch) -> None:
-    patch.setattr(setup, "uses_fsdp", lambda layout, dtype: layout.copies > 1)
-
-
-TRAPS: dict[Mistake, tuple[int, str]] = {
-    norm_counts_copies_of_experts: (20, "training dp4 ep2"),
-    gradients_of_experts_are_averages: (21, "training tp4 ep2"),
-    experts_drawn_by_local_index: (25, "training dp4 ep2"),
-    experts_with_sequence_shards: (28, "parts of gradients"),
-    views_of_equal_meshes_are_shared: (29, "views of the mesh"),
-    experts_stay_on_the_device: (31, "offloaded states"),
-    weight_gradients_after_the_reduction: (32, "training pp2 dp2 ep2"),
-    validation_of_own_samples_alone: (34, "rounds of validation"),
-    views_are_not_counted: (35, "collectives by axis"),
-    dropout_of_own_length: (37, "training cp2 tp2 ep2"),
-    copies_of_experts_without_data_parallelism: (41, "training tp4 ep2"),
-    norm_of_experts_by_shards_alone: (42, "training tp2 dp2 ep4"),
-    norm_of_experts_by_their_ranks_alone: (42, "training tp2 dp2 ep1"),
-}
+# the trap's number, the comparison that sees the mistake, the mistake
+TRAPS: dict[str, tuple[int, str, Mistake]] = {
+    # as if a gradient's parts were those of the dense parameters
+    "the norm counts copies of experts": (20, "training dp4 ep2", instead(
+        gradients, "_copies", lambda grad, ranks: ranks // grad.device_mesh.size(0)
+    )),
+    # as FSDP2 does without a factor; the rest of this layout has no copies
+    "gradients of experts are averages": (21, "training tp4 ep2", instead(
+        FSDPModule, "set_gradient_divide_factor", lambda self, factor: None
+    )),
+    "experts are drawn by local index": (25, "training dp4 ep2", changed(
+        module, "own_part", lambda part: (part[0], (0,) * len(part[1]))
+    )),
+    "experts with sequence shards": (28, "parts of gradients", instead(
+        TensorParallel, "of_experts", property(with_sequence_shards)
+    )),
+    "views of equal meshes are shared": (29, "views of the mesh", views_of_equal_meshes_are_shared),
+    "experts stay on the device": (31, "offloaded states", wrapped(
+        FSDPParamGroup, "__init__", experts_stay_on_the_device
+    )),
+    "weight gradients after the reduction": (32, "training pp2 dp2 ep2", instead(
+        zero, "take_weight_gradients", lambda part: None
+    )),
+    "validation of own samples alone": (34, "rounds of validation", wrapped(
+        training_step, "_slice", lambda right: lambda *args: right(*args)[: max(0, args[3] - args[1])]
+    )),
+    "views are not counted": (35, "collectives by axis", instead(
+        counting, "exchanging_ranks", lambda layout: None
+    )),
+    "dropout of the own length": (37, "training cp2 tp2 ep2", wrapped(dropout, "philox_key", of_half_the_length)),
+    "copies of experts without data parallelism": (41, "training tp4 ep2", instead(
+        setup, "uses_fsdp", lambda layout, dtype: layout.copies > 1
+    )),
+    # right where one rank has all experts, and where nobody has the same ones
+    "the norm of experts by shards alone": (42, "training tp2 dp2 ep4", parts_by("eshard")),
+    "the norm of experts by their ranks alone": (42, "training tp2 dp2 ep1", parts_by("ep")),
+}  # fmt: skip
 
 
-def differences(name: str, expected: Any, mistakes: Iterable[Mistake | None]) -> list[bool]:
+def differences(name: str, expected: Any, mistakes: Iterable[str | None]) -> list[bool]:
     """Whether a rank's results with each mistake differ from what is expected."""
     laid, found = Laid.out(CHECKS[name].layout), []
     for mistake in mistakes:
         with pytest.MonkeyPatch.context() as patch:
             if mistake is not None:
-                mistake(patch)
+                TRAPS[mistake][2](patch)
             found.append(differ_on_a_rank(CHECKS[name].found(laid), expected))
     return found
 
@@ -307,7 +285,7 @@ OTHERS = [case for case in product(CHECKS, (False, True)) if case not in KEPT]
 @pytest.mark.parametrize(("name", "planted"), [*KEPT, *in_turns(OTHERS, first=0)])
 def test_each_mistake_is_seen_and_nothing_else(ranks: WorkerPool, name: str, planted: bool) -> None:
     check, world = CHECKS[name], ranks(world_size(LAYOUTS[CHECKS[name].layout]))
-    mistakes = [each for each, (_, by) in TRAPS.items() if by == name] if planted else [None]
+    mistakes = [each for each, (_, by, _) in TRAPS.items() if by == name] if planted else [None]
     found, *_ = world.run(differences, name, check.expected(config_of(check.layout)), mistakes)
     assert found == [planted] * len(mistakes) != [], mistakes
 
@@ -324,27 +302,26 @@ def hooks_of_experts_do_not_run(patch: Patch) -> None:
     patch.setattr(moe, "fusable", lambda *_: True)
 
 
-def experts_are_always_cut_by_columns(patch: Patch) -> None:
-    patch.setattr(zero, "_placement", lambda parameter, shards: Shard(1) if parameter.ndim > 2 else None)
+# the trap's number, the layout, the mistake, words of what is said
+REFUSED: list[tuple[int, str, Mistake, str]] = [
+    (30, "dp4 ep2", hooks_of_experts_do_not_run, r"gate_up is \(4, 5, 16\) .* give \(4, 10, 16\)"),
+    (33, "tp2 dp2 ep1", instead(  # experts are always cut by columns
+        zero, "_placement", lambda parameter, shards: Shard(1) if parameter.ndim > 2 else None
+    ), r"uneven sharding on dim 1: .*\[8, 10, 16\]"),
+]  # fmt: skip
 
 
-REFUSED: dict[Mistake, tuple[int, str, str]] = {
-    hooks_of_experts_do_not_run: (30, "dp4 ep2", r"gate_up is \(4, 5, 16\) .* give \(4, 10, 16\)"),
-    experts_are_always_cut_by_columns: (33, "tp2 dp2 ep1", r"uneven sharding on dim 1: .*\[8, 10, 16\]"),
-}
-
-
-def refused(layout: str, mistake: Mistake, words: str) -> None:
+def refused(case: int) -> None:
+    _, layout, mistake, words = REFUSED[case]
     laid = Laid.out(layout)
     with pytest.MonkeyPatch.context() as patch, pytest.raises((ValueError, RuntimeError), match=words):
         mistake(patch)
         steps(laid.build(), laid.config)
 
 
-@pytest.mark.parametrize("mistake", REFUSED, ids=lambda mistake: mistake.__name__)
-def test_a_mistake_is_refused(ranks: WorkerPool, mistake: Mistake) -> None:
-    _, layout, words = REFUSED[mistake]
-    ranks(world_size(LAYOUTS[layout])).run(refused, layout, mistake, words)
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_a_mistake_is_refused(ranks: WorkerPool, case: int) -> None:
+    ranks(world_size(LAYOUTS[REFUSED[case][1]])).run(refused, case)
 
 
 ASKED: list[tuple[int, Callable[[Layout], None], dict[str, Any], str]] = [
@@ -373,7 +350,7 @@ ELSEWHERE: dict[int, str] = {
 
 
 def test_every_trap_is_seen_here_or_elsewhere() -> None:
-    here = {trap for trap, *_ in (*TRAPS.values(), *REFUSED.values(), *ASKED)}
+    here = {trap for trap, *_ in (*TRAPS.values(), *REFUSED, *ASKED)}
     assert {*range(20, 43)} <= here | ELSEWHERE.keys()
     for file, _, name in (each.partition("::") for each in ELSEWHERE.values()):
         body = ast.parse((Path(__file__).parents[2] / file).read_text()).body
