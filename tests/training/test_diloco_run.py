@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from small_runs import everything
 from testing import assert_identical
 from tiny_runs import rows, sigterm_in, values_with
 from turns import in_turns, of_turn
@@ -26,25 +27,17 @@ STREAMED = {"data_parallel_replicate": 2, "exchange": "diloco every=4 fragments=
 
 def values_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Whole parameters, moments and what the exchange keeps, of this rank's replica."""
-    found = {}
-    for part, optimizer in zip(trainer.model.parts, trainer.optimizers, strict=True):
-        for name, value in part.state_dict(keep_vars=True).items():
-            state = {f"{name} {key}": each for key, each in optimizer.state.get(value, {}).items()}
-            found |= {key: full_tensor(each.detach()).clone() for key, each in ({name: value} | state).items()}
     kept = {name: full_tensor(value.detach()).clone() for name, value in trainer.model.exchange.state().items()}
-    return found | kept
+    return everything(trainer.model.parts, trainer.optimizers) | kept
 
 
 def train(values: dict, stop: int = 0, resume: bool = False) -> tuple[list[str], dict[str, torch.Tensor]]:
     """Train; what was said, and what this rank has in the end. stop: the step in which the last rank is asked to."""
     said: list[str] = []
-    with mock.patch.object(Trainer, "_notice", lambda self, text: said.append(text)):
+    asked = stop if dist.get_rank() == dist.get_world_size() - 1 else 0  # which is no step
+    with mock.patch.object(Trainer, "_notice", lambda self, text: said.append(text)), sigterm_in(asked):
         trainer = Trainer(build_config(values_with(values, run={"resume": resume})))
-        if stop and dist.get_rank() == dist.get_world_size() - 1:
-            with sigterm_in(stop):
-                trainer.run()
-        else:
-            trainer.run()
+        trainer.run()
     dist.barrier()
     return said, values_of(trainer)
 
