@@ -17,17 +17,18 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 README = (EXAMPLES / "README.md").read_text()
 
 
-# GPUs, microbatch and batch of gpt3: arXiv:2104.04473, section 5.1, and its authors' arXiv:2205.05198, table 3
-# arXiv:2104.04473, table 1: billions of parameters as printed, model-parallel ranks, GPUs, microbatch, batch in samples
+# Billions of parameters as printed, GPUs, tensor-parallel, pipeline and expert ranks, microbatch, batch in samples.
+# Of gpt3: arXiv:2104.04473, section 5.1, and its authors' arXiv:2205.05198, table 3. Of the others of the name:
+# arXiv:2104.04473, table 1, whose model-parallel ranks share tensors within a node of 8 GPUs
 ALL = {
-    "gpt_1.7b": ("1.7", 1, 32, 16, 512), "gpt_3.6b": ("3.6", 2, 64, 16, 512), "gpt_7.5b": ("7.5", 4, 128, 16, 512),
-    "gpt_18b": ("18.4", 8, 256, 8, 1024), "gpt_39b": ("39.1", 16, 512, 4, 1536), "gpt_76b": ("76.1", 32, 1024, 2, 1792),
-    "gpt_145b": ("145.6", 64, 1536, 2, 2304), "gpt_310b": ("310.1", 128, 1920, 1, 2160),
-    "gpt_530b": ("529.6", 280, 2520, 1, 2520), "gpt_1t": ("1008.0", 512, 3072, 1, 3072),
-    "gpt3_175b": ("174.6", 64, 1024, 1, 1536), "llama3_8b": ("8.0", 1, 8, 1, 64), "llama3_70b": ("70.6", 8, 64, 2, 512),
-}  # fmt: skip
-# layouts of Megatron-Bridge's recipes: parameters, GPUs, tensor-parallel, pipeline and expert ranks, microbatch, batch
-EXCHANGING = {
+    "gpt_1.7b": ("1.7", 32, (1, 1), 16, 512), "gpt_3.6b": ("3.6", 64, (2, 1), 16, 512),
+    "gpt_7.5b": ("7.5", 128, (4, 1), 16, 512), "gpt_18b": ("18.4", 256, (8, 1), 8, 1024),
+    "gpt_39b": ("39.1", 512, (8, 2), 4, 1536), "gpt_76b": ("76.1", 1024, (8, 4), 2, 1792),
+    "gpt_145b": ("145.6", 1536, (8, 8), 2, 2304), "gpt_310b": ("310.1", 1920, (8, 16), 1, 2160),
+    "gpt_530b": ("529.6", 2520, (8, 35), 1, 2520), "gpt_1t": ("1008.0", 3072, (8, 64), 1, 3072),
+    "gpt3_175b": ("174.6", 1024, (8, 8), 1, 1536), "llama3_8b": ("8.0", 8, (1, 1), 1, 64),
+    "llama3_70b": ("70.6", 64, (8, 1), 2, 512),
+    # layouts of Megatron-Bridge's recipes
     "qwen3_235b": ("235.1", 256, (2, 8, 32), 1, 1024), "deepseek_v3_like": ("674.8", 1024, (2, 8, 64), 1, 15360),
 }  # fmt: skip
 SMALL = ("gpt_tiny", "moe_tiny", "context_tiny", "fp8_tiny")  # of no paper, for a laptop
@@ -47,41 +48,24 @@ def said(name: str) -> int:
 
 @pytest.mark.parametrize("name", ALL)
 def test_an_example_can_start_and_fits_and_is_the_published_row(name):
-    config, (parameters, model_parallel, gpus, *batch) = example(name), ALL[name]
+    config, (parameters, gpus, ranks, *batch) = example(name), ALL[name]
     check_config(config)
     layout = config.parallel
-    assert layout.world_size == gpus and layout.data_parallel == gpus // model_parallel
+    tp, pp, dp, ep = layout.tensor_parallel, layout.pipeline_parallel, layout.data_parallel, layout.expert_parallel
+    assert (tp, pp, *([] if ep is None else [ep])) == ranks and layout.world_size == tp * pp * dp == gpus
     assert [config.microbatch_size, config.train.global_batch_size] == batch
-    assert layout.tensor_parallel == min(8, model_parallel)
-    assert layout.pipeline_parallel == model_parallel // layout.tensor_parallel
-    assert is_listed(name, config, parameters)
-
-
-def is_listed(name: str, config: RunConfig, parameters: str, exchanges: str = "") -> bool:
-    layout, train = config.parallel, config.train
     assert f"{config.model.n_parameters / 1e9:.1f}" == parameters
     comment = (EXAMPLES / f"{name}.toml").read_text().split("\n")[0]
-    assert f"{parameters}B parameters" in comment and f"on {layout.world_size} GPUs" in comment
-    axes = f"{layout.tensor_parallel} x {layout.pipeline_parallel} x {layout.data_parallel}{exchanges}"
-    batch = f"{config.microbatch_size}, {train.global_batch_size}"
-    numbers = parameters + "B", layout.world_size, axes, layout.zero, batch, said(name)
+    assert f"{parameters}B parameters" in comment and f"on {gpus} GPUs" in comment
     assert said(name) < 72, "a margin for what is not counted: libraries, and what the allocator cannot use"
-    return f"| [{name}.toml]({name}.toml) | {' | '.join(map(str, numbers))} |" in README
-
-
-@pytest.mark.parametrize("name", EXCHANGING)
-def test_an_example_whose_experts_exchange_tokens_can_start_and_fits(name):
-    config, (parameters, gpus, ranks, *batch) = example(name), EXCHANGING[name]
-    check_config(config)
-    layout = config.parallel
-    assert (layout.tensor_parallel, layout.pipeline_parallel, layout.expert_parallel) == ranks
-    assert [layout.world_size, config.microbatch_size, config.train.global_batch_size] == [gpus, *batch]
-    assert is_listed(name, config, parameters, f", ep {layout.expert_parallel}")
+    axes = f"{tp} x {pp} x {dp}" + (f", ep {ep}" if ep else "")
+    numbers = f"{parameters}B", gpus, axes, layout.zero, ", ".join(map(str, batch)), said(name)
+    assert f"| [{name}.toml]({name}.toml) | {' | '.join(map(str, numbers))} |" in README
 
 
 def test_the_readme_lists_all_large_examples():
-    assert {path.stem for path in EXAMPLES.glob("*.toml")} == {*ALL, *EXCHANGING, *SMALL}
-    assert re.findall(r"^\| \[(.+)\.toml\]", README, re.MULTILINE) == [*ALL, *EXCHANGING]
+    assert {path.stem for path in EXAMPLES.glob("*.toml")} == {*ALL, *SMALL}
+    assert re.findall(r"^\| \[(.+)\.toml\]", README, re.MULTILINE) == [*ALL]
 
 
 STUBS = {
