@@ -29,43 +29,33 @@ MODEL = {
     "ffn_hidden_size": 256, "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False,
 }  # fmt: skip
 LINEARS, MICROBATCHES, STEPS = 2 * 7, 3, WARM_UP + 2
-SHARED = {"data_parallel_shard": 2}
+SHARED, PP2 = {"data_parallel_shard": 2}, {"pipeline_parallel": 2}
 
 
-class Run:
-    """This rank's part of a run of some steps."""
+def ran(parallel: dict, captures: bool = False, keeps: bool = True) -> tuple[list[int], int, list[torch.Tensor]]:
+    """This rank's part of a run: weights that the host has quantised in each step, what is left, parameters."""
+    config = run_config(parallel, "float64", MODEL, MICROBATCHES)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, precision="fp8"))
+    model = build_model(config, run_mesh(config, "cpu"))
+    optimizers, quantised = build_optimizers(model, config.optimizer), []
 
-    def __init__(self, parallel: dict, captures: bool = False, keeps: bool = True) -> None:
-        config = run_config(parallel, "float64", MODEL, MICROBATCHES)
-        config = dataclasses.replace(config, train=dataclasses.replace(config.train, precision="fp8"))
-        self.model = build_model(config, run_mesh(config, "cpu"))
-        optimizers = build_optimizers(self.model, config.optimizer)
-        step = StepGraph(None, self.model, optimizers, strict=True, capture=recorded) if captures else None  # type: ignore[arg-type]
-        self.quantised: list[int] = []  # weights in each step that the host has queued
+    def take(*arguments, **options):  # type: ignore[no-untyped-def]
+        with record_blocks() as made:
+            results = train_step(model, optimizers, *arguments, **options)
+        shapes = [(each.exponents.shape, each.values.shape) for each in made]
+        quantised.append(sum(exponents == weight_exponents(*values) for exponents, values in shapes))
+        assert REGISTRY.blocks is None
+        return results
 
-        def take(*arguments, **options):  # type: ignore[no-untyped-def]
-            with record_blocks() as made:
-                results = train_step(self.model, optimizers, *arguments, **options)
-            shapes = [(each.exponents.shape, each.values.shape) for each in made]
-            self.quantised.append(sum(exponents == weight_exponents(*values) for exponents, values in shapes))
-            assert REGISTRY.blocks is None
-            return results
-
-        if step is not None:
-            step.step = take
-        kept = nullcontext() if keeps else mock.patch.object(training_model, "keep_blocks", nullcontext)
-        with kept:
-            for number in range(1, STEPS + 1):
-                first, share = self.model.own_samples(number * MICROBATCHES, config.train.global_batch_size)
-                ids = torch.randint(64, (share, 9), generator=torch.Generator().manual_seed(first))
-                (step or take)(ids, first_sample=first, lr=0.01, clip_norm=1.0)
-        gc.collect()
-        self.left = 0 if captures else len(live_storages(lambda x: x.dtype == VALUES))
-
-
-def ran(*given) -> tuple[list[int], int, list[torch.Tensor]]:  # type: ignore[no-untyped-def]
-    run = Run(*given)
-    return run.quantised, run.left, [local_part(each).detach().clone() for each in run.model.parameters()]
+    step = StepGraph(take, model, optimizers, strict=True, capture=recorded) if captures else take
+    with nullcontext() if keeps else mock.patch.object(training_model, "keep_blocks", nullcontext):
+        for number in range(1, STEPS + 1):
+            first, share = model.own_samples(number * MICROBATCHES, config.train.global_batch_size)
+            ids = torch.randint(64, (share, 9), generator=torch.Generator().manual_seed(first))
+            step(ids, first_sample=first, lr=0.01, clip_norm=1.0)
+    gc.collect()
+    left = 0 if captures else len(live_storages(lambda x: x.dtype == VALUES))
+    return quantised, left, [local_part(each).detach().clone() for each in model.parameters()]
 
 
 CASES = [
@@ -77,11 +67,8 @@ OTHERS = [
     ({"data_parallel_replicate": 2}, LINEARS),
     ({**SHARED, "zero_stage": 1}, LINEARS),
     ({"tensor_parallel": 2}, LINEARS),
-    ({"pipeline_parallel": 2, "pipeline_schedule": "1F1B"}, LINEARS // 2),
-    (
-        {"pipeline_parallel": 2, "pipeline_schedule": "InterleavedZeroBubble", "pipeline_stages_per_rank": 1},
-        LINEARS // 2,
-    ),
+    ({**PP2, "pipeline_schedule": "1F1B"}, LINEARS // 2),
+    ({**PP2, "pipeline_schedule": "InterleavedZeroBubble", "pipeline_stages_per_rank": 1}, LINEARS // 2),
 ]
 
 
