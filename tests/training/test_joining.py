@@ -9,6 +9,7 @@ import pytest
 from commands import main
 from tiny_runs import rows, values_with, write_run
 from torch.distributed import TCPStore
+from turns import of_turn
 
 from tpformer.processes import watchdog
 from tpformer.training.companions import byte_tokenizer
@@ -20,26 +21,32 @@ def impatient(*arguments: str) -> None:
     main(*arguments)
 
 
+def free_port() -> str:
+    return str(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port)
+
+
+LAUNCHERS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "torchrun": (("RANK", "LOCAL_RANK"), {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}),
+    "srun": (("SLURM_PROCID", "SLURM_LOCALID"), {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_STEP_ID": "0"}),
+}
 TWO = {"parallel": {"tensor_parallel": 2}, "train": {"steps": 2}, "data": {"valid": []}}
 
 
 @pytest.fixture
 def join(commands, tmp_path, tiny_values):
-    """join([arguments of rank 0], [of rank 1]): exit codes and stderrs of two ranks that no launcher watches."""
+    """join([arguments of rank 0], [of rank 1]): exit codes and stderrs of two ranks that no launcher watches, which
+    have torchrun's environment, or srun's."""
     toml = write_run(tmp_path, values_with(tiny_values, **TWO))
 
-    def started(*each: list[str]) -> list[tuple[int, str]]:
-        port = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
-        told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        given = [
-            arguments if arguments and arguments[0] == "verify" else ["pretrain", *arguments] for arguments in each
-        ]
+    def started(*each: list[str], launcher: str = "torchrun") -> list[tuple[int, str]]:
+        own, shared = LAUNCHERS[launcher]
+        shared = shared | {"MASTER_PORT": free_port()}
+        given = [words if words[:1] == ["verify"] else ["pretrain", *words] for words in each]
         ranks = [
-            commands.call(impatient, words[0], toml, *words[1:], RANK=str(rank), LOCAL_RANK=str(rank), **told)
-            for rank, words in enumerate(given)
+            commands.call(impatient, command, toml, *words, **dict.fromkeys(own, str(rank)), **shared)
+            for rank, (command, *words) in enumerate(given)
         ]
-        ends = [rank.finish(60) for rank in ranks]
-        return [(code, err) for code, _, err in ends]
+        return [(code, err) for code, _, err in (rank.finish(100) for rank in ranks)]
 
     return started
 
@@ -62,7 +69,13 @@ def test_ranks_that_differ_are_refused_before_a_step(join, tmp_path, first, seco
         assert all(code == 2 and said in err and err.count("\n") == 1 for code, err in ends), ends
         assert not rows(tmp_path / "run")
     else:
-        assert [code for code, _ in ends] == [0, 0], ends
+        assert [code for code, _ in ends] == [0, 0] and len(rows(tmp_path / "run")) == 2, ends
+
+
+@of_turn(3)
+def test_ranks_of_another_launcher_join(join, tmp_path):
+    """tests/test_readme.py runs torchrun itself."""
+    assert [code for code, _ in join([], [], launcher="srun")] == [0, 0] and len(rows(tmp_path / "run")) == 2
 
 
 @pytest.mark.parametrize(("master", "rank", "said"), [
@@ -72,19 +85,22 @@ def test_ranks_that_differ_are_refused_before_a_step(join, tmp_path, first, seco
 ])  # fmt: skip
 def test_a_rank_that_finds_no_other_says_so_in_one_sentence(commands, tmp_path, tiny_values, master, rank, said):
     toml = write_run(tmp_path, values_with(tiny_values, run={"timeout": 0.5}, **TWO))
-    port = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
-    told = {"WORLD_SIZE": "2", "MASTER_ADDR": master, "MASTER_PORT": str(port), "RANK": rank}
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": master, "MASTER_PORT": free_port(), "RANK": rank}
     code, _, err = commands.run("pretrain", toml, **told)
     assert code == 2 and said in err and "did not find the others" in err and err.count("\n") == 1, err
 
 
-def test_a_run_whose_folder_is_replaced_by_a_copy_ends(commands, tmp_path, tiny_values):
-    """Its lock is in the folder that was, so another run may be in the copy."""
-    more = {"train": {"steps": 100_000}, "checkpoint": {"interval": 0}, "data": {"valid": []}}
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_run_whose_folder_goes_or_is_replaced_by_a_copy_ends(commands, tmp_path, tiny_values, copied):
+    """R6. Its lock is in the folder that was, so another run may be in the copy."""
+    more = {**TWO, "train": {"steps": 100_000}, "checkpoint": {"interval": 0}}
     job, run = commands.start("pretrain", write_run(tmp_path, values_with(tiny_values, **more))), tmp_path / "run"
     job.wait_until(lambda: len(rows(run)) > 2, "step 3")
-    shutil.copytree(run, tmp_path / "copy")
-    Path(run).rename(tmp_path / "moved")
-    (tmp_path / "copy").rename(run)
+    if copied:
+        shutil.copytree(run, tmp_path / "copy")
+        run.rename(tmp_path / "moved")
+        (tmp_path / "copy").rename(run)
+    else:
+        shutil.rmtree(run)
     code, _, err = job.finish()
-    assert code == 2 and f"{run} is gone at step" in err and "replaced" in err, err
+    assert code == 2 and f"{run} is gone at step" in err and "replaced" in err and "Traceback" not in err, err

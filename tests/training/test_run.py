@@ -7,13 +7,10 @@ import shutil
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch.distributed as dist
 from commands import main
 from testing import on_every_rank
 from tiny_runs import flip, losses, write_run
-from torch.distributed import TCPStore
-from turns import in_turns
 
 from tpformer.config import build_config, read_toml
 from tpformer.processes.watchdog import Watchdog
@@ -69,21 +66,6 @@ def test_what_a_run_says_when_it_is_started_again(done, refused, tmp_path, tiny_
     for name in ("config.toml", "saved.json"):
         (directory / name).unlink()
     assert "its config.toml is gone" in refused("pretrain", toml) and losses(directory) == before
-
-
-@pytest.mark.parametrize(("own", "shared"), [
-    ("RANK LOCAL_RANK", {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}),
-    *in_turns([("SLURM_PROCID SLURM_LOCALID", {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_STEP_ID": "0"})]),
-])  # fmt: skip
-def test_ranks_of_another_launcher_join_instead_of_starting_ranks(commands, tmp_path, tiny_values, own, shared):
-    """Ranks get torchrun's environment, or srun's; tests/test_readme.py runs torchrun itself."""
-    toml = write_run(tmp_path, tiny_values, parallel={"tensor_parallel": 2}, train={"steps": 2})
-    # a store finds a free port
-    port = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
-    told = shared | {"MASTER_PORT": str(port)}
-    ranks = [commands.start("pretrain", toml, **dict.fromkeys(own.split(), str(r)), **told) for r in range(2)]
-    assert [rank.finish(100)[0] for rank in ranks] == [0, 0]
-    assert len(losses(Path(tiny_values["run"]["dir"]))) == 2
 
 
 def test_overrides_reach_the_run_and_generate_prints_several_texts_of_it(done, commands, tmp_path, tiny_values):
