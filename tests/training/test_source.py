@@ -182,6 +182,9 @@ def test_contradictions_are_refused(hub):
         with pytest.raises((ValueError, FileNotFoundError), match=words):
             from_source({"model": {"init_from": str(hub["llama"])}}, {"model": model})
     agreeing = {"n_heads": 8, "head_dim": 4, "seq_length": 8, "dropout": 0.1, "vocab_multiple": 1, "qkv_bias": False}
+    for path in hub.values():
+        source = dataclasses.replace(open_source(path).architecture, vocab_multiple=128)
+        assert build_config(*from_source({"model": {"init_from": str(path)}})).model.architecture == source
     layers = from_source({"model": {"init_from": str(hub["llama"]), **agreeing}})
     assert build_config(*layers).model.n_kv_heads == 2
 
