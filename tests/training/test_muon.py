@@ -238,25 +238,23 @@ def test_torchs_muon_is_the_same_within_bfloat16():
     assert_kernel_close(sums[0] * 0.05, sums[1] * 0.05, torchs.state[theirs.weight]["momentum_buffer"], "momentum")
 
 
+LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2", "gate_proj", "up_proj", "down_proj", "gate_up_proj"}
+
+
 def test_which_parameters_of_a_model_it_takes():
+    """Of every preset's model, and of one with shared experts: the linears of layers, and nothing else."""
     sizes = {"vocab_size": 50, "seq_length": 8, "n_layers": 2, "hidden_size": 16, "n_heads": 2}
-    gpt2 = GPT(GPTConfig(**sizes), device="meta")
-    assert {name.removesuffix(".weight").split(".")[-1] for name in hidden_matrices(gpt2)} == {
-        *("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2"),
-    }
-    moe = GPT(
-        GPTConfig(**sizes, n_experts=4, shared_expert_size=8, activation="swiglu", bias=False, router_bias=True),
-        device="meta",
-    )
-    found = hidden_matrices(moe)
-    assert {name: n for name, n in found.items() if n > 1} == {
-        f"layers.{i}.mlp.experts.gate_up_proj": 2 for i in range(2)
-    }
-    assert "layers.0.mlp.experts.down_proj" in found and "layers.0.mlp.shared_experts.up_proj.weight" in found
-    rest = {name for name, _ in moe.named_parameters()} - found.keys()
-    assert {name for name in rest if name.startswith("layers.0.") and "norm" not in name} == {
-        "layers.0.mlp.gate.weight"
-    }
+    of_experts = {"activation": "swiglu", "bias": False, "n_experts": 4, "shared_expert_size": 8, "router_bias": True}
+    for config in (GPTConfig(**sizes), GPTConfig(**sizes, **of_experts), *map(preset_config, PRESETS)):
+        layers = (config.first_dense_layers or 0) + 1
+        part = GPT(dataclasses.replace(config, n_layers=layers), device="meta")
+        found, named = hidden_matrices(part), dict(part.named_parameters())
+        assert {each.removesuffix(".weight").split(".")[-1] for each in found} <= LINEARS, config
+        assert {each for each, n in found.items() if n == 2} == {each for each in named if "gate_up_proj" in each}
+        assert set(found.values()) <= {1, 2}, config
+        rest = {each for each in named.keys() - found.keys() if named[each].ndim > 1}
+        tables = {each for each in rest if not each.startswith("layers.")}
+        assert all(each.endswith("mlp.gate.weight") for each in rest - tables) and "embed_tokens.weight" in tables
     optimizer = build_optimizer(GPT(GPTConfig(**sizes)), OptimizerSection(name="muon", weight_decay=0.3))
     decays = {group.get("muon", False): group["weight_decay"] for group in optimizer.param_groups}
     assert decays == {True: 0.3, False: 0.0} and isinstance(optimizer, LocalAdamW)
@@ -276,39 +274,20 @@ def test_the_state_of_adamw_is_refused_and_copies_are_the_same():
     assert_identical(again.state_dict(), optimizer.state_dict())
 
 
-LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2", "gate_proj", "up_proj", "down_proj", "gate_up_proj"}
-
-
-def test_of_every_preset_it_takes_the_linears_of_layers_and_nothing_else():
-    for name in PRESETS:
-        config = preset_config(name)
-        layers = (config.first_dense_layers or 0) + 1
-        part = GPT(dataclasses.replace(config, n_layers=layers), device="meta")
-        found, named = hidden_matrices(part), dict(part.named_parameters())
-        assert {each.removesuffix(".weight").split(".")[-1] for each in found} <= LINEARS, name
-        rest = {each for each in named.keys() - found.keys() if named[each].ndim > 1}
-        tables = {each for each in rest if not each.startswith("layers.")}
-        assert all(each.endswith("mlp.gate.weight") for each in rest - tables) and "embed_tokens.weight" in tables, name
-
-
-@pytest.mark.parametrize(
-    ("matrices", "words"),
-    [
-        (["nothing"], "nothing is no parameter of the Linear: give names of its matrices"),
-        (["bias"], r"bias is \(3,\), which is no 1 matrices of equal rows: leave it to AdamW"),
-        ({"weight": 2}, r"weight is \(3, 4\), which is no 2 matrices"),
-        ([], "Muon got no matrices: name some"),
-    ],
-)
-def test_names_that_are_no_matrices_are_refused(matrices, words):
+@pytest.mark.parametrize(("matrices", "options", "words"), [
+    (["nothing"], {}, "nothing is no parameter of the Linear: give names of its matrices"),
+    (["bias"], {}, r"bias is \(3,\), which is no 1 matrices of equal rows: leave it to AdamW"),
+    ({"weight": 2}, {}, r"weight is \(3, 4\), which is no 2 matrices"),
+    ([], {}, "Muon got no matrices: name some"),
+    (["weight"], {"newton_schulz": "cubic"}, "newton_schulz='cubic': choose one of quintic, polar_express"),
+    (["weight"], {"scale": "none"}, "scale='none': choose one of rms, spectral"),
+])  # fmt: skip
+def test_what_is_no_matrix_and_no_choice_is_refused(matrices, options, words):
+    model = nn.Linear(4, 3)
     with pytest.raises(ValueError, match=words):
-        tpformer.Muon(nn.Linear(4, 3), matrices)
-    with pytest.raises(ValueError, match="newton_schulz='cubic': choose one of quintic, polar_express"):
-        tpformer.Muon(nn.Linear(4, 3), ["weight"], newton_schulz="cubic")
-    with pytest.raises(ValueError, match="scale='none': choose one of rms, spectral"):
-        tpformer.Muon(nn.Linear(4, 3), ["weight"], scale="none")
+        tpformer.Muon(model, matrices, **options)
     with pytest.raises(ValueError, match="Muon got a list where the model belongs"):
-        tpformer.Muon(list(nn.Linear(4, 3).parameters()), matrices)
+        tpformer.Muon(list(model.parameters()), matrices, **options)
 
 
 MODEL = {"vocab_size": 60, "seq_length": 8, "n_layers": 2, "hidden_size": 16, "n_heads": 2, "dropout": 0.1}
