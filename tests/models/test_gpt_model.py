@@ -1,5 +1,6 @@
-"""A GPT's loss is that of its logits, and of one process in any layout; evaluation pads, documents are packed, wrong
-batches are refused. tests/layers compares the model with modules of torch.nn."""
+"""A GPT's loss is that of its logits, and of one process in any layout; evaluation pads, wrong batches are refused.
+tests/layers compares the model with modules of torch.nn, and training/test_separation.py packed documents with those
+apart."""
 
 import math
 
@@ -98,16 +99,6 @@ def test_any_layout_trains_as_one_process(ranks, config, t, sequence_parallel, o
     results = ranks(t).run(trained, config, t, sequence_parallel, options)
     assert_same(results, [trained(config, 1, True, {})] * t)
     assert_identical(results, [results[0]] * t, "else parameters that all ranks share would drift apart")
-
-
-@pytest.mark.parametrize("config", [TINY, LLAMA], ids=["gpt", "llama"])
-def test_packed_documents_equal_documents_apart(config):
-    model = build(config)
-    ids, _ = tokens(2, 5)
-    packed = model(ids, position_ids=DOCUMENTS)
-    for sample, first, last in ((0, 0, 5), (1, 0, 2), (1, 2, 5)):
-        alone = model(ids[sample : sample + 1, first:last])[0]
-        assert_same(packed[sample, first:last], alone)
 
 
 def test_rope_conventions_differ_by_the_order_of_a_heads_features():

@@ -98,18 +98,15 @@ IMPOSSIBLE = [
     ({"model": {"preset": "gpt5"}}, ["gpt5", "gpt2-124m"]),
     ({"data": {"train": "path"}}, ["data.train", "list"]),
     ({"train": 3}, ["[train]"]),
-    ({"model": {"dropout": 1.0}}, ["dropout=1.0", "[0, 1)"]),
     ({"parallel": {"tensor_parallel": 3}}, ["n_heads=4", "tensor_parallel=3", "[1, 2, 4]"]),
     ({"model": {"seq_length": 15}, "parallel": {"tensor_parallel": 4}, "train": {"microbatch_size": 1}},
      ["1 * 15 = 15", "tensor_parallel=4", "sequence_parallel = false"]),
     ({"train": {"global_batch_size": 4, "microbatch_size": 3}}, ["global_batch_size=4", "microbatch_size=3"]),
-    ({"train": {"steps": 0}}, ["train.steps=0", "at least 1"]),
     ({"parallel": {"recompute_layers": "1"}}, ["recompute_layers='1'", "recompute is none", "mlp or full"]),
     ({"parallel": {"recompute": "mlp", "recompute_layers": "9"}}, ["recompute_layers='9'", "none of the", '"0:8"']),
     ({"parallel": {"recompute": "mlp", "recompute_interval": 4}}, ["interval=4", "recompute_interval to 1"]),
     ({"train": {"dtype": "float8"}}, ["float8", "bfloat16"]),
     ({"train": {"device": "tpu"}}, ["tpu", "cpu, cuda"]),
-    ({"train": {"z_loss": -1e-4}}, ["train.z_loss=-0.0001", "at least 0 and finite"]),
     ({"log": {"profile_step": 7}}, ["log.profile_step=7", "after the last step", "at most 6"]),
     ({"log": {"timeline_step": 2}}, ["log.timeline_step=2", "pipeline_parallel=1", "log.profile_step"]),
     ({"data": {"train": []}}, ["data.train", "tpformer data build"]),
@@ -132,7 +129,6 @@ IMPOSSIBLE = [
     *(({"parallel": {"pack_activations": True}, "train": train}, ["only bfloat16 has an exponent of 8 bits"])
       for train in ({"dtype": "float16"}, {"dtype": "float32"}, {"device": "cpu"})),
     ({"parallel": {"pack_layers": "0"}}, ["pack_layers='0' chooses layers, but pack_activations is false"]),
-    ({"model": {"n_layers": 2**40}}, ["n_layers=1099511627776 must be in [1, 1e4]"]),  # it took all memory
     ({"model": {"preset": []}}, ["unknown preset []; choose one of"]),  # it could be no key of a table
     ({"run": {"dir": " "}}, ["run.dir = ' ' names no directory"]),
     ({"train": {"batch_size_start": 1, "global_batch_size": 2**26}},  # it took for ever
