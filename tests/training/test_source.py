@@ -171,7 +171,10 @@ def test_verify_compares_weights_that_a_run_starts_from(done, hub, tiny_values, 
     assert "trains as one process does" in done("verify", file)
 
 
-def test_contradictions_are_refused(hub):
+def test_a_run_has_its_sources_architecture_and_contradictions_are_refused(hub):
+    for path in hub.values():
+        source = dataclasses.replace(open_source(path).architecture, vocab_multiple=128)
+        assert build_config(*from_source({"model": {"init_from": str(path)}})).model.architecture == source
     for model, words in (
         ({"n_layers": 3}, "contradicts.*n_layers = 3, there 4.*leave these keys out"),
         ({"ffn_hidden_size": 64, "bias": True}, "ffn_hidden_size = 64, there 48.*bias = True, there False"),
@@ -182,9 +185,6 @@ def test_contradictions_are_refused(hub):
         with pytest.raises((ValueError, FileNotFoundError), match=words):
             from_source({"model": {"init_from": str(hub["llama"])}}, {"model": model})
     agreeing = {"n_heads": 8, "head_dim": 4, "seq_length": 8, "dropout": 0.1, "vocab_multiple": 1, "qkv_bias": False}
-    for path in hub.values():
-        source = dataclasses.replace(open_source(path).architecture, vocab_multiple=128)
-        assert build_config(*from_source({"model": {"init_from": str(path)}})).model.architecture == source
     layers = from_source({"model": {"init_from": str(hub["llama"]), **agreeing}})
     assert build_config(*layers).model.n_kv_heads == 2
 
