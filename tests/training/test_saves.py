@@ -162,25 +162,14 @@ def test_r10_a_disk_that_is_full_as_the_run_starts_is_one_sentence_or_names_the_
     assert error.value.filename == f"{tiny_values['run']['dir']}/ranks/attempt"
 
 
-def _emptied(run: Path) -> None:
-    (run / "config.toml").write_text("")
-
-
-def _in_the_way(run: Path) -> None:
-    (run / "config.toml").unlink()
-    (run / "config.toml").mkdir()
-
-
-def _leads_nowhere(run: Path) -> None:
-    (run / "metrics.jsonl").unlink()
-    (run / "metrics.jsonl").symlink_to(run / "unmounted" / "metrics.jsonl")
-
-
-DAMAGES = {
-    _emptied: "config.toml is empty, and no run writes such a file: bring back the settings that the run had",
-    _in_the_way: "holds a run, but its config.toml is gone: bring it back",
-    _leads_nowhere: "metrics.jsonl is a link that leads nowhere, where a file is expected",
-}
+# a file, what stands in its place, what is said
+DAMAGES = [
+    ("config.toml", Path.touch,
+     "config.toml is empty, and no run writes such a file: bring back the settings that the run had"),
+    ("config.toml", Path.mkdir, "holds a run, but its config.toml is gone: bring it back"),
+    ("metrics.jsonl", lambda path: path.symlink_to(path.parent / "unmounted" / path.name),
+     "metrics.jsonl is a link that leads nowhere, where a file is expected"),
+]  # fmt: skip
 
 
 @on_every_rank(1)
@@ -188,9 +177,10 @@ def test_a_damaged_run_directory_is_one_sentence_before_a_step(tiny_values):
     run = Path(tiny_values["run"]["dir"])
     train(values_with(tiny_values, train={"steps": 2}))
     whole = run.rename(run.with_name("whole"))
-    for damage, said in DAMAGES.items():
+    for name, make, said in DAMAGES:
         shutil.copytree(whole, run)
-        damage(run)
+        (run / name).unlink()
+        make(run / name)
         with pytest.raises(ValueError, match=said):
             train(tiny_values, resume=True)
         shutil.rmtree(run)

@@ -138,14 +138,6 @@ def link(name):
     return "whole", damage, f"{name} is a link to {__file__}, outside of its folder"
 
 
-def pickles_only(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-def tied(old):
-    return old.replace('"tie_word_embeddings": false', '"tie_word_embeddings": true')
-
-
 Q = "model.layers.1.self_attn.q_proj.weight"
 BIAS, BASE = Q.replace("weight", "bias"), Q.removeprefix("model.")
 FIRST, THIRD, FIFTH = (f"model.layers.1.block_sparse_moe.experts.{index}.w1.weight" for index in (0, 2, 4))
@@ -164,8 +156,16 @@ DAMAGES = {
     "truncated": ("shards", truncate, "model-00002-of-", "is damaged"),
     "absent": (*index(lambda w: w.update({Q: "model-7.safetensors"})), "model-7.safetensors does not exist"),
     "unlisted": (*index(lambda w: w.pop(Q)), f"differ in {Q}"),
-    "pickles": ("whole", pickles_only, "a pickle that could run any program", "save_pretrained"),
-    "tied": (*text(tied), "lm_head.weight that differs from the embedding's table"),
+    "pickles": (
+        "whole",
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        "a pickle that could run any program",
+        "save_pretrained",
+    ),
+    "tied": (
+        *text(lambda old: old.replace('_embeddings": false', '_embeddings": true')),
+        "lm_head.weight that differs from the embedding's table",
+    ),
     "nothing": ("whole", lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
     "json": (*text(lambda old: "{"), "config.json is not valid JSON"),
     "linked tokens": link("merges.txt"),

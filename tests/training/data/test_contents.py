@@ -12,21 +12,12 @@ from tpformer.training.data import build_dataset, read_contents
 REMEDY = "recopy or rebuild the dataset, or, if its tokens are meant to be others, remove the .json and set data.token"
 
 
-def of_another(kind: str):
-    return lambda one, two: shutil.copyfile(f"{two}{kind}", f"{one}{kind}")
-
-
-def zeroed(one: Path, two: Path) -> None:
-    """What a copy that was cut short leaves, where its room was reserved before."""
-    path = Path(f"{one}.bin")
-    path.write_bytes(bytes(path.stat().st_size))
-
-
 DAMAGES = {
     "a bit": lambda one, two: flip(Path(f"{one}.bin")),
-    "zeros": zeroed,
-    "tokens of another": of_another(".bin"),
-    "sidecar of another": of_another(".json"),
+    # what a copy that was cut short leaves, where its room was reserved before
+    "zeros": lambda one, two: Path(f"{one}.bin").write_bytes(bytes(Path(f"{one}.bin").stat().st_size)),
+    "tokens of another": lambda one, two: shutil.copyfile(f"{two}.bin", f"{one}.bin"),
+    "sidecar of another": lambda one, two: shutil.copyfile(f"{two}.json", f"{one}.json"),
 }
 
 
