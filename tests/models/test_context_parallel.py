@@ -82,8 +82,18 @@ def layer_results(make: Callable[..., nn.Module], positions: Positions, tp: Tens
         more = {"dropout_key": DropoutKey(1, 2, more["sample_index"], layer)}
     y = layer(x, positions=positions, **more)
     y.backward(dy)
-    load = {"load": layer.gate.load} if isinstance(layer, MoE) else {}
-    return {"own": own, "y": y.detach(), "dx": x.grad, "parameters": gradients(layer, summed=tp is not None), **load}
+    found = {"y": y.detach(), "dx": x.grad, "parameters": gradients(layer, summed=tp is not None)}
+    if isinstance(layer, MoE):
+        found["load"] = layer.gate.load if tp is None else all_reduce(layer.gate.load, dist.group.WORLD)
+    return found
+
+
+def assert_is_that_of_one_process(make: Callable[..., nn.Module], positions: Positions, **more) -> dict:
+    """The results of one process, of which a rank has those of its own tokens."""
+    found, whole = (layer_results(make, positions, tp, **more) for tp in (context(), None))
+    own = positions.shared(context().shares_tokens).own_tokens()
+    assert_same(found, {**whole, "y": whole["y"][:, own], "dx": whole["dx"][:, own]}, make.__name__)
+    return whole
 
 
 def attention(**options) -> SelfAttention:
@@ -117,11 +127,7 @@ def test_a_layer_by_itself_is_that_of_one_process() -> None:
     for make in (attention, block, table):
         for ids in (None, documents()):
             more = {"sample_index": torch.tensor([7, 3, 5])} if make is block else {}
-            found, whole = (layer_results(make, Positions(BATCH, SEQ, ids), tp, **more) for tp in (context(), None))
-            own = found.pop("own")
-            del whole["own"]
-            expected = {"y": whole["y"][:, own], "dx": whole["dx"][:, own], "parameters": whole["parameters"]}
-            assert_same(found, expected, make.__name__)
+            assert_is_that_of_one_process(make, Positions(BATCH, SEQ, ids), **more)
 
 
 @on_every_rank(2)
@@ -130,16 +136,9 @@ def test_padding_is_that_of_one_process() -> None:
     padding = torch.zeros(BATCH, SEQ, dtype=torch.bool)
     padding[0, :7], padding[1, 10:] = True, True
     positions = Positions(BATCH, SEQ, key_padding_mask=padding)
-    for make in (attention, mixture):
-        found, whole = (layer_results(make, positions, tp) for tp in (context(), None))
-        own = found.pop("own")
-        del whole["own"]
-        expected = {"y": whole["y"][:, own], "dx": whole["dx"][:, own], "parameters": whole["parameters"]}
-        if make is mixture:
-            found["load"] = all_reduce(found["load"], dist.group.WORLD)
-            expected["load"] = whole["load"]
-            assert expected["load"].sum() == 2 * padding.logical_not().sum()
-        assert_same(found, expected, make.__name__)
+    assert_is_that_of_one_process(attention, positions)
+    whole = assert_is_that_of_one_process(mixture, positions)
+    assert whole["load"].sum() == 2 * padding.logical_not().sum()
 
 
 @on_every_rank(4)
