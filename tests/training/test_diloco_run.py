@@ -1,5 +1,5 @@
 """Whole runs whose replicas take steps by themselves: stops and resumption within and between rounds, other numbers of
-replicas, validation and saves of what they have in common."""
+replicas, validation and saves of what they have in common; runs by parameter servers, stopped and resumed."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from small_runs import everything
 from testing import assert_identical
-from tiny_runs import rows, sigterm_in, values_with
+from tiny_runs import losses, rows, sigterm_in, values_with
 from turns import in_turns, of_turn
 
 from tpformer.config import build_config
@@ -214,3 +214,24 @@ def test_a_replica_that_skips_steps_holds_nobody_up(ranks, tiny_values):
     said, _ = ranks(2).run(skipping, values)
     assert steps(Path(values["run"]["dir"]) / "checkpoints") == [9]
     assert len([line for line in said if "the checkpoint waits" in line]) == 1
+
+
+def losses_of_runs(values: dict, server: dict) -> list[list[tuple]]:
+    """The losses of a whole run of four steps, and of one that stops after two and is resumed."""
+    found = []
+    for name, ends in (("whole", [4]), ("parts", [2, 4])):
+        run = {"dir": f"{values['run']['dir']}-{name}", "resume": True}
+        for end in ends:
+            Trainer(build_config(values, {"run": run, "parallel": server, "train": {"steps": end}})).run()
+        found.append(losses(run["dir"]))
+    return found
+
+
+@pytest.mark.parametrize("exchange", ["stale_server arrivals=0,1,1", *in_turns(["sync_server"], first=2)])
+def test_a_run_that_is_resumed_is_one_that_was_not(ranks, done, tiny_values, exchange):
+    optimizer = {"schedule": "constant", "warmup_steps": 0, "lr": 3e-3}
+    values = values_with(tiny_values, data={"valid": []}, optimizer=optimizer, train={"microbatch_size": 1})
+    server = {"data_parallel_replicate": 2, "exchange": exchange}
+    whole, parts = ranks(2).run(losses_of_runs, values, server)[0]
+    assert whole == parts and len(whole) == 4 and whole[-1][1] < whole[0][1]
+    done("generate", f"{tiny_values['run']['dir']}-whole", "--max-new-tokens", "3")  # in one process, without workers

@@ -4,7 +4,6 @@ says in float64; so is the norm of its gradients."""
 
 import json
 import math
-from functools import partial
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ MODEL = {"vocab_size": 60, "seq_length": 12, "n_layers": 4, "hidden_size": 32, "
 BATCH, GOOD = 4, 6  # steps, after which a loss scale has been doubled twice
 POISON = {2: math.nan, 4: math.inf}  # by step
 TP2_PP2, ZBV, ZERO3 = LAYOUTS["tp2-pp2"], LAYOUTS["v-schedule"], {"data_parallel_shard": 2, "zero_stage": 3}
-INTERLEAVED = {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B", "data_parallel_replicate": 2}
+INTERLEAVED = {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B"}
 
 
 def config_of(parallel: dict, dtype: str, dropout: float = 0.0) -> RunConfig:
@@ -212,15 +211,12 @@ def expected(ranks):
     return ranks(1).run(of_torch)[0]
 
 
-def on_two_axes(axis: str, *zero_stages: int, **parallel: str) -> list[dict]:
-    """Layouts of two ranks on an axis, each of which shares its parameters with another one."""
-    return [{axis: 2, "data_parallel_shard": 2, "zero_stage": stage, **parallel} for stage in zero_stages]
-
-
-INTERLEAVED_ZERO = partial(on_two_axes, "pipeline_parallel", pipeline_schedule="Interleaved1F1B")
-CHOSEN = [ZBV, *on_two_axes("tensor_parallel", 3)]
-OTHERS = [ZERO3, *on_two_axes("tensor_parallel", 1), *on_two_axes("pipeline_parallel", 2), *INTERLEAVED_ZERO(2, 3)]
-OTHERS += [INTERLEAVED, TP2_PP2]
+CHOSEN = [ZBV, LAYOUTS["tp2-zero3"]]
+OTHERS = [
+    ZERO3, {**LAYOUTS["tp2-zero3"], "zero_stage": 1}, {"pipeline_parallel": 2, **ZERO3, "zero_stage": 2},
+    {**INTERLEAVED, **ZERO3, "zero_stage": 2}, {**INTERLEAVED, **ZERO3}, {**INTERLEAVED, "data_parallel_replicate": 2},
+    TP2_PP2,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("parallel", [*CHOSEN, *in_turns(OTHERS)], ids=str)
