@@ -47,6 +47,30 @@ def commands(ranks: WorkerPool) -> Commands:
     return Commands(ranks.server)
 
 
+@pytest.fixture(scope="session")
+def done(commands: Commands) -> Callable[..., str]:
+    """done("export", ...): what the command prints, which has to succeed."""
+
+    def done(*arguments: str, **environment: str) -> str:
+        code, out, err = commands.run(*arguments, **environment)
+        assert code == 0, out + err
+        return out
+
+    return done
+
+
+@pytest.fixture(scope="session")
+def refused(commands: Commands) -> Callable[..., str]:
+    """refused("export", ...): how the command says that it was given a mistake."""
+
+    def refused(*arguments: str) -> str:
+        code, out, err = commands.run(*arguments)
+        assert code == 2 and "Traceback" not in err, out + err
+        return err
+
+    return refused
+
+
 @pytest.fixture
 def forked(ranks: WorkerPool) -> Iterator[None]:
     """Within, multiprocessing's fork server is the pool's, which has imported everything."""

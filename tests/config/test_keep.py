@@ -5,7 +5,7 @@ import pytest
 from tpformer.config import LayerKeep, Layout, budget_bytes, keep_text, kept_layers
 from tpformer.config.keep import parsed_keep
 
-ALL, MLP, FULL, PACK = LayerKeep(), LayerKeep("mlp"), LayerKeep("full"), LayerKeep(pack=True)
+ALL, FULL = LayerKeep(), LayerKeep("full")
 
 
 @pytest.mark.parametrize("keys, text", [

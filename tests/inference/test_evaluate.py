@@ -1,18 +1,26 @@
-"""`tpformer evaluate` finds the trainer's own loss in every layout, counts bytes, and refuses data of another model."""
+"""`tpformer evaluate` finds the trainer's own loss in every layout, counts bytes, refuses data of another model, and
+has the precision of a run, also where it answers tasks."""
 
 import json
 import math
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from made import byte_level, sentencepiece_like
-from testing import assert_same
+from testing import assert_same, on_every_rank
 from turns import in_turns
 
 from tpformer.config import build_config, to_toml
+from tpformer.inference import generate
+from tpformer.inference.evaluate import show
 from tpformer.inference.settings import open_evaluation_data
+from tpformer.ops.transports.quantized import record_blocks
 from tpformer.training.data import IndexedWriter, build_dataset, load_tokenizer
 from tpformer.training.metrics import read_metrics
 from tpformer.training.resolve import same_tokenizer
@@ -25,7 +33,7 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def trained(commands, tmp_path_factory) -> Path:
+def trained(done, tmp_path_factory) -> Path:
     """A folder with a run in float64 on 2 tensor-parallel ranks, and its two validation datasets."""
     folder = tmp_path_factory.mktemp("evaluated")
     texts = {"code": "def f(x):\n    return x * 2 + 1\n" * 20, "prose": "Grüße, 世界! " * 9}
@@ -42,37 +50,35 @@ def trained(commands, tmp_path_factory) -> Path:
         "log": {"plot": False, "tensorboard": False},
     }
     (folder / "run.toml").write_text(to_toml(build_config(values)))
-    code, out, err = commands.run("pretrain", str(folder / "run.toml"))
-    assert code == 0, out + err
+    done("pretrain", str(folder / "run.toml"))
     return folder
 
 
-def evaluated(commands, model: Path, *options: str) -> dict:
+def evaluated(done, model: Path, *options: str) -> dict:
     """The result of an evaluation, as --json writes it."""
     path = model.parent / "result.json"
     path.unlink(missing_ok=True)
-    code, out, err = commands.run("evaluate", str(model), *options, "--json", str(path))
-    assert code == 0, out + err
+    done("evaluate", str(model), *options, "--json", str(path))
     return json.loads(path.read_text())
 
 
 @pytest.fixture(scope="module")
-def asked(commands, trained) -> dict:
+def asked(done, trained) -> dict:
     """What tasks alone give on the run's own 2 ranks."""
     path = trained / "tasks.jsonl"
     choices = ["x", "é" * 6, "xxxxxxxxxxx!"]
     lines = [{"prompt": "p" * n, "choices": choices, "answer": answer} for n, answer in ((0, 0), (5, 2), (40, 0))]
     lines += [{"prompt": "p", "answer": "Never."}]
     path.write_text("".join(json.dumps(line) + "\r\n" for line in lines))
-    return evaluated(commands, trained / "run", "--tasks", str(path))
+    return evaluated(done, trained / "run", "--tasks", str(path))
 
 
 @pytest.mark.parametrize("layout", ["tp 2, pp 2", *in_turns(["tp 1", "ZeRO"], first=0)])
-def test_every_layout_finds_the_trainers_validation_and_the_same_answers(commands, trained, asked, layout):
+def test_every_layout_finds_the_trainers_validation_and_the_same_answers(done, trained, asked, layout):
     """Where neither data nor tasks are given, the run's own validation data are used."""
     options = ("--data", str(trained / "code"), str(trained / "prose"), "--tasks", str(trained / "tasks.jsonl"))
     given = () if layout == "ZeRO" else options
-    found = evaluated(commands, trained / "run", *given, "--samples", "12", *LAYOUTS[layout].split())
+    found = evaluated(done, trained / "run", *given, "--samples", "12", *LAYOUTS[layout].split())
     logged = [row["val_loss"] for row in read_metrics(trained / "run" / "metrics.jsonl") if "val_loss" in row]
     rows = found["data"]
     assert [(row["data"], row["samples"], row["tokens"]) for row in rows] == [
@@ -169,3 +175,29 @@ def test_refused_before_any_rank_starts(commands, trained, tmp_path):
         code_, out, err = commands.run("evaluate", run, *options.split())
         assert code_ == 2 and words in err and "Traceback" not in err and err.count("\n") == 1, options + out + err
     assert (tmp_path / "kept.json").read_text() == ""
+
+
+WIDE = {"vocab_size": 100, "seq_length": 8, "n_layers": 1, "hidden_size": 128, "n_heads": 2, "head_dim": 128}
+
+
+@on_every_rank(2)
+def test_a_loaded_model_has_the_precision_that_is_asked_for() -> None:
+    """Two linears' inputs and weights in attention, two in the MLP: four inputs and six weights, or nothing."""
+    for precision, blocks in (("16", 0), ("fp8", 10)):
+        train = {"precision": precision, "dtype": "float64", "device": "cpu"}
+        sections: dict[str, Any] = {"model": WIDE, "train": train, "parallel": {"tensor_parallel": 2}}
+        config = build_config(sections)
+        source = SimpleNamespace(architecture=config.model.architecture, load=lambda parts: parts[0].reset_parameters())
+        with mock.patch.object(generate, "open_source", return_value=source):
+            model, _ = generate.load_model(config)
+        with torch.no_grad(), record_blocks() as made:
+            model(torch.zeros(1, 3, dtype=torch.long))
+        assert len(made) == blocks, precision
+
+
+def test_a_result_says_that_its_linears_were_quantised() -> None:
+    for precision, words in (("16", "float64, 8 tokens"), ("fp8", "float64, linears in FP8, 8 tokens")):
+        console = mock.Mock()
+        found = {"model": "run", "dtype": "float64", "precision": precision, "seq_length": 8}
+        show({**found, "data": [], "tasks": [], "notes": []}, console)
+        assert words in console.print.call_args_list[0].args[0]

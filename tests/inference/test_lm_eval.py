@@ -120,12 +120,11 @@ def test_the_harness_scores_our_model_as_transformers_own(ranks, tasks, theirs):
     assert_same(answers["own_choices"], wanted_answers["own_choices"], "own_choices")
 
 
-def test_the_command_reports_the_harness_scores(commands, tasks, theirs, tmp_path):
+def test_the_command_reports_the_harness_scores(done, tasks, theirs, tmp_path):
     options = f"--lm-eval own_choices,own_generated --lm-eval-tasks {tasks} --json {tmp_path / 'found'} --seq-length 24"
     layout = "--parallel.data-parallel-shard 2 --train.dtype float64"
     weights = str(tasks / "weights")
-    code, out, err = commands.run("evaluate", weights, *options.split(), *layout.split(), **OFFLINE)
-    assert code == 0, out + err
+    done("evaluate", weights, *options.split(), *layout.split(), **OFFLINE)
     rows = json.loads((tmp_path / "found").read_text())["tasks"]
     assert [(row["task"], row["metric"], row["number"]) for row in rows] == [
         *(("own_choices", metric, 4) for metric in ("acc", "acc_norm", "acc_bytes")),

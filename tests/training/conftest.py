@@ -1,4 +1,4 @@
-"""A tiny dataset, the configuration of a tiny run over it, and commands: fixtures for every test of training."""
+"""A tiny dataset, and the configuration of a tiny run over it: fixtures for every test of training."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -39,27 +39,3 @@ def tiny_values_in(tiny_data) -> Callable[[Path], dict[str, dict]]:
 def tiny_values(tiny_values_in, tmp_path) -> dict[str, dict]:
     """The sections of a run in the test's own folder: change a copy, then build_config it or write it as TOML."""
     return tiny_values_in(tmp_path)
-
-
-@pytest.fixture
-def done(commands) -> Callable[..., str]:
-    """done("export", ...): what the command prints, which has to succeed."""
-
-    def done(*arguments: str, **environment: str) -> str:
-        code, out, err = commands.run(*arguments, **environment)
-        assert code == 0, out + err
-        return out
-
-    return done
-
-
-@pytest.fixture
-def refused(commands) -> Callable[..., str]:
-    """refused("export", ...): how the command says that it was given a mistake."""
-
-    def refused(*arguments: str) -> str:
-        code, out, err = commands.run(*arguments)
-        assert code == 2 and "Traceback" not in err, out + err
-        return err
-
-    return refused
