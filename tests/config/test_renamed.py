@@ -27,9 +27,8 @@ def test_a_run_of_an_earlier_version_has_its_exchange(used, exchange):
     assert found.parallel.exchange == exchange and found.parallel.tensor_parallel == 2
     assert "compression" not in to_toml(found)
     exchange_named(exchange)
-    assert (
-        build_config({"parallel": {**UNUSED, **used}}, {"parallel": {"exchange": "ring"}}).parallel.exchange == "ring"
-    )
+    later = build_config({"parallel": {**UNUSED, **used}}, {"parallel": {"exchange": "ring"}})
+    assert later.parallel.exchange == "ring"
 
 
 @pytest.mark.parametrize(("values", "words"), [

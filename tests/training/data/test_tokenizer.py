@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made import byte_level
 
 from tpformer.training.data import ByteTokenizer, JsonTokenizer, chat_ids, load_tokenizer, render_chat
 
@@ -82,22 +83,14 @@ TEMPLATES = {
     ),
     "tools": "{{ messages | tojson }} {{ strftime_now('%Y') }} {{ documents is none }}{{ pad_token is defined }}",
 }
-SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "[INST]", "[/INST]"]
+SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "[INST]", "[/INST]")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A byte-level tokenizer that puts <s> before a prompt, as Llama's does; a test adds the files beside it."""
-    tokenizers = pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False)
-    tokenizer.train_from_iterator(["def a user says to the assistant\n\n"] * 9, trainer)
-    bos = ("<s>", tokenizer.token_to_id("<s>"))
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[bos])
+    tokenizer = byte_level(folder / "tokenizer.json", ["def a user says to the assistant\n\n"] * 9, "<s>", SPECIAL)
     tokenizer.enable_truncation(4)  # a published file may, and no text may be cut for it
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
@@ -143,7 +136,7 @@ def test_a_conversation_and_a_prompt_have_the_tokens_that_transformers_gives_the
 @pytest.mark.parametrize(("files", "end", "stops"), [
     ({"tokenizer_config": {"eos_token": "<|eot_id|>"}}, "<|eot_id|>", ["<|eot_id|>"]),
     ({"generation_config": {"eos_token_id": 3}}, "</s>", ["<|im_end|>"]),
-    ({"tokenizer_config": CONFIG, "generation_config": {"eos_token_id": [3, 4]}}, "</s>", SPECIAL[3:5]),
+    ({"tokenizer_config": CONFIG, "generation_config": {"eos_token_id": [3, 4]}}, "</s>", ["<|im_end|>", "<|eot_id|>"]),
     ({"tokenizer_config": CONFIG, "special_tokens_map": {"eos_token": "<|im_end|>"}}, "<|im_end|>", ["<|im_end|>"]),
     ({"tokenizer_config": CONFIG | {"added_tokens_decoder": {}}, "special_tokens_map": {"eos_token": "<s>"}},
      "</s>", ["</s>"]),

@@ -1,12 +1,17 @@
-"""What tests of inference share: a tokenizer of bytes and pairs of them, as GPT-2's is, one as Llama 2's is, and text
-without a cache."""
+"""Models and tokenizers that are made for a test: a tokenizer of bytes and pairs of them, as GPT-2's is, one as Llama
+2's is, a run's folder with a model, and what a model says without a cache.
+
+Belongs here: what tests of inference, weights and data share. No assertions.
+"""
 
 from pathlib import Path
 
 import pytest
 import torch
 
+from tpformer.config import RunConfig, to_toml
 from tpformer.models import GPT
+from tpformer.training.checkpoint_files import write_checkpoint
 
 
 def byte_level(path: Path, texts: list[str], first: str = "", special: tuple[str, ...] = ("</s>",)):
@@ -36,6 +41,14 @@ def sentencepiece_like(path: Path) -> None:
     steps = tokenizers.decoders
     made.decoder = steps.Sequence([steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)])
     made.save(str(path))
+
+
+def save_run(run: Path, config: RunConfig, model: GPT, step: int = 1) -> None:
+    """Write the folder of a run, which has a checkpoint of the model alone."""
+    run.mkdir()
+    (run / "config.toml").write_text(to_toml(config))
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    write_checkpoint(run / "checkpoints" / f"step-{step}", parameters, step)
 
 
 @torch.no_grad()
