@@ -127,3 +127,9 @@ def main(*arguments: str) -> None:
 
     sys.argv = ["tpformer", *arguments]
     cli.main()
+
+
+def on_terminal(name: str, *arguments: str) -> None:
+    """The command in a session of its own, on the terminal of this name."""
+    os.login_tty(os.open(name, os.O_RDWR))
+    main(*arguments)

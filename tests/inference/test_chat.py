@@ -13,15 +13,14 @@ from pathlib import Path
 import commands as command_processes
 import pytest
 import torch
-from made import greedy
+from made import greedy, save_run
 from turns import in_turns
 
 from tpformer.cli.models import _print_texts
-from tpformer.config import build_config, to_toml
+from tpformer.config import build_config
 from tpformer.inference.chat import Speaker
 from tpformer.inference.sampling import Sampling
 from tpformer.models import GPT
-from tpformer.training.checkpoint_files import write_checkpoint
 from tpformer.training.data import PLAIN_STOP, ByteTokenizer, chat_ids
 
 MODEL = {"vocab_size": 257, "n_layers": 2, "hidden_size": 48, "n_heads": 4, "position": "rope"}
@@ -31,12 +30,10 @@ GREEDY = Sampling(temperature=0)
 def save_model(run: Path, seq_length: int = 256) -> GPT:
     """A run whose checkpoint is a random model of bytes, and the model."""
     config = build_config({"model": MODEL | {"seq_length": seq_length}, "data": {"tokenizer": "bytes"}})
-    run.mkdir()
-    (run / "config.toml").write_text(to_toml(config))
     model = GPT(config.model.architecture, seed=4).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.mul_(4)  # so that the most likely token is not a matter of rounding
-    write_checkpoint(run / "checkpoints" / "step-1", dict(model.named_parameters()), 1)
+    save_run(run, config, model)
     return model
 
 
@@ -247,11 +244,6 @@ def test_what_a_model_writes_is_obeyed_by_no_terminal(capsys):
         assert shown.startswith(begins + "\ufffd[2J\tb") and shown.endswith("\n\ufffdm\ufffd\n")
 
 
-def on_terminal(name: str, *arguments: str) -> None:
-    os.login_tty(os.open(name, os.O_RDWR))
-    command_processes.main(*arguments)
-
-
 class Person:
     """Somebody at a terminal, who reads what it shows and presses keys."""
 
@@ -284,7 +276,7 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_the_session(commands, tmp_path, tp):
     save_model(tmp_path / "run", 100_000)
     with closing(Person()) as person:
         arguments = ("--temperature", "0", "--max-new-tokens", "50000", "--tensor-parallel", str(tp))
-        command = commands.call(on_terminal, person.name, "chat", str(tmp_path / "run"), *arguments)
+        command = commands.call(command_processes.on_terminal, person.name, "chat", str(tmp_path / "run"), *arguments)
         for question in ("hello", "once more"):
             person.reads("> ")
             person.press(f"{question}\n")

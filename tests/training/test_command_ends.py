@@ -8,14 +8,13 @@ import signal
 import socket
 import struct
 import sys
-import termios
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
-from commands import main
+from commands import main, on_terminal
 from tiny_runs import rows, write_run
 from turns import in_turns
 
@@ -116,22 +115,12 @@ def test_a_directory_is_its_launchers_until_that_one_is_killed(commands, tmp_pat
     assert [row["step"] for row in rows(run)] == [1, 2], "R5: without a checkpoint it begins anew"
 
 
-def in_terminal(path: str, *arguments: str) -> None:
-    """The command in a session of its own, whose terminal is the file."""
-    os.setsid()
-    terminal = os.open(path, os.O_RDWR)
-    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
-    for number in range(3):
-        os.dup2(terminal, number)
-    main(*arguments)
-
-
 @pytest.mark.parametrize("n_ranks", [2, *in_turns([1], first=1)])
 def test_a_run_whose_terminal_closes_writes_a_checkpoint(commands, tmp_path, write, n_ranks):
     """R19: the kernel sends SIGHUP, and each line that is printed after that fails."""
     ours, theirs = pty.openpty()
     toml = write(parallel={"tensor_parallel": n_ranks}, **LONG)
-    command, run = commands.call(in_terminal, os.ttyname(theirs), "pretrain", toml), tmp_path / "run"
+    command, run = commands.call(on_terminal, os.ttyname(theirs), "pretrain", toml), tmp_path / "run"
 
     def look() -> bool:
         os.set_blocking(ours, False)

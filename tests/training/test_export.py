@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from pool import WorkerPool
+from made import save_run
 from safetensors import safe_open
 from safetensors.torch import load_file
 from small_runs import LAYOUTS, MODEL, build, everything, merged, run_config
@@ -151,26 +151,17 @@ WIDE |= {"n_kv_heads": 1, "ffn_hidden_size": 256, "tie_embeddings": False, "bias
 LLAMA = WIDE | {"norm": "rmsnorm", "activation": "swiglu", "position": "rope"}
 
 
-def save(run: Path, model: dict) -> None:
-    part = GPT(GPTConfig(**model), seed=3)
-    checkpointer = Checkpointer(run / "checkpoints")
-    checkpointer.save(1, [part], [torch.optim.SGD(part.parameters())])
-    checkpointer.wait()
-
-
-def saved_run(ranks: WorkerPool, run: Path, model: dict) -> Path:
-    """A run with a checkpoint of its first weights."""
-    run.mkdir()
-    (run / "config.toml").write_text(to_toml(run_config({}, model)))
-    ranks(1).run(save, run, model)
+def save(run: Path, model: dict) -> Path:
+    """A run with a checkpoint of first weights."""
+    save_run(run, run_config({}, model), GPT(GPTConfig(**model), seed=3))
     return run
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("most", [10**9, 10**5], ids=["one file", "several files"])
-def test_weights_in_fp8_are_those_of_training_and_transformers_reads_them(ranks, dtype, most, tmp_path):
+def test_weights_in_fp8_are_those_of_training_and_transformers_reads_them(dtype, most, tmp_path):
     """A file of its own for a weight has its scales in another one."""
-    run = saved_run(ranks, tmp_path / "run", LLAMA)
+    run = save(tmp_path / "run", LLAMA)
     plain, blocks = tmp_path / "plain", tmp_path / "blocks"
     options = {"dtype": dtype, "file_format": "hf", "max_shard_bytes": most, "report": lambda _: None}
     export(run, plain, **options)
@@ -205,8 +196,8 @@ EXPERTS = {"n_experts": 4, "expert_ffn_size": 128}
      "files of gpt2 have no matrices of single linears"),
     (LLAMA | {"ffn_hidden_size": 192}, "hf", "layers.0.mlp.gate_proj.weight's rows=192: 128 features share a scale"),
 ])  # fmt: skip
-def test_weights_that_cannot_be_in_fp8_leave_nothing(ranks, model, file_format, words, tmp_path):
-    run = saved_run(ranks, tmp_path / "run", model)
+def test_weights_that_cannot_be_in_fp8_leave_nothing(model, file_format, words, tmp_path):
+    run = save(tmp_path / "run", model)
     with pytest.raises(ValueError, match=words):
         export(run, tmp_path / "out", file_format=file_format, weights="fp8", report=lambda _: None)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -5,12 +5,12 @@ import json
 import numpy
 import oracle
 import torch
+from made import save_run
 from testing import assert_kernel_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tpformer.config import build_config, to_toml
+from tpformer.config import build_config
 from tpformer.models import GPT
-from tpformer.training.checkpoint_files import write_checkpoint
 from tpformer.training.companions import write_byte_tokenizer
 from tpformer.training.data import ByteTokenizer, load_tokenizer
 from tpformer.training.export import export
@@ -33,18 +33,14 @@ def test_the_byte_tokenizer_is_exact(tmp_path):
     assert theirs_one.decode(ours.encode(every)) == every and theirs_one.eos_token_id == 256
 
 
-def test_a_trained_run_generates_in_transformers(commands, tmp_path):
+def test_a_trained_run_generates_in_transformers(done, tmp_path):
     """It has the byte tokenizer, and the checkpoint of a random model."""
     model = {"vocab_size": 257, "seq_length": 16, "n_layers": 2, "hidden_size": 32, "n_heads": 4}
     model |= {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "qkv_bias": True}
     config = build_config({"model": model, "data": {"train": ["none"], "tokenizer": "bytes"}})
     run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.toml").write_text(to_toml(config))
-    tensors = {name: value.detach() for name, value in GPT(config.model.architecture).named_parameters()}
-    write_checkpoint(run / "checkpoints" / "step-7", tensors, 7)
-    code, out, err = commands.run("export", str(run), "--format", "hf", "--out", str(tmp_path / "out"))
-    assert code == 0 and "step 7" in out, err
+    save_run(run, config, GPT(config.model.architecture), step=7)
+    assert "step 7" in done("export", str(run), "--format", "hf", "--out", str(tmp_path / "out"))
     model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loading.values()) and type(model).__name__ == "Qwen2ForCausalLM"
     assert model.get_input_embeddings().weight.shape == (257, 32), "padded rows stay here"
@@ -59,7 +55,7 @@ def test_a_trained_run_generates_in_transformers(commands, tmp_path):
         assert_kernel_close(ours(prompt), exact(prompt), model(prompt).logits, "logits")
 
 
-def test_companions_travel_in_and_out(commands, tmp_path):
+def test_companions_travel_in_and_out(done, tmp_path):
     hub, run, out = (tmp_path / name for name in ("hub", "run", "out"))
     oracle.make("llama", hub)
     write_byte_tokenizer(hub)
@@ -67,8 +63,7 @@ def test_companions_travel_in_and_out(commands, tmp_path):
     (hub / "chat_template.jinja").write_text("{{ messages }}")
     config = json.loads((hub / "config.json").read_text()) | {"bos_token_id": 1, "eos_token_id": [2, 5]}
     (hub / "config.json").write_text(json.dumps(config))
-    code, printed, err = commands.run("import", str(hub), "--out", str(run))
-    assert code == 0 and "step 0" in printed, err
+    assert "step 0" in done("import", str(hub), "--out", str(run))
     export(run, out, file_format="hf")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
         assert (out / name).read_bytes() == (hub / name).read_bytes(), name
@@ -85,5 +80,4 @@ def test_companions_travel_in_and_out(commands, tmp_path):
     export(tmp_path / "moved", tmp_path / "again", file_format="hf")
     assert (tmp_path / "again" / "tokenizer.json").read_bytes() == (hub / "tokenizer.json").read_bytes()
     for name in ("hub", "moved"):
-        code, text, err = commands.run("generate", str(tmp_path / name), "--prompt", "ab", "--max-new-tokens", "2")
-        assert code == 0 and text.startswith("ab"), err
+        assert done("generate", str(tmp_path / name), "--prompt", "ab", "--max-new-tokens", "2").startswith("ab")
