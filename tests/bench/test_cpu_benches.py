@@ -1,10 +1,11 @@
 """What the benches of the CPU compare, count, refuse and predict, at tiny sizes.
 
-Belongs here: what is particular to one of them. Their results and pages: test_results.py. Those that train as a whole:
-test_pretrain_bench.py.
+Belongs here: what is particular to one of them. Their results and pages: test_results.py.
 """
 
 import json
+import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from live import Live
+from test_results import PROBLEMS
 from testing import ROUNDING, build_small_split, on_every_rank
 from torch import Tensor, nn
 from turns import of_turn
@@ -20,6 +22,9 @@ from turns import of_turn
 from bench import bubbles, in_place, pretrain
 from bench.__main__ import BENCHES
 from bench.data_parallel import messages, strategies
+from bench.families.cells import ERROR, REFUSED, RIGHT, WRONG, Cell, joined
+from bench.families.models import FAMILIES
+from bench.families.training import compare_runs, in_float64, train, worst_of
 from bench.layer_memory import Layer, expected_items
 from bench.plain import check_against_plain
 from harness.runner import main
@@ -32,7 +37,6 @@ from tpformer.planner import schedule_order, simulate
 from tpformer.training.setup import build_model
 
 SMALL = GPTConfig(vocab_size=257, seq_length=16, n_layers=1, hidden_size=32, n_heads=2)
-TINY = GPTConfig(vocab_size=50, vocab_multiple=1, seq_length=16, n_layers=2, hidden_size=8, n_heads=2)
 
 
 def test_in_place_has_its_row(forked, monkeypatch):
@@ -77,11 +81,9 @@ def test_bubbles_are_required_to_be_within_a_part_of_the_share_and_of_the_order(
     assert not far["ok"] and far["relative"] > 0.05 and far["difference"] < 0.01
     actions, case = step("1F1B", 1), bubbles.ScheduleCase("1F1B", 8, 0.1)
     assert bubbles.make_row(case, 1, actions)["formula_share"] == 0.27273
-    swapped = [
-        a._replace(microbatch=1 - a.microbatch) if a[1] == 3 and a[2] < 2 and a[3] == "F" else a for a in actions
-    ]
+    other = [a._replace(microbatch=1 - a.microbatch) if a[1] == 3 and a[2] < 2 and a[3] == "F" else a for a in actions]
     with pytest.raises(ValueError, match="1F1B: rank 3 ran"):
-        bubbles.make_row(case, 1, swapped)
+        bubbles.make_row(case, 1, other)
 
 
 def test_bubbles_that_miss_are_measured_again_within_the_budget():
@@ -91,10 +93,7 @@ def test_bubbles_that_miss_are_measured_again_within_the_budget():
         actions = step(name.split()[0], 1, gaps.pop(0))
         return [[action for action in actions if action.rank == rank] for rank in range(4)]
 
-    ranks, cases = (
-        SimpleNamespace(call=call),
-        [bubbles.ScheduleCase("1F1B", 8, 0.1), bubbles.ScheduleCase("GPipe", 8, 0.1)],
-    )
+    ranks, cases = SimpleNamespace(call=call), [bubbles.ScheduleCase(name, 8, 0.1) for name in ("1F1B", "GPipe")]
     found = bubbles.measure(ranks, cases, 60)
     assert [(row["steps"], row["ok"]) for row, _ in found.values()] == [(4, True), (1, True)]
     ((row, actions),) = bubbles.measure(ranks, cases[:1], 0).values()
@@ -144,12 +143,38 @@ def test_strategies_train_and_send_their_share(forked, monkeypatch):
 
 def test_models_of_pretrain_are_the_named_ones():
     gpt2, large = pretrain.GPT2, pretrain.LARGE
-    assert {model.name: round(model.config.n_parameters / 1e6) for model in (gpt2, large)} == {
-        "GPT-2 124M": 124, "GPT 1.3B": 1316,
-    }  # fmt: skip
+    sizes = {model.name: round(model.config.n_parameters / 1e6) for model in (gpt2, large)}
+    assert sizes == {"GPT-2 124M": 124, "GPT 1.3B": 1316}
     config = pretrain.run_config(large, 300, Path("data/train"))
     assert config.model.hidden_size == 2048 and config.data.train == ("data/train",) and config.train.steps == 300
     assert config.optimizer == OptimizerSection(lr=large.lr, warmup_steps=30)
+
+
+def run_small(results: Path) -> None:
+    """The bench, made smaller: --quick, which writes nothing, then as a whole. It joins and leaves a process group, and
+    so has a process of its own."""
+    pretrain.build_stdlib, pretrain.STEPS = build_small_split, 6
+    pretrain.MODELS = {"cpu": (pretrain.Model("small", SMALL, 2, 1e-3),)}
+    assert main(["pretrain", "--quick"], BENCHES, results) == 0 and not results.exists()
+    sys.exit(main(["pretrain"], BENCHES, results))
+
+
+def test_pretrain_ends_and_writes_every_row(commands, tmp_path):
+    code, out, err = commands.call(run_small, tmp_path / "results", CUDA_VISIBLE_DEVICES="").finish()
+    assert code in (0, 1), err
+    path = tmp_path / "results" / "cpu" / "pretrain.json"
+    ElementTree.parse(path.with_suffix(".svg"))
+    result = json.loads(path.read_text())
+    head = "schema bench description date machine commit dirty versions note"
+    assert list(result)[:9] == head.split() and result["bench"] == "pretrain"
+    assert code == bool(PROBLEMS["pretrain"](result)), "few steps may miss what is required"
+    assert "nothing is written: called with an option" in out
+    assert "pretrain: small: final loss" in out and "not below 0.8 of" in out
+    (row,) = result["rows"]
+    assert len(row["losses"]) == row["steps"] == 6 and row["first_loss"] == row["losses"][0]
+    assert row["final_loss"] == pytest.approx(math.fsum(row["losses"]) / 6)
+    assert row["mfu"] is None and row["peak_bytes"] > 2**26
+    assert row["tokens_per_second"] > 0 and row["saved_bytes"] > 0 and 2 < row["unigram_entropy"] < 4
 
 
 @on_every_rank(1)
@@ -187,3 +212,39 @@ def test_another_model_than_the_plain_one_is_refused():
     model.layers["1"].input_layernorm.eps = 1e-4
     with pytest.raises(AssertionError, match="error .* is right"):
         check_against_plain(model, batch, clip_norm=1.0, tolerance=ROUNDING)
+
+
+def test_what_is_missing_or_differs_is_wrong():
+    x = torch.tensor([1.0, -4.0], dtype=torch.float64)
+    assert str(worst_of({"x": x + 4e-3}, {"x": x}, "forward:")) == "forward: x is off by 0.001 times its largest value"
+    assert not worst_of({"x": x * (1 + 1e-10)}, {"x": x}, "").wrong
+    assert not worst_of({"x": x * 1e-14}, {"x": x * 0}, "", noise=1e-13).wrong
+    for found in ({}, {"x": x, "y": x}, {"x": x[:1]}, {"x": x * torch.nan}, {"x": x + 1e-8}):
+        assert worst_of(found, {"x": x}, "").wrong, found
+
+
+def test_a_gradient_of_zero_that_should_not_be_is_found(tmp_path):
+    with in_float64():
+        family = next(family for family in FAMILIES if family.name == "Qwen3")
+        family.save(tmp_path)
+        expected = train(family.load(tmp_path), family.batch())
+        other = family.load(tmp_path)
+        other.get_parameter("model.layers.1.self_attn.q_norm.weight").register_hook(torch.zeros_like)
+        forward, gradients, parameters, last = compare_runs(train(other, family.batch()), expected)
+    assert not forward.wrong and parameters.wrong and last.wrong
+    assert str(gradients) == "gradient of model.layers.1.self_attn.q_norm.weight is off by 1 times its largest value"
+
+
+def test_nothing_is_rounded_to_float32():
+    x = torch.tensor(1 + 2**-40, dtype=torch.float64)
+    with in_float64():
+        same = (x.float(), x.to(torch.float32), x[None].softmax(0, dtype=torch.float32) * x, torch.ones(1) * x)
+    assert all(y.dtype == torch.float64 and y == x for y in same) and x.float() == 1
+
+
+def test_the_worst_rank_decides():
+    right, wrong = Cell(RIGHT, share=0.5), Cell(WRONG, "a gradient", 0.5)
+    assert joined([right, wrong]) == wrong
+    assert joined([Cell(REFUSED, "no")] * 2).verdict == REFUSED
+    assert joined([right, Cell(REFUSED, "no")]).reason == "only some ranks refuse: no"
+    assert joined([Cell(REFUSED, "no"), Cell(ERROR, "what")]).verdict == ERROR

@@ -147,9 +147,7 @@ def test_gates_that_fail_are_named_and_stop_no_other(tmp_path, capsys):
     def fails(quick: bool) -> None:
         raise AssertionError(f"3 is not 4, quick {quick}")
 
-    whole = gates.gates(
-        [replace(layer.BENCH, name="wrong", check=fails), replace(layer.BENCH, check=lambda quick: None)]
-    )
+    whole = gates.gates([replace(layer.BENCH, name="wrong", check=fails), replace(layer.BENCH, check=lambda _: None)])
     assert main(["gates"], [replace(whole, device="cpu")], tmp_path) == 1
     said = capsys.readouterr().out
     assert "gates: wrong: AssertionError: 3 is not 4, quick True" in said and "passes" in said
