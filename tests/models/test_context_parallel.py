@@ -17,15 +17,8 @@ from torch import Tensor, nn
 from turns import in_turns, of_turn
 
 from tpformer.distributed import all_reduce, build_mesh
-from tpformer.layers import (
-    DropoutKey,
-    MoE,
-    PositionEmbedding,
-    Positions,
-    SelfAttention,
-    TensorParallel,
-    transformer_block,
-)
+from tpformer.layers import MoE, PositionEmbedding, Positions, SelfAttention, TensorParallel, transformer_block
+from tpformer.layers.dropout import DropoutKey
 from tpformer.models import GPT, GPTConfig, KVCache
 from tpformer.ops import Context
 

@@ -13,21 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from context import (
-    BATCH,
-    DOCUMENTS,
-    GPT2,
-    MIXTURE,
-    NEWER,
-    SEQ,
-    WIDTH,
-    context,
-    documents,
-    loss_of,
-    shared,
-    tensors,
-    whole,
-)
+from context import DOCUMENTS, GPT2, MIXTURE, NEWER, SEQ, WIDTH, context, documents, loss_of, shared, tensors, whole
 from planted import Mistake, Patch, changed, instead, wrapped
 from pool import WorkerPool
 from small_runs import build, run_config
@@ -74,13 +60,12 @@ def attention_in_halves() -> Check:
     """Keys of the first half of each sample, then those of the second one."""
     made = attention(20)
 
+    def halves(heads: int, shared: int, _: Any) -> list[Part]:
+        return [Part(slice(heads), slice(shared), (place,)) for place in (0, 1)]
+
     def found() -> list[Tensor]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                context_attention,
-                "parts",
-                lambda heads, shared, _: [Part(slice(heads), slice(shared), (place,)) for place in (0, 1)],
-            )
+            patch.setattr(context_attention, "parts", halves)
             return made.found()
 
     return made._replace(found=found)
@@ -102,8 +87,9 @@ def sent_and_kept() -> tuple[list, int]:
 
 def promised() -> tuple[list, int]:
     """The same for 4 heads and 2 of keys."""
-    tokens = BATCH * SEQ // dist.get_world_size()
-    return [("all_gather", 2 * BATCH * SEQ * 2 * WIDTH * 4)], 4 * tokens * ((2 * 4 + 2 * 2) * WIDTH + 4)
+    tokens = len(DOCUMENTS) * SEQ
+    kept = 4 * tokens // dist.get_world_size() * ((2 * 4 + 2 * 2) * WIDTH + 4)
+    return [("all_gather", 2 * tokens * 2 * WIDTH * 4)], kept
 
 
 def loss(config: dict, ids: Tensor | None = None) -> Check:
@@ -228,14 +214,10 @@ TRAPS: dict[str, dict[str, Mistake]] = {
         ),
     },
     "attention": {
-        "gradients of keys are summed twice": changed(
-            context_attention, "start_scatter_sum", lambda wait: lambda: 2 * wait()
-        ),
+        "gradients of keys twice": changed(context_attention, "start_scatter_sum", lambda wait: lambda: 2 * wait()),
         "the last piece without a merge": instead(flash, "_merged", lambda found: found[-1]),
         "the mask is aligned with the first key": instead(flash, "_calls", aligned_with_the_first_key),
-        "log-sum-exp of a piece": wrapped(
-            flash, "_merged", lambda right: lambda found: (right(found)[0], found[-1][1])
-        ),
+        "log-sum-exp of one": wrapped(flash, "_merged", lambda right: lambda found: (right(found)[0], found[-1][1])),
         "log-sum-exp by rows": wrapped(context_attention, "attend_backward", log_sum_exp_by_rows),
         "documents are cut at chunks": changed(
             of_ranks, "segments", lambda found: [s._replace(first=s.position) for s in found]
@@ -244,9 +226,7 @@ TRAPS: dict[str, dict[str, Mistake]] = {
     "attention in a window": {"the window of the own chunk": wrapped(of_ranks, "segments", within_own_chunk)},
     "attention in halves": {
         "the second half alone": changed(of_ranks, "within", lambda found: [s._replace(earlier=0) for s in found]),
-        "the second half in the order of ranks": instead(
-            context_attention, "chunk_owners", owners_in_the_order_of_ranks
-        ),
+        "second half in the order of ranks": instead(context_attention, "chunk_owners", owners_in_the_order_of_ranks),
     },
     "what is sent and kept": {
         "gathered keys are kept": gathered_keys_are_kept,

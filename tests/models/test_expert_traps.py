@@ -75,26 +75,12 @@ def config_of(layout: str) -> RunConfig:
     return run_config(LAYOUTS[layout], MODEL | other.get(layout, {}), microbatch_size=size, **options)
 
 
-class Laid(NamedTuple):
-    """A layout on its ranks."""
-
-    config: RunConfig
-    mesh: DeviceMesh
-
-    @classmethod
-    def out(cls, layout: str) -> Laid:
-        return cls(config := config_of(layout), run_mesh(config, "cpu"))
-
-    def build(self) -> ModelParts:
-        return build_model(self.config, self.mesh)
-
-
 class Check(NamedTuple):
-    """What all ranks of a layout should give, and what one gives. The first is made without ranks."""
+    """What all ranks of a layout should give, and what one gives on its mesh. The first is made without ranks."""
 
     layout: str
     expected: Callable[[RunConfig], Any]
-    found: Callable[[Laid], Any]
+    found: Callable[[RunConfig, DeviceMesh], Any]
 
 
 def steps(model: ModelParts, config: RunConfig) -> dict[str, Any]:
@@ -115,12 +101,12 @@ def of_one_process(config: RunConfig) -> dict[str, Any]:
 
 
 def training(layout: str) -> Check:
-    return Check(layout, of_one_process, lambda laid: steps(laid.build(), laid.config))
+    return Check(layout, of_one_process, lambda config, mesh: steps(build_model(config, mesh), config))
 
 
-def rounds(laid: Laid) -> list[tuple]:
+def rounds(config: RunConfig, mesh: DeviceMesh) -> list[tuple]:
     """The forwards of a validation, in which every rank has to take part: how many samples, and how many targets."""
-    model, found = laid.build(), []
+    model, found = build_model(config, mesh), []
 
     def forward(batch: torch.Tensor) -> torch.Tensor:
         found.append((len(batch), int((batch[:, 1:] >= 0).any(1).sum())))
@@ -138,25 +124,25 @@ def gathered(own: Any) -> list:
     return found
 
 
-def offloaded(laid: Laid) -> list[set]:
+def offloaded(config: RunConfig, mesh: DeviceMesh) -> list[set]:
     """Whether FSDP2 keeps the states of each of its groups of parameters on the host."""
-    (part,) = laid.build().parts
+    (part,) = build_model(config, mesh).parts
     states = [zero.fully_shard.state(each) for each in part.modules() if isinstance(each, FSDPModule)]
     groups = [group for state in states for group in zero._groups(state)]
     return [{len(groups)}, {each.offload_to_cpu for group in groups for each in group.fsdp_params}]
 
 
-def collectives(laid: Laid) -> list:
+def collectives(config: RunConfig, mesh: DeviceMesh) -> list:
     """The axes over which a step's gradients sent something through torch, and by which operations."""
-    model = laid.build()
-    with CollectiveCounter(laid.mesh, laid.config.parallel) as counter:
+    model = build_model(config, mesh)
+    with CollectiveCounter(mesh, config.parallel) as counter:
         model.gradients(torch.zeros(1, SEQ + 1, dtype=torch.int64), first_sample=dist.get_rank())
     return sorted({(call.axis, call.operation) for call in counter.take()})
 
 
-def parts_of_gradients(laid: Laid) -> str:
+def parts_of_gradients(config: RunConfig, mesh: DeviceMesh) -> str:
     """What reduce_partial_gradients refuses after a step's gradients."""
-    model = laid.build()
+    model = build_model(config, mesh)
     model.gradients(torch.zeros(1, SEQ + 1, dtype=torch.int64), first_sample=dist.get_rank())
     try:
         reduce_partial_gradients(model.parts[0])
@@ -165,10 +151,10 @@ def parts_of_gradients(laid: Laid) -> str:
     return ""
 
 
-def views(laid: Laid) -> dict[str, Any]:
+def views(config: RunConfig, mesh: DeviceMesh) -> dict[str, Any]:
     """The ranks of two folds on one mesh, and whether an equal mesh has groups of its own for them."""
-    again = run_mesh(laid.config, "cpu")
-    folds = [expert_mesh(mesh, 1, ep) for mesh, ep in ((laid.mesh, 2), (laid.mesh, 4), (again, 2))]
+    again = run_mesh(config, "cpu")
+    folds = [expert_mesh(each, 1, ep) for each, ep in ((mesh, 2), (mesh, 4), (again, 2))]
     groups = [[fold[name].get_group() for name in fold.mesh_dim_names[1:]] for fold in folds]
     ranks = [[dist.get_process_group_ranks(group) for group in each] for each in groups]
     return {"ranks": gathered(ranks), "own groups": groups[0][1] is not groups[2][1]}
@@ -231,36 +217,26 @@ def views_of_equal_meshes_are_shared(patch: Patch) -> None:
 # the trap's number, the comparison that sees the mistake, the mistake
 TRAPS: dict[str, tuple[int, str, Mistake]] = {
     # as if a gradient's parts were those of the dense parameters
-    "the norm counts copies of experts": (20, "training dp4 ep2", instead(
-        gradients, "_copies", lambda grad, ranks: ranks // grad.device_mesh.size(0)
-    )),
+    "the norm counts copies of experts": (20, "training dp4 ep2",
+     instead(gradients, "_copies", lambda grad, ranks: ranks // grad.device_mesh.size(0))),
     # as FSDP2 does without a factor; the rest of this layout has no copies
-    "gradients of experts are averages": (21, "training tp4 ep2", instead(
-        FSDPModule, "set_gradient_divide_factor", lambda self, factor: None
-    )),
-    "experts are drawn by local index": (25, "training dp4 ep2", changed(
-        module, "own_part", lambda part: (part[0], (0,) * len(part[1]))
-    )),
-    "experts with sequence shards": (28, "parts of gradients", instead(
-        TensorParallel, "of_experts", property(with_sequence_shards)
-    )),
+    "gradients of experts are averages": (21, "training tp4 ep2",
+     instead(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None)),
+    "experts are drawn by local index": (25, "training dp4 ep2",
+     changed(module, "own_part", lambda part: (part[0], (0,) * len(part[1])))),
+    "experts with sequence shards": (28, "parts of gradients",
+     instead(TensorParallel, "of_experts", property(with_sequence_shards))),
     "views of equal meshes are shared": (29, "views of the mesh", views_of_equal_meshes_are_shared),
-    "experts stay on the device": (31, "offloaded states", wrapped(
-        FSDPParamGroup, "__init__", experts_stay_on_the_device
-    )),
-    "weight gradients after the reduction": (32, "training pp2 dp2 ep2", instead(
-        zero, "take_weight_gradients", lambda part: None
-    )),
-    "validation of own samples alone": (34, "rounds of validation", wrapped(
-        training_step, "_slice", lambda right: lambda *args: right(*args)[: max(0, args[3] - args[1])]
-    )),
-    "views are not counted": (35, "collectives by axis", instead(
-        counting, "exchanging_ranks", lambda layout: None
-    )),
+    "experts stay on the device": (31, "offloaded states",
+     wrapped(FSDPParamGroup, "__init__", experts_stay_on_the_device)),
+    "weight gradients after the reduction": (32, "training pp2 dp2 ep2",
+     instead(zero, "take_weight_gradients", lambda part: None)),
+    "validation of own samples alone": (34, "rounds of validation",
+     wrapped(training_step, "_slice", lambda right: lambda *args: right(*args)[: max(0, args[3] - args[1])])),
+    "views are not counted": (35, "collectives by axis", instead(counting, "exchanging_ranks", lambda layout: None)),
     "dropout of the own length": (37, "training cp2 tp2 ep2", wrapped(dropout, "philox_key", of_half_the_length)),
-    "copies of experts without data parallelism": (41, "training tp4 ep2", instead(
-        setup, "uses_fsdp", lambda layout, dtype: layout.copies > 1
-    )),
+    "copies of experts without data parallelism": (41, "training tp4 ep2",
+     instead(setup, "uses_fsdp", lambda layout, dtype: layout.copies > 1)),
     # right where one rank has all experts, and where nobody has the same ones
     "the norm of experts by shards alone": (42, "training tp2 dp2 ep4", parts_by("eshard")),
     "the norm of experts by their ranks alone": (42, "training tp2 dp2 ep1", parts_by("ep")),
@@ -269,12 +245,13 @@ TRAPS: dict[str, tuple[int, str, Mistake]] = {
 
 def differences(name: str, expected: Any, mistakes: Iterable[str | None]) -> list[bool]:
     """Whether a rank's results with each mistake differ from what is expected."""
-    laid, found = Laid.out(CHECKS[name].layout), []
+    config, found = config_of(CHECKS[name].layout), []
+    mesh = run_mesh(config, "cpu")
     for mistake in mistakes:
         with pytest.MonkeyPatch.context() as patch:
             if mistake is not None:
                 TRAPS[mistake][2](patch)
-            found.append(differ_on_a_rank(CHECKS[name].found(laid), expected))
+            found.append(differ_on_a_rank(CHECKS[name].found(config, mesh), expected))
     return found
 
 
@@ -313,10 +290,11 @@ REFUSED: list[tuple[int, str, Mistake, str]] = [
 
 def refused(case: int) -> None:
     _, layout, mistake, words = REFUSED[case]
-    laid = Laid.out(layout)
+    config = config_of(layout)
+    mesh = run_mesh(config, "cpu")
     with pytest.MonkeyPatch.context() as patch, pytest.raises((ValueError, RuntimeError), match=words):
         mistake(patch)
-        steps(laid.build(), laid.config)
+        steps(build_model(config, mesh), config)
 
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
