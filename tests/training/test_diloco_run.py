@@ -2,6 +2,7 @@
 replicas, validation and saves of what they have in common; runs by parameter servers, stopped and resumed."""
 
 import shutil
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -89,12 +90,8 @@ def test_what_a_run_saves_and_when(ranks, tiny_values):
     assert parameters == {
         name for name in one if " " not in name and "." in name and not name.startswith(("momentum.", "targets."))
     }
-    moments = {
-        f"replica.{r}.optimizer.{name}.{key}"
-        for r in (0, 1)
-        for name in parameters
-        for key in ("step", "exp_avg", "exp_avg_sq")
-    }
+    kept = product((0, 1), parameters, ("step", "exp_avg", "exp_avg_sq"))
+    moments = {f"replica.{r}.optimizer.{name}.{key}" for r, name, key in kept}
     assert {name for name in saved if name.startswith("replica.")} == moments
     assert not [name for name in saved if name.startswith("optimizer.")]
 

@@ -189,13 +189,11 @@ def test_a_run_has_its_sources_architecture_and_contradictions_are_refused(hub):
     assert build_config(*layers).model.n_kv_heads == 2
 
 
-@pytest.mark.parametrize(
-    "other", [{"hidden_size": 64}, {"ffn_hidden_size": 64}, {"n_layers": 3}, {"vocab_multiple": 64}]
-)
-def test_a_run_whose_settings_are_of_another_model_than_its_checkpoint_is_refused(hub, tmp_path, other):
+@pytest.mark.parametrize("new", [{"hidden_size": 64}, {"ffn_hidden_size": 64}, {"n_layers": 3}, {"vocab_multiple": 64}])
+def test_a_run_whose_settings_are_of_another_model_than_its_checkpoint_is_refused(hub, tmp_path, new):
     """What the checkpoint lacks was taken for the padding of a vocabulary."""
     run = shutil.copytree(hub["run"], tmp_path / "run")
-    (run / "config.toml").write_text(to_toml(build_config(read_toml(run / "config.toml"), {"model": other})))
+    (run / "config.toml").write_text(to_toml(build_config(read_toml(run / "config.toml"), {"model": new})))
     with pytest.raises(ValueError, match="another model than its config.toml describes: they differ in"):
         open_source(run)
 
