@@ -1,6 +1,7 @@
 """The oracle of quantisation to blocks of e4m3, in exact fractions, and the matrices on which it tells mistakes apart.
 
-Belongs here: what the tests of the reference and of the kernels share. No tests.
+Belongs here: what the tests of the reference and of the kernels share, and what tensor cores make of products of
+blocks. No tests.
 """
 
 from bisect import bisect_right
@@ -28,6 +29,10 @@ SCALES = {torch.float16: (-8, 0, 7), torch.bfloat16: (-113, -3, 119), torch.floa
 SCALES[torch.float64] = (-120, 1, 120)
 LARGEST_SCALES = {torch.float16: range(-30, 8), torch.bfloat16: range(-141, 120), torch.float32: range(-157, 120)}
 LARGEST_SCALES[torch.float64] = range(-160, 122)
+STEP, KEPT = (
+    32,
+    13,
+)  # products that an instruction of sm_90 adds to a sum, and the digits behind the first that it keeps
 
 
 @cache
@@ -76,6 +81,34 @@ def numbers(blocks: Blocks, rows: int) -> Tensor:
     exponents = blocks.exponents.double().repeat_interleave(rows, 0).repeat_interleave(BLOCK, 1)
     magnitude = table[byte & 127] * torch.tensor(2.0, dtype=torch.float64) ** exponents
     return torch.where(exponents == NOT_A_NUMBER, torch.nan, torch.where(byte > 127, -magnitude, magnitude))
+
+
+def judged(dtype: torch.dtype, device: str) -> torch.dtype:
+    """The dtype in which products of blocks are judged. On a GPU float32 is too fine: see sum_of_tensor_cores."""
+    return torch.float16 if device == "cuda" and dtype == torch.float32 else dtype
+
+
+def kept(x: Tensor, largest: Tensor) -> Tensor:
+    """x without its digits that lie KEPT behind the first digit of `largest`."""
+    step = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1] - 1 - KEPT)
+    return (x / step).trunc() * step
+
+
+def sum_of_tensor_cores(a: Blocks, w: Blocks) -> Tensor:
+    """A W^T in float32 of rows and a weight in blocks, as Hopper's tensor cores are known to add up products of e4m3:
+    STEP products and the sum so far are cut to a place KEPT behind the largest one's first digit (DeepSeek-V3,
+    arXiv:2412.19437, section 3.3.2: about 14 bits)."""
+    total = torch.zeros(len(a.values), len(w.values))
+    for block in range(len(a.exponents)):
+        result = torch.zeros(total.shape, dtype=torch.float64)
+        for first in range(block * BLOCK, (block + 1) * BLOCK, STEP):
+            x, y = (each.values[:, first : first + STEP].double() for each in (a, w))
+            terms = torch.cat([x[:, None] * y[None], result[:, :, None]], 2)
+            result = kept(terms, terms.abs().amax(2, keepdim=True)).sum(2)
+            result = kept(result, result)
+        scales = torch.exp2(a.exponents[block].float()), torch.exp2(w.exponents[:, block].float())
+        total += result.float() * scales[0][:, None] * scales[1].repeat_interleave(BLOCK)
+    return total
 
 
 def beside(x: Tensor) -> Tensor:

@@ -53,11 +53,12 @@ def check(
     left = left if index is None else left[index]
     matrices = right.chunk(len(counts), 1) if transposed else right.chunk(len(counts), 0)  # each (N, K)
     products = zip(left.split(list(counts)), matrices, strict=True)
+    kind = blocks.judged(dtype, device)
     oracle, plain = (
         torch.cat([x.to(of) @ w.to(of).t() for x, w in pairs])
-        for of, pairs in zip((torch.float64, dtype), [[*products]] * 2, strict=True)
+        for of, pairs in zip((torch.float64, kind), [[*products]] * 2, strict=True)
     )
-    assert_kernel_close(y.cpu(), oracle, plain, f"{counts} {transposed=} {indexed=} {dtype}")
+    assert_kernel_close(y.cpu().to(kind), oracle, plain, f"{counts} {transposed=} {indexed=} {dtype}")
 
 
 def check_forms(module: ModuleType, dtype: torch.dtype, device: str, **options) -> None:

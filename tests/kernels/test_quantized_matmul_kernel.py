@@ -1,6 +1,7 @@
 """The GEMM of blocks of e4m3 equals its reference, and both equal the numbers that blocks stand for. Each planted
 mistake is caught."""
 
+from contextlib import nullcontext
 from types import ModuleType
 
 import blocks
@@ -41,15 +42,28 @@ def check(module: ModuleType, rows: int, n: int, k: int, dtype: torch.dtype, dev
         with poisoned_memory():
             found = module.quantized_matmul(*given, None if added is None else added.to(device), dtype=dtype, **options)
         oracle = left @ right.t() if added is None else left @ right.t() + added.double()
-        plain = left.to(dtype) @ right.to(dtype).t()
-        baseline = plain if added is None else plain + added
-        assert_kernel_close(found.cpu(), oracle, baseline, f"({rows}, {n}, {k}) {dtype}")
+        kind = blocks.judged(dtype, device)
+        plain = left.to(kind) @ right.to(kind).t()
+        baseline = plain if added is None else plain + added.to(kind)
+        assert_kernel_close(found.cpu().to(kind), oracle, baseline, f"({rows}, {n}, {k}) {dtype}")
 
 
 @everywhere("quantized_matmul", {**FLOATS, "reference": (torch.bfloat16, torch.float32, torch.float64)})
 def test_products_are_those_of_the_numbers(module: ModuleType, dtype: torch.dtype, device: str) -> None:
     for shape in SHAPES:
         check(module, *shape, dtype, device, **({} if module is reference or device == "cuda" else {"tile": WIDE}))
+
+
+def test_what_tensor_cores_keep_of_a_sum_is_right_on_a_gpu_alone() -> None:
+    for rows, n, k in SHAPES[1:]:
+        a, b, _ = drawn(rows, n, k)
+        left, right = blocks.numbers(Blocks(a.values, a.exponents.t()), 1), blocks.numbers(b, BLOCK)
+        found, oracle = blocks.sum_of_tensor_cores(a, b), left @ right.t()
+        for device in ("cuda", "cpu"):
+            kind = blocks.judged(torch.float32, device)
+            given = found.to(kind), oracle, left.to(kind) @ right.to(kind).t(), f"({rows}, {n}, {k}) on {device}"
+            with nullcontext() if device == "cuda" else pytest.raises(AssertionError, match="exceeds"):
+                assert_kernel_close(*given)
 
 
 @everywhere("quantized_matmul", {"interpreter": (torch.float32,), "gpu": (torch.bfloat16,)})
