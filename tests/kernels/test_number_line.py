@@ -142,16 +142,17 @@ def test_what_is_dropped_is_zero(module: ModuleType, dtype: torch.dtype, device:
 
 @everywhere("update")
 def test_gradients(module: ModuleType, device: str) -> None:
-    """A step of AdamW, from torch's own."""
+    """A step of AdamW, from torch's own on a CPU. On a GPU torch squares a gradient before it multiplies it by
+    1 - beta2, so squares overflow from 2**64 on; here, and on a CPU, from 2**69 on."""
     gradient = ends(torch.float32, device)
     p, m, v = (torch.full_like(gradient, value) for value in (0.5, 0.25, 1.0))
-    theirs = torch.nn.Parameter(p.clone())
+    theirs = torch.nn.Parameter(p.cpu().clone())
     adamw = torch.optim.AdamW([theirs], lr=0.5, weight_decay=0.0)
     count = torch.ones((), device=device)
-    adamw.state[theirs] = {"step": torch.ones(()), "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
-    theirs.grad = gradient.clone()
+    adamw.state[theirs] = {"step": torch.ones(()), "exp_avg": m.cpu().clone(), "exp_avg_sq": v.cpu().clone()}
+    theirs.grad = gradient.cpu().clone()
     adamw.step()
     options = {"lr": 0.5, "scale": 1.0, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
     skipped = torch.zeros((), device=device)
     module.adamw_([p], [gradient], [m], [v], [count], None, skipped=skipped, **options)
-    agree(p, theirs.detach().double(), "AdamW")
+    agree(p.cpu(), theirs.detach().double(), "AdamW")

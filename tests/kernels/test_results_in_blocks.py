@@ -9,7 +9,7 @@ import blocks
 import pytest
 import torch
 from row_checks import FLOATS, check_normalised, draw, draw_dropout, draw_norm, everywhere
-from testing import assert_identical, poisoned_memory
+from testing import assert_identical, assert_kernel_close, poisoned_memory
 
 from tpformer.kernels.activation.reference import ACTIVATIONS
 from tpformer.kernels.finish import Finish
@@ -58,8 +58,9 @@ def check_norm_gradients(
     kinds: tuple[str, ...] = KINDS,
     **options: int,
 ) -> None:
-    """The gradient of x stays as it is, and beside it are its blocks. Those of the norm's parameters are sums, of short
-    rows in another order. Of bfloat16 x may be packed."""
+    """The gradient of x stays as it is, and beside it are its blocks. On a GPU it is as near: a tile whose blocks are
+    stored may lie in registers in another way, in whose order a row is summed. Gradients of the norm's parameters are
+    sums, of short rows in another order. Of bfloat16 x may be packed."""
     dy, x, dresidual = (scaled(*shape, dtype, device).roll(i, 1) for i in range(3))
     pack = (pack_kernel if module.__name__.endswith(".kernel") else pack_reference).pack
     forms = FORMS if dtype == torch.bfloat16 and x.numel() else FORMS[:1]
@@ -71,8 +72,9 @@ def check_norm_gradients(
         dx, *sums = module.norm_backward(*given, **options)
         with poisoned_memory():
             found, *sums_again, beside = module.norm_backward(*given, blocks=True, **options)
-        assert_identical(found, dx)
-        assert_quantised(beside, dx, f"{kind} {form} {shape} {dtype} {options}")
+        what = f"{kind} {form} {shape} {dtype} {options}"
+        assert_identical(found, dx) if device == "cpu" else assert_kernel_close(found, dx.double(), dx, what)
+        assert_quantised(beside, found, what)
         if shape[1] > 1024:
             assert_identical(sums_again, sums)
         elif not form:
