@@ -13,6 +13,10 @@ from tpformer.training.trainer import Trainer, pretrain
 
 pytestmark = pytest.mark.gpu
 
+DENSE = {"n_heads": 1, "dropout": 0.1}
+EXPERTS = {"activation": "swiglu", "bias": False, "n_experts": 4, "experts_per_token": 2, "expert_ffn_size": 64}
+CAPTURED = {"dense": DENSE, "experts": {**DENSE, **EXPERTS}}
+
 
 @on_every_rank(1)
 def test_a_step_is_queued_without_a_wait(tiny_values):
@@ -50,9 +54,9 @@ def trained_on_cuda(values: dict, name: str, cuda_graph: str, model: dict) -> Te
     return torch.tensor(losses(run["dir"]), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("more", [{}, {"n_experts": 4, "experts_per_token": 2, "expert_ffn_size": 64}], ids=str)
-def test_a_captured_run_is_the_eager_one(ranks, tiny_values, more):
-    model = {"n_heads": 1, "dropout": 0.1, **more}
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_captured_run_is_the_eager_one(ranks, tiny_values, name):
+    model = CAPTURED[name]
     graphs, eager, again = (
         ranks(1).run(trained_on_cuda, tiny_values, f"{number}-{way}", way, model)[0]
         for number, way in enumerate(("on", "off", "off"))

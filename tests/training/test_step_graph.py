@@ -8,6 +8,7 @@ import pytest
 import torch
 from graphs import recorded
 from kept import kept
+from test_run_gpu import CAPTURED
 from tiny_runs import rows, values_with
 from torch import Tensor
 from turns import in_turns, of_turn
@@ -221,6 +222,15 @@ def test_a_run_says_why_its_steps_are_no_graphs(reason, sections):
     else:
         with pytest.raises(ValueError, match=f'cuda_graph = "on", but .*{reason}.*: set "auto"'):
             check_graph(config("on"), config("on").train.device)
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_runs_that_a_gpu_captures_are_configured(name, tiny_values):
+    """The test that needs a GPU is not the first to ask whether there is such a model."""
+    changes = {"train": {"device": "cuda", "cuda_graph": "on"}, "model": CAPTURED[name], "data": {"valid": []}}
+    config = build_config(values_with(tiny_values, **changes))
+    check_config(config, trains=False)
+    check_graph(config, "cuda")
 
 
 def test_a_run_on_one_gpu_takes_graphs():
