@@ -7,6 +7,8 @@ from tiny_runs import values_with
 from waits import CPU_READS, counted_waits
 
 from tpformer.config import build_config
+from tpformer.distributed import build_mesh
+from tpformer.layers import SelfAttention
 from tpformer.training.metrics import Speed
 from tpformer.training.trainer import Trainer
 
@@ -43,6 +45,17 @@ def test_steps_read_their_numbers_and_nothing_else(tiny_values, parallel, dtype)
     votes = {f"{VOTE} {what}": schedules for what in ("tensor", "_local_scalar_dense")}
     expected = {READ: STEPS, **({SKIPPED: trainer.tally.skipped} if trainer.tally.skipped else {})}
     assert found == expected | (votes if "pipeline_parallel" in parallel else {})
+
+
+@on_every_rank(3)
+def test_attention_with_key_value_heads_of_unlike_use_waits_for_nothing():
+    """Of each rank's four query heads a key-value head serves three and another one the fourth, but in the middle."""
+    mesh = build_mesh("cpu", tensor_parallel=3)["tp"]
+    layer = SelfAttention(96, 12, n_kv_heads=4, tp=mesh)
+    assert layer.attended_heads == (2 if mesh.get_local_rank() == 1 else 4)
+    with counted_waits() as waits:
+        layer(torch.randn(2, 6, 96)).sum().backward()
+    assert not {place for place in waits if not place.startswith(FREE)}
 
 
 @pytest.mark.parametrize("wait", [

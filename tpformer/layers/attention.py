@@ -1,5 +1,6 @@
 """Self-attention with heads sharded over tensor-parallel ranks: MHA, GQA and MQA, RoPE, QK-norm, packed documents."""
 
+from collections import Counter
 from functools import partial
 
 import torch
@@ -94,6 +95,8 @@ class SelfAttention(ParallelModule):
         )
         self._features = self._own_features()
         self._kv_order = self._own_kv_order()
+        # (head, how many query heads in a row it serves)
+        self._kv_runs = None if self._kv_order is None else list(Counter(self._kv_order).items())
         keys, used, most, lower = self._features[1], None, None, self.kv_heads_needed(self.tp.rank - 1)[1]
         if self.n_kv_heads % self.tp.size:
             needed = (self.kv_heads_needed(rank) for rank in range(self.tp.size))
@@ -132,8 +135,13 @@ class SelfAttention(ParallelModule):
         return last - first if self._kv_order is None else len(self._kv_order)
 
     def _spread(self, kv: Tensor) -> Tensor:
-        """Key or value heads, repeated where needed, so that each serves equally many query heads in a row."""
-        return kv if self._kv_order is None else kv[:, :, torch.tensor(self._kv_order, device=kv.device)]
+        """Key or value heads, repeated where needed, so that each serves equally many query heads in a row.
+
+        By slices: the host would wait for a GPU that is sent an index.
+        """
+        if self._kv_runs is None:
+            return kv
+        return torch.cat([kv[:, :, head : head + 1].expand(-1, -1, count, -1) for head, count in self._kv_runs], 2)
 
     def forward(
         self,
