@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -76,13 +77,19 @@ class Operands(NamedTuple):
 
 
 def draw(grouped: Grouped) -> Operands:
-    """Normal numbers, scaled so that products are of order 1; experts as a router that knows nothing picks them."""
+    """Normal numbers, scaled so that products are of order 1; experts as a router that knows nothing picks them.
+
+    Each call has the same picks, on every machine: how many rows there are decides which tile a kernel takes.
+    """
     config, (groups, n, k) = MODELS[grouped.model], (grouped.groups, grouped.n, grouped.k)
-    scores = torch.rand(grouped.tokens, config.n_experts, device=DEVICE)
-    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(config.experts_per_token).indices, True)
-    index = chosen[:, :groups].t().nonzero()[:, 1].to(torch.int32)  # by expert, then by token
-    offsets = F.pad(chosen[:, :groups].sum(0).cumsum(0), (1, 0)).to(torch.int32)
-    bounds = offsets.tolist()
+    scores = np.random.default_rng(0).random((grouped.tokens, config.n_experts))
+    chosen = np.zeros(scores.shape, dtype=bool)
+    np.put_along_axis(chosen, scores.argsort(1)[:, : config.experts_per_token], True, axis=1)
+    index = torch.tensor(
+        chosen[:, :groups].T.nonzero()[1], dtype=torch.int32, device=DEVICE
+    )  # by expert, then by token
+    bounds = [0, *chosen[:, :groups].sum(0).cumsum().tolist()]
+    offsets = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     x_index, dy_index = (index, None) if grouped.layer == UP else (None, index)
 
     def rows(width: int, given: Tensor | None) -> Tensor:
