@@ -29,6 +29,7 @@ def gates(benches: Sequence[Bench]) -> Bench:
     def run(options: argparse.Namespace) -> Report:
         rows, table = [], columns(("gate", "", "seconds"))
         for bench in gated:
+            print(f"gate: {bench.name}", flush=True)  # the last line, should a kernel wait for ever
             begun = time.perf_counter()
             said = verdict(bench)
             rows.append({"gate": bench.name, "said": said, "seconds": round(time.perf_counter() - begun, 1)})

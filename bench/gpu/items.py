@@ -197,9 +197,10 @@ SHORT = (
     quick("rope", 35, 8, bar=COPY, prediction="0.93"),
     profiled("matmul", 80, 20, GEMM),
     profiled("matmul_reduce_scatter", 78, 20, SCATTER),
-    quick("matmul_trials", 76, 20, TRIALS, prediction="1.01 to 1.02; 1.02 to 1.05"),
     quick("layer", 90, 25, LAYER, prediction="620 TFLOP/s, 690 in 4 samples"),
     tests("other tests", 315, 90, "--others", f"{KERNEL_TESTS}/test_philox_kernel.py"),
+    # the last of the short ones: its kernel, whose warps have tasks of their own, is in no model and may hang
+    quick("matmul_trials", 60, 20, TRIALS, prediction="1.01 to 1.02; 1.02 to 1.05"),
 )  # fmt: skip
 FUSED_GEMMS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 GEMMS = (*FUSED_GEMMS, "grouped_matmul", "all_gather_grouped_matmul", "quantized_matmul")

@@ -359,8 +359,8 @@ def norm_backward(
               those of dx as it is stored, to the byte
     Traffic:  norm_cost, and 4 N bytes per program for each of dweight and dbias, written and read once. x and dy of
               rows wider than `widest` are read twice from memory (for dx, then for the sums) and once more from L2
-    Order:    programs take contiguous shares of rows. The order of all sums depends on M and the number of programs
-              only, and of rows of 513 to 1024 on `blocks`, so results are bitwise repeatable on one device
+    Order:    programs take contiguous shares of rows. The order of all sums depends on M, the number of programs and
+              `blocks`, with which a tile may lie otherwise in registers. Results are bitwise repeatable on one device
     Source:   the two-stage sum of Triton's layer norm tutorial and Apex, without its atomics
     """
     check_operands(x, norm, dy, statistics, dresidual)

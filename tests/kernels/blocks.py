@@ -29,10 +29,7 @@ SCALES = {torch.float16: (-8, 0, 7), torch.bfloat16: (-113, -3, 119), torch.floa
 SCALES[torch.float64] = (-120, 1, 120)
 LARGEST_SCALES = {torch.float16: range(-30, 8), torch.bfloat16: range(-141, 120), torch.float32: range(-157, 120)}
 LARGEST_SCALES[torch.float64] = range(-160, 122)
-STEP, KEPT = (
-    32,
-    13,
-)  # products that an instruction of sm_90 adds to a sum, and the digits behind the first that it keeps
+STEP, KEPT = 32, 13  # products that one instruction of sm_90 adds to a sum, and digits behind the first that it keeps
 
 
 @cache
