@@ -171,6 +171,21 @@ def test_halves_of_samples_are_the_same_attention() -> None:
     assert_identical(found[1:], [found[0]] * 2)
 
 
+@on_every_rank(3)
+def test_ranks_add_gradients_up_in_float32() -> None:
+    """All keys weigh alike, so the query at position i gives each of its keys dy / (i + 1): 256, 1 and 1 of three ranks
+    are 258, of which sums in bfloat16 leave 256."""
+    own = ops.own_tokens(24, 3, dist.get_rank())
+    q, dy = torch.zeros(2, 1, 24, 1, WIDTH, dtype=torch.bfloat16)
+    expected = torch.zeros(q.shape)
+    for position, share in ((3, 256), (7, 1), (15, 1)):
+        dy[:, position] = share * (position + 1)
+        expected[:, : position + 1] += share
+    q, k, v = (q[:, own].requires_grad_() for _ in range(3))
+    y = ops.context_attention(q, k, v, group=dist.group.WORLD)
+    assert_identical(torch.autograd.grad(y, v, dy[:, own]), (expected[:, own].bfloat16(),))
+
+
 def _backward(parts: int) -> list[str]:
     """A gather begins before the part before it is exchanged."""
     return ["all_gather", *["all_gather", "all_to_all"] * (parts - 1), "all_to_all"]
