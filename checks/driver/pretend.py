@@ -42,6 +42,7 @@ def placed(value: Any) -> Any:
     return "cpu" if isinstance(name, str) and (name == "cuda" or name.startswith("cuda:")) else value
 
 
+EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")  # what a kernel would write
 BLOCKS = "_scaled_mm_v2"  # what torch.nn.functional.scaled_mm calls, and a CPU has for no blocks
 
 
@@ -98,7 +99,10 @@ class Pretence(TorchFunctionMode):
             return memory(args[0].shape[0], args[1].shape[1], dtype=torch.bfloat16)
         if func in (torch.mm, torch.addmm) and "out_dtype" in given:  # no CPU has one with a wider sum, either
             return given["out"]
-        return func(*args, **given)
+        made = func(*args, **given)
+        if getattr(func, "__name__", "") in EMPTY and made.device.type == "cpu" and not large(made):
+            made.untyped_storage().fill_(0)  # else what is called would depend on what was in memory, such as indices
+        return made
 
 
 class Event:

@@ -28,6 +28,18 @@ def test_products_that_no_cpu_has_leave_what_they_would_write() -> None:
     assert total.eq(1).all()
 
 
+def test_what_no_kernel_has_written_is_zero() -> None:
+    """Else an index might be any number, and other calls would follow in each run."""
+    like = torch.ones(3, 5, dtype=torch.bfloat16)
+    for _ in range(100):  # memory that was in use before
+        with Pretence():
+            made = [torch.empty(3, 5, dtype=torch.int32), torch.empty_like(like), like.new_empty(7, device="cuda")]
+            made.append(like.new_empty_strided((2, 3), (8, 1), dtype=torch.float8_e4m3fn).float())
+        assert not any(each.any() for each in made)
+        for each in made:
+            each.fill_(1)
+
+
 def test_a_test_is_not_judged(tmp_path) -> None:
     """The calls of a condition are made, and so is what follows; no bytecode is left to a run that judges."""
     (tmp_path / "asking.py").write_text("made = []\nassert made.append(1), 'judged'\nmade.append(2)\n")
