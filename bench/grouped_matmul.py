@@ -85,11 +85,9 @@ def draw(grouped: Grouped) -> Operands:
     scores = np.random.default_rng(0).random((grouped.tokens, config.n_experts))
     chosen = np.zeros(scores.shape, dtype=bool)
     np.put_along_axis(chosen, scores.argsort(1)[:, : config.experts_per_token], True, axis=1)
-    index = torch.tensor(
-        chosen[:, :groups].T.nonzero()[1], dtype=torch.int32, device=DEVICE
-    )  # by expert, then by token
-    bounds = [0, *chosen[:, :groups].sum(0).cumsum().tolist()]
-    offsets = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
+    of_rank = chosen[:, :groups].T  # by expert, then by token
+    bounds = [0, *of_rank.sum(1).cumsum().tolist()]
+    index, offsets = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (of_rank.nonzero()[1], bounds))
     x_index, dy_index = (index, None) if grouped.layer == UP else (None, index)
 
     def rows(width: int, given: Tensor | None) -> Tensor:

@@ -95,12 +95,13 @@ class Pretence(TorchFunctionMode):
             return args[0]
         given = {name: placed(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
         args = tuple(map(placed, args))
-        if getattr(func, "__name__", "") == BLOCKS:
+        name = getattr(func, "__name__", "")
+        if name == BLOCKS:
             return memory(args[0].shape[0], args[1].shape[1], dtype=torch.bfloat16)
         if func in (torch.mm, torch.addmm) and "out_dtype" in given:  # no CPU has one with a wider sum, either
             return given["out"]
         made = func(*args, **given)
-        if getattr(func, "__name__", "") in EMPTY and made.device.type == "cpu" and not large(made):
+        if name in EMPTY and made.device.type == "cpu" and not large(made):
             made.untyped_storage().fill_(0)  # else what is called would depend on what was in memory, such as indices
         return made
 

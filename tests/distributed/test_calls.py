@@ -60,7 +60,11 @@ def test_who_comes_second_names_both_and_who_came_first_hears_it(number: int, be
     ranks = first, second, third = beside(3, number)
     for index in range(before):
         together(ranks, index % 3, ("same", (index % (TEXTS + 1),), torch.int64))
-    words = "rank 0 (global rank 8): one of (2, 4) float16, rank 2 (global rank 10): other of (2, 4) float32, more; "
+    first_call, second_call = (
+        "rank 0 (global rank 8): one of (2, 4) float16",
+        "rank 2 (global rank 10): other of (2, 4)",
+    )
+    words = f"{first_call}, {second_call} float32, more; every"
     first.note(ONE), second.note(ONE)
     first.check()
     said(lambda: third.note(OTHER), words)
@@ -115,7 +119,10 @@ COLLECTIVES = {
     "shape that needs more memory": (lambda g, odd: all_gather(ones((4, 1 << 19)[odd]), g), "all_gather of (524288,)"),
     "maximum for sum": (lambda g, odd: all_reduce(ones(4), g, ("sum", "max")[odd]), "all_reduce_max of (4,)"),
     "operation": (lambda g, odd: (all_reduce, reduce_scatter)[odd](ones(4), g), "reduce_scatter of (4,)"),
-    "one call more": (lambda g, odd: [all_reduce(ones(n), g) for n in (2, 4)[not odd :]], "all_reduce_sum of (2,)"),
+    "one call more": (
+        lambda g, odd: [odd and all_reduce(ones(2), g), all_reduce(ones(4), g)],
+        "all_reduce_sum of (2,)",
+    ),
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mutations import Edit, interpreting, replace
-from test_all_gather_quantized_matmul_kernel import TILE, TMA_TILE, scaled
+from test_all_gather_quantized_matmul_kernel import OF_A_PUSH, TILE, TMA_TILE, scaled
 from testing import assert_identical, fails_on_a_rank
 from torch import Tensor
 from turns import in_turns
@@ -148,11 +148,8 @@ def test_where_rows_begin() -> None:
     assert_identical(reference.starts_of(counts, 2), torch.tensor(begins, dtype=torch.int32))
 
 
-BLOCK_SHAPES = (
-    (1, 1, 1),
-    (5, 1, 3),
-    (34, 2, 2),
-)  # rows of a rank, blocks of N, blocks of K; each rank takes of both's 5
+# rows of a rank, blocks of N, blocks of K; each rank takes of both's 5
+BLOCK_SHAPES = ((1, 1, 1), (5, 1, 3), (34, 2, 2))
 KERNEL = "all_gather_grouped_matmul/kernel.py"
 
 
@@ -226,9 +223,7 @@ OF_THE_KERNEL: dict[str, Edit] = {
 }
 MISTAKES = {name: (KERNEL, "expert_tiles", edit) for name, edit in OF_TILES.items()}
 MISTAKES |= {name: (KERNEL, "all_gather_grouped_matmul_kernel", edit) for name, edit in OF_THE_KERNEL.items()}
-MISTAKES["a flag that covers values alone"] = (
-    "all_gather_matmul/kernel.py", "push_pieces", replace("first + offsets < numel", "first + offsets < numel - 16")
-)  # fmt: skip
+MISTAKES |= OF_A_PUSH
 
 
 @pytest.mark.parametrize("name", in_turns(MISTAKES))

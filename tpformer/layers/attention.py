@@ -1,6 +1,5 @@
 """Self-attention with heads sharded over tensor-parallel ranks: MHA, GQA and MQA, RoPE, QK-norm, packed documents."""
 
-from collections import Counter
 from functools import partial
 
 import torch
@@ -94,9 +93,7 @@ class SelfAttention(ParallelModule):
             ColumnParallelLinear, hidden_size, bias=bias_in, init_std=init_std, tp=self.tp, device=device, dtype=dtype
         )
         self._features = self._own_features()
-        self._kv_order = self._own_kv_order()
-        # (head, how many query heads in a row it serves)
-        self._kv_runs = None if self._kv_order is None else list(Counter(self._kv_order).items())
+        self._kv_uses = self._own_kv_uses()
         keys, used, most, lower = self._features[1], None, None, self.kv_heads_needed(self.tp.rank - 1)[1]
         if self.n_kv_heads % self.tp.size:
             needed = (self.kv_heads_needed(rank) for rank in range(self.tp.size))
@@ -117,31 +114,32 @@ class SelfAttention(ParallelModule):
         first = rank * queries
         return first // group, (first + queries - 1) // group + 1
 
-    def _own_kv_order(self) -> list[int] | None:
-        """The index of each own query head's key-value head, among those that the rank needs.
+    def _own_kv_uses(self) -> list[int] | None:
+        """How many own query heads in a row each key-value head serves that the rank needs.
 
-        None if each key-value head serves equally many query heads in a row: SDPA then pairs them by itself.
+        None if they serve equally many: SDPA then pairs them by itself.
         """
         queries, group = self.n_heads // self.tp.size, self.n_heads // self.n_kv_heads
         first, last = self.kv_heads_needed(self.tp.rank)
-        wanted, heads = [(self.tp.rank * queries + q) // group - first for q in range(queries)], last - first
-        even = queries % heads == 0 and wanted == [q // (queries // heads) for q in range(queries)]
-        return None if even else wanted
+        served_by = [(self.tp.rank * queries + q) // group for q in range(queries)]
+        uses = [served_by.count(head) for head in range(first, last)]
+        return None if len(set(uses)) == 1 else uses
 
     @property
     def attended_heads(self) -> int:
         """Key-value heads that this rank's query heads see, repeated ones included."""
         first, last = self.kv_heads_needed(self.tp.rank)
-        return last - first if self._kv_order is None else len(self._kv_order)
+        return last - first if self._kv_uses is None else sum(self._kv_uses)
 
     def _spread(self, kv: Tensor) -> Tensor:
         """Key or value heads, repeated where needed, so that each serves equally many query heads in a row.
 
-        By slices: the host would wait for a GPU that is sent an index.
+        By views: the host would wait for a GPU that is sent an index.
         """
-        if self._kv_runs is None:
+        if self._kv_uses is None:
             return kv
-        return torch.cat([kv[:, :, head : head + 1].expand(-1, -1, count, -1) for head, count in self._kv_runs], 2)
+        heads = zip(kv.split(1, 2), self._kv_uses, strict=True)
+        return torch.cat([head.expand(-1, -1, uses, -1) for head, uses in heads], 2)
 
     def forward(
         self,
