@@ -76,7 +76,8 @@ def test_what_would_be_silently_wrong_is_refused():
             lambda: llama.generate(IDS, do_sample=True, max_new_tokens=1),
         "self_attn draws random numbers (torch, q_proj.lora_dropout.default.p is 0.1), and each rank has only a part":
             lambda: parallelize(get_peft_model(llama, adapters)).train()(IDS),
-        "attention draws random numbers (torch, output.dropout.p is 0.1), and each rank has only a part of its":
+        "attention draws random numbers (torch, output.dropout.p is 0.1), "
+        "and each rank has only a part of its features":
             lambda: bert.train()(IDS),
         "output_attentions=True, but each rank": lambda: bert.eval()(IDS, output_attentions=True),
         "up.weight differs between tensor-parallel ranks": lambda: parallelize(other, mesh, example=torch.rand(2, 16)),

@@ -296,7 +296,9 @@ def test_what_is_written_to_a_part_is_there_or_refused():
         right(plain)
         right(cut)
         assert_same(full_tensor(cut), plain)
-    with pytest.raises(RuntimeError, match=r"torch cannot take nonzero of a parameter \(22, 8\) that is cut over ran"):
+    with pytest.raises(
+        RuntimeError, match=r"torch cannot take nonzero of a parameter \(22, 8\) that is cut over ranks"
+    ):
         cut.nonzero()
     cut.grad = torch.ones(22, 8, dtype=X.dtype)
     with pytest.raises(RuntimeError, match="mul_ of a part"):

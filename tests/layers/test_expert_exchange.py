@@ -146,8 +146,10 @@ def test_ranks_of_experts_are_those_of_the_model_or_are_refused() -> None:
     tp = exchanging(2)
     block, plain = transformer_block(8, n_heads=2, tp=tp), MoE(8, 2, ffn_hidden_size=4, tp=tp.mesh)
     for words, call in {
-        "set sequence_parallel=True, or leave the argument": lambda: TensorParallel(tp.mesh, experts=tp.experts),
-        "n_experts=3 cannot be divided among expert_parallel=2": lambda: MoE(8, 3, ffn_hidden_size=4, tp=tp),
+        "set sequence_parallel=True, or leave the argument experts out": lambda: TensorParallel(
+            tp.mesh, experts=tp.experts
+        ),
+        "n_experts=3 cannot be divided among expert_parallel=2 ranks": lambda: MoE(8, 3, ffn_hidden_size=4, tp=tp),
         "cannot be part of": lambda: setattr(block, "mlp", plain),
     }.items():
         with pytest.raises(ValueError, match=words):

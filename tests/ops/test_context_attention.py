@@ -346,7 +346,10 @@ def test_what_does_not_fit_is_refused() -> None:
     q, k, v, _ = (x[:, : SEQ // 2] for x in tensors(4, 2, torch.float32))
     of_another_length = RankSegments([[0]] * 3, 48, 2, dist.get_rank())
     for words, call in (
-        ("seq_length=22 tokens cannot be shared by ranks=2", lambda: (q[:, 1:], k[:, 1:], v[:, 1:])),
+        (
+            "seq_length=22 tokens cannot be shared by ranks=2 context-parallel ranks",
+            lambda: (q[:, 1:], k[:, 1:], v[:, 1:]),
+        ),
         ("4 heads of q and 3 of k", lambda: (q, k[:, :, :1].expand(-1, -1, 3, -1), v)),
         ("v is", lambda: (q, k, v[:, :, :1])),
         ("documents of 2 samples", lambda: (q, k, v, [[0], [0]])),

@@ -297,10 +297,12 @@ def test_rows_leave_for_their_experts_in_blocks_and_come_home_in_16_bits() -> No
 
 @pytest.mark.parametrize("options, message", [
     (["--preset", "llama3-8b", "--device", "a100-80"], r"FP8 on a GPU of sm_80: .* H100 and B200"),
-    (["--preset", "llama3-8b", "--device", "b200"], "FP8 on b200: the rate .* only that of H200, H100; give a devi"),
+    (["--preset", "llama3-8b", "--device", "b200"],
+     "FP8 on b200: the rate .* only that of H200, H100; give a device's"),
     (["--preset", "llama3-8b", "--device", "cpu"], "FP8 on cpu: the rate of its GEMMs of blocks is not known"),
     (["--preset", "gpt2-1.5b"], "no layout works on 8 x h100: .* or plan with --precision 16"),
-    (["--preset", "gpt2-124m", "--within", "tp=1", "--precision", "fp4"], "train.precision='fp4': choose one of 16, f"),
+    (["--preset", "gpt2-124m", "--within", "tp=1", "--precision", "fp4"],
+     "train.precision='fp4': choose one of 16, fp8"),
 ])  # fmt: skip
 def test_what_cannot_be_planned_is_refused_in_one_sentence(options: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
