@@ -156,8 +156,9 @@ def _print_texts(prompts: Sequence[str], samples: int, pieces: Iterable[tuple[in
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Measure how well a model predicts datasets and answers tasks. Takes --parallel.*, --train.*, --run.timeout and
-    --data.tokenizer of `tpformer pretrain` too; the layout is otherwise the run's tensor parallelism alone."""
+    """Measure how well a model predicts datasets and answers tasks. Takes --parallel.*, --train.*, --run.timeout,
+    --data.tokenizer, --data.mask, --data.separate-documents and --data.end-of-document of `tpformer pretrain` too; the
+    layout is otherwise the run's tensor parallelism alone."""
 
     source: tyro.conf.Positional[Path]
     """Directory of the run or of the weights."""
