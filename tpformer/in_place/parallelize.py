@@ -52,7 +52,7 @@ def parallelize(
     sequence_parallel: between the linears of a layer each rank has its part of the sequence, where the layers allow it.
     transport: what carries the linears between the ranks (ops.choose_transport).
     example: arguments of one small forward, a tuple, or a dict of keyword arguments; transformers models need none.
-    Communication: an all-reduce of 16 bytes per parameter and buffer, and those of make_column.
+    Communication: an all-reduce of 32 bytes per parameter and buffer, and those of make_column.
     Errors:  ValueError for an entry of a plan that is not right, for ranks that hold different values, for
              sequence_parallel where no layer allows it, for a model without mixtures that can exchange tokens, where
              they should, and for ranks of experts that are no whole groups of tensor-parallel ones. Of calls of the
