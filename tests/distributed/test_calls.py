@@ -64,7 +64,7 @@ def test_who_comes_second_names_both_and_who_came_first_hears_it(number: int, be
         "rank 0 (global rank 8): one of (2, 4) float16",
         "rank 2 (global rank 10): other of (2, 4)",
     )
-    words = f"{first_call}, {second_call} float32, more; every"
+    words = f"the ranks made different calls: {first_call}, {second_call} float32, more; every"
     first.note(ONE), second.note(ONE)
     first.check()
     said(lambda: third.note(OTHER), words)
