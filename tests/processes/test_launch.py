@@ -7,11 +7,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from commands import Command
 
+from tpformer.cli.guard import guarded
 from tpformer.launchers import STORE_VARIABLE
 from tpformer.processes.launch import STOPPED_EXIT_CODE, TOGETHER_SECONDS, _start, check_local_ranks, run_ranks
 from tpformer.processes.watchdog import HANG_EXIT_CODE
@@ -87,6 +89,27 @@ def test_a_failing_rank_is_named_and_all_are_started_again(tmp_path, capfd, rank
     assert [(tmp_path / str(rank)).read_text() for rank in range(ranks)] == [attempts] * ranks
 
 
+def start_and_wait(*arguments) -> None:
+    """_start, for a launcher that first looks when all ranks have ended: it takes what happened from how they ended."""
+    _start(*arguments)
+    for rank in arguments[-1]:
+        rank.join()
+
+
+def test_ranks_of_a_busy_machine_say_a_mistake_once(capfd, monkeypatch):
+    """No rank is early enough to have the others ended before they report. Another mistake is reported, too."""
+
+    def rank(_: int) -> None:
+        number = os.environ["RANK"]
+        guarded(partial(int, "\udcff" if number == "3" else "no number"))
+
+    monkeypatch.setattr("tpformer.processes.launch._start", start_and_wait)
+    monkeypatch.setattr("tpformer.cli.guard.PEER_SECONDS", 0.0)
+    assert run_ranks(rank, 4) == 2
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 2 and all("invalid literal for int" in line for line in {*said}), said
+
+
 @pytest.mark.parametrize(("code", "note", "end", "consequence", "text"), [
     # peers of a rank that was killed raise, and so do those of one that raised
     (137, "", "os.kill(os.getpid(), signal.SIGKILL)", RAISES, "was killed by SIGKILL"),
@@ -96,13 +119,6 @@ def test_a_failing_rank_is_named_and_all_are_started_again(tmp_path, capfd, rank
     (HANG_EXIT_CODE, "", f"sys.exit({HANG_EXIT_CODE})", RAISES, "ended the job because a rank hangs"),
 ])  # fmt: skip
 def test_of_several_failures_the_cause_comes_first(tmp_path, capfd, monkeypatch, code, note, end, consequence, text):
-    """The launcher first looks when all ranks have ended, so their order must come from how they ended."""
-
-    def start_and_wait(*arguments) -> None:
-        _start(*arguments)
-        for rank in arguments[-1]:
-            rank.join()
-
     monkeypatch.setattr("tpformer.processes.launch._start", start_and_wait)
     script = f"""
 if rank == 1:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from tpformer.launchers import JoinError
 from tpformer.processes.files import what_failed
-from tpformer.processes.launch import USAGE_EXIT_CODE, record_exception
+from tpformer.processes.launch import USAGE_EXIT_CODE, record_exception, say_once
 from tpformer.words import message
 
 USAGE = (ValueError, FileNotFoundError, ImportError, FloatingPointError, JoinError)
@@ -29,7 +29,7 @@ PEER_SECONDS = 1.0  # how long other ranks leave it to rank 0 to report a mistak
 def guarded(work: Callable[[], None]) -> None:
     """Call `work`. What a user can mend (a value, a missing file or package, a run that diverges) is reported as one
     line on stderr, with exit code 2. Other ranks than 0 wait a second before that: a launcher ends them meanwhile, if
-    rank 0 has made the same report.
+    rank 0 has reported a mistake. Ranks of this machine's launcher never report the same twice.
 
     Any other exception is reported by its traceback, to which torch adds the rank, with exit code 1. In both cases the
     interpreter's shutdown is skipped: an open process group can hang or abort in it, and peers notice only a process
@@ -54,8 +54,7 @@ def guarded(work: Callable[[], None]) -> None:
         usage = isinstance(error, (*USAGE, MemoryError)) or getattr(error, "errno", None) in USERS or _too_large(error)
         if usage:
             time.sleep(PEER_SECONDS if os.environ.get("RANK", "0") != "0" else 0)
-            sys.stderr.write(f"tpformer: {message(_words(error))}\n")  # in one piece: other ranks write too
-            sys.stderr.flush()
+            say_once(f"tpformer: {message(_words(error))}\n")
         else:
             sys.excepthook(*sys.exc_info())
         os._exit(USAGE_EXIT_CODE if usage else 1)

@@ -7,6 +7,7 @@ launcher itself must compute nothing before it forks, because threads and CUDA d
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import multiprocessing
 import os
@@ -66,6 +67,28 @@ def record_exception(error: BaseException) -> None:
 
     with contextlib.suppress(OSError):  # the launcher is gone, and its directory with it
         get_error_handler().record_exception(error)
+
+
+def say_once(line: str) -> None:
+    """Write a line to stderr, unless another rank of run_ranks has written the same.
+
+    A rank that ends has the launcher end the others, so it is not enough to wait for one of them: on a machine that is
+    busy it may be late. Who writes has a lock until it has written, and a rank that dies meanwhile gives it up.
+    """
+    said, data = None, line.encode(errors="backslashreplace")
+    with contextlib.ExitStack() as stack:
+        if STORE_VARIABLE in os.environ:
+            with contextlib.suppress(OSError):
+                said = stack.enter_context(open(f"{os.environ[STORE_VARIABLE]}-said", "ab+", buffering=0))
+                fcntl.flock(said, fcntl.LOCK_EX)
+                said.seek(0)
+        if said is not None and data in said:
+            return
+        sys.stderr.write(line)  # in one piece: other ranks write too
+        sys.stderr.flush()
+        if said is not None:
+            with contextlib.suppress(OSError):  # the disk is full
+                said.write(data)
 
 
 def _error_file(directory: str, rank: int) -> Path:
