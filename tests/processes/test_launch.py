@@ -1,7 +1,9 @@
 """The launcher names the rank that failed first, starts ranks again, and passes signals on. No rank uses torch."""
 
 import faulthandler
+import fcntl
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -15,7 +17,14 @@ from commands import Command
 
 from tpformer.cli.guard import guarded
 from tpformer.launchers import STORE_VARIABLE
-from tpformer.processes.launch import STOPPED_EXIT_CODE, TOGETHER_SECONDS, _start, check_local_ranks, run_ranks
+from tpformer.processes.launch import (
+    STOPPED_EXIT_CODE,
+    TOGETHER_SECONDS,
+    _start,
+    check_local_ranks,
+    run_ranks,
+    say_once,
+)
 from tpformer.processes.watchdog import HANG_EXIT_CODE
 
 # every rank notes its start and waits for the others; `error` leaves a message as record_exception does
@@ -108,6 +117,19 @@ def test_ranks_of_a_busy_machine_say_a_mistake_once(capfd, monkeypatch):
     assert run_ranks(rank, 4) == 2
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 2 and all("invalid literal for int" in line for line in {*said}), said
+
+
+def test_a_rank_waits_for_another_that_reports(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv(STORE_VARIABLE, str(tmp_path / "store"))
+    rank = multiprocessing.get_context("fork").Process(target=say_once, args=("a mistake\n",))
+    with open(tmp_path / "store-said", "ab", buffering=0) as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        rank.start()
+        rank.join(0.5)
+        other.write(b"a mistake\n")
+        fcntl.flock(other, fcntl.LOCK_UN)  # the fork has the file open, too
+    rank.join()
+    assert rank.exitcode == 0 and capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("code", "note", "end", "consequence", "text"), [
