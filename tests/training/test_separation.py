@@ -139,7 +139,7 @@ def values(tiny_values, short) -> dict:
 def test_a_run_logs_the_balance_and_goes_on_with_the_same_bits(done, tmp_path, values):
     """The command: with context parallelism, with replicas, and again from a checkpoint. Validation separates, too."""
     toml, directory = write_run(tmp_path, values, parallel={"context_parallel": 2}), tmp_path / "run"
-    done("pretrain", toml)
+    assert "gathers keys and values over 2 context-parallel ranks" in done("pretrain", toml)
     found, config = rows(directory), resolve(build_config(values))
     assert config.data.end_of_document == 256 and [row["step"] for row in found if "loss" in row] == [2, 4, 5]
     for row in found[:-1]:
@@ -151,7 +151,7 @@ def test_a_run_logs_the_balance_and_goes_on_with_the_same_bits(done, tmp_path, v
     assert_identical(rows(directory), found)
 
     write_run(tmp_path, values, parallel={"data_parallel_replicate": 2}, run={"dir": str(tmp_path / "replicas")})
-    done("pretrain", toml)
+    assert "transport" not in done("pretrain", toml)
     replicas = rows(tmp_path / "replicas")
     assert_same([{k: v for k, v in row.items() if k != "context_balance"} for row in found], replicas)
 

@@ -18,7 +18,7 @@ from tpformer.launchers import adopt
 
 USAGE = """usage: tpformer COMMAND ...
 
-  data build INPUT... --out PREFIX   make a token dataset from text files, folders or .jsonl
+  data build INPUT... --out PREFIX   make a token dataset from text files, folders, .jsonl or .parquet
   data stdlib --out DIR              make the default corpus: the Python standard library's source
   presets                            list the architectures that model.preset names, with their sizes
   pretrain FILE.toml [--section.key value ...]   train a GPT; starts its own local ranks unless under torchrun

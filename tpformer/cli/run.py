@@ -87,8 +87,8 @@ def with_ranks(
     if launched() and int(os.environ["WORLD_SIZE"]) != world_size:
         raise ValueError(
             f"the layout has {world_size} ranks, but {os.environ['WORLD_SIZE']} were started: start {world_size}, or "
-            f"change one of --parallel.tensor-parallel, --parallel.pipeline-parallel, --parallel.data-parallel-shard "
-            f"and --parallel.data-parallel-replicate"
+            f"change one of --parallel.tensor-parallel, --parallel.context-parallel, --parallel.pipeline-parallel, "
+            f"--parallel.data-parallel-shard and --parallel.data-parallel-replicate"
         )
     if launched() or (world_size == 1 and not max_restarts):
         work(config)
