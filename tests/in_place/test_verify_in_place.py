@@ -132,6 +132,35 @@ def test_what_cannot_be_verified_is_refused():
         verify(Odd(""), lambda whole: None, torch.randn(3, 4))
 
 
+class Twice(nn.Module):
+    """A model that calls one module two times. wrong: the second result is."""
+
+    def __init__(self, wrong: bool) -> None:
+        super().__init__()
+        self.linear, self.wrong = nn.Linear(4, 4), wrong
+        self.linear.register_forward_hook(self.after)
+
+    def after(self, linear: nn.Module, _: tuple, y: Tensor) -> Tensor:
+        self.calls += 1
+        return y + 1 if self.wrong and self.calls == 2 else y
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = 0
+        return self.linear(self.linear(x).relu())
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_calls_of_one_module_are_compared_each(wrong):
+    def again(whole: nn.Module) -> nn.Module:
+        model = Twice(wrong)
+        model.load_state_dict(whole.state_dict())
+        return model
+
+    report = verify(Twice(False), again, torch.randn(3, 4))
+    departs = report.sentence.startswith("output of linear in call 2 is the first tensor that departs")
+    assert (report.ok, departs) == (not wrong, wrong), report
+
+
 @on_every_rank(2)
 def test_models_that_differ_between_ranks_are_refused() -> None:
     torch.manual_seed(build_mesh("cpu", tensor_parallel=2)["tp"].get_local_rank())
