@@ -153,6 +153,11 @@ class Layout:
         return self.stage_ranks // self.expert_parallel // self.expert_replicas
 
     @property
+    def shares_layers(self) -> bool:
+        """Whether ranks send one another rows, or keys and values, within a layer."""
+        return max(self.tensor_parallel, self.context_parallel, self.expert_parallel or 1) > 1
+
+    @property
     def copies_experts(self) -> bool:
         """Whether several ranks exchange tokens for the same experts, so that gradients of these add up."""
         return self.expert_parallel is not None and self.expert_parallel < self.stage_ranks

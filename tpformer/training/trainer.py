@@ -321,9 +321,7 @@ class Trainer:
         config, final = self.config, self.config.train.steps
         if log is not None:
             log.note(summary(config, self.device, self.step))
-            layout = config.parallel
-            of_layer = max(layout.tensor_parallel, layout.context_parallel, layout.expert_parallel or 1)  # ranks
-            if of_layer > 1 or gathers_blocks(layout, config.train.precision):
+            if config.parallel.shares_layers or gathers_blocks(config.parallel, config.train.precision):
                 log.note(self.linears)
             for notice in notices(config):
                 log.note(notice)
