@@ -1,5 +1,6 @@
 """Offloading keeps every bit of the gradients, copies each storage once and no parameter, and fetches ahead."""
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -157,6 +158,74 @@ def test_any_way_of_each_layer_gives_the_same_bits(text, log):
     ways = [layer.keep.recompute for layer in model.layers.values()]
     assert ways == [way.recompute for way in kept_layers(4, keep=text)] and log.storages
     assert_identical(found, plain)
+
+
+def conjugate(x: Tensor) -> Tensor:
+    return (torch.view_as_complex(x.detach().view(-1, 2)).conj() * torch.view_as_complex(x.view(-1, 2))).real
+
+
+@pytest.mark.parametrize("function", [
+    conjugate, lambda x: torch.view_as_complex(x.detach().view(-1, 2)).conj().imag * x.view(-1, 2)[:, 0],
+    lambda x: torch.sparse.mm(torch.eye(4, dtype=x.dtype).to_sparse(), x.view(4, 2)),
+], ids=["conjugate", "negative", "sparse"])  # fmt: skip
+def test_what_is_more_than_a_view_of_memory_stays_as_it_is(function):
+    """A conjugate and a negative view have the memory of other values, and a sparse tensor has several."""
+    found = []
+    for context in (nullcontext(), ops.Offload(smallest=1).layer()):
+        x = torch.arange(1.0, 9.0, dtype=torch.float64).requires_grad_()
+        with context:
+            y = function(x)
+        y.sum().backward()
+        found.append(x.grad)
+    assert_identical(found[1], found[0])
+
+
+def write_between(x: Tensor) -> Tensor:
+    y = x * 1
+    z = y.sin()
+    y.mul_(2)
+    return z + y.cos()
+
+
+@pytest.mark.parametrize("layers_after", [0, 1])
+def test_what_was_written_since_it_was_saved_is_refused(layers_after):
+    """A storage that waits on the host, one that is still on the device, and what is never offloaded."""
+    for smallest in (1, 1 << 20):
+        x, weight, offload = torch.rand(4).requires_grad_(), torch.rand(4).requires_grad_(), ops.Offload(smallest)
+        with offload.layer():
+            y, z = write_between(x), x * weight
+        for _ in range(layers_after):
+            with offload.layer():
+                y = y.exp()
+        with torch.no_grad():
+            weight.mul_(2)
+        for each in (y, *[z] * (layers_after == 0 or smallest > 1)):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                each.sum().backward(retain_graph=True)
+
+
+def test_a_write_behind_the_copy_harms_nothing():
+    x, weight, offload = torch.rand(4).requires_grad_(), torch.rand(4).requires_grad_(), ops.Offload(smallest=1)
+    with offload.layer():
+        y = x * weight
+    with offload.layer():
+        y = y * 1
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.mul_(2)
+    y.sum().backward()
+    assert_identical(x.grad, before)
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_graph_without_a_backward_is_freed(moves):
+    """Also of a function that keeps its own result, which is too small, or in a layer that does not move."""
+    offload, freed = ops.Offload(), []
+    with offload.layer(), offload.layer(moves=moves):
+        y = torch.rand(4).requires_grad_().exp()
+    weakref.finalize(y, freed.append, True)
+    del y
+    assert freed
 
 
 @pytest.mark.gpu

@@ -12,6 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tpformer.distributed.dtensor import is_dtensor
 
+from .unsaved import Whole, check_saved, versions
+
 SMALLEST = 1 << 20  # bytes of a storage; to copy a smaller one costs more than its memory is worth
 
 
@@ -31,6 +33,8 @@ class Offload:
     The copies of a layer may take as long as the next layer's forward; then the layer's device memory is freed. So two
     layers' memory is held at a time, and the last layer's stays. The backward of a layer first starts to fetch what the
     layer before it saved, so that these copies run beside its GEMMs. It frees a storage after the storage's last use.
+    As without it, a backward raises RuntimeError if what was saved has been written in place: while a storage may still
+    be copied, and whenever what stays on the device was.
     Host memory: the saved bytes, each storage rounded up to a power of two by torch's pinned allocator. The bytes cross
     the bus twice. On a CPU the copy saves nothing; it lets the code be tested.
     """
@@ -72,24 +76,29 @@ class _Layer:
     def __init__(self, modules: tuple[nn.Module, ...], smallest: int, before: _Layer | None, moves: bool) -> None:
         self.modules, self.smallest, self.before, self.moves = modules, smallest, before, moves
         self.parameters: set[int] | None = None
-        self.open: dict[int, _Storage] = {}  # by address; the storages stay alive, so no other gets the same address
+        # by address and version; the storages stay alive, so no other gets the same address
+        self.open: dict[tuple[int, int], _Storage] = {}
         self.storages: list[_Storage] = []
         self.fetched = False
 
-    def pack(self, x: Tensor) -> _View | Tensor:
-        if not self.moves:
-            return x
-        if self.parameters is None:  # not sooner, because FSDP2 gathers them in a module's forward
-            self.parameters = {_address(parameter) for module in self.modules for parameter in module.parameters()}
-        address = _address(x)
-        if is_dtensor(x) or x.untyped_storage().nbytes() < self.smallest or address in self.parameters:
-            return x
-        if address not in self.open:
-            self.open[address] = _Storage(x)
-            self.storages.append(self.open[address])
-        storage = self.open[address]
+    def pack(self, x: Tensor) -> _View | Whole:
+        if not self._is_moved(x):
+            return Whole.of(x)
+        place = _address(x), versions(x)[0]
+        if place not in self.open:
+            self.open[place] = _Storage(x)
+            self.storages.append(self.open[place])
+        storage = self.open[place]
         storage.uses += 1
         return _View(storage, x.dtype, x.size(), x.stride(), x.storage_offset())
+
+    def _is_moved(self, x: Tensor) -> bool:
+        """Whether a saved tensor is a view, and nothing else, of a storage that goes to the host."""
+        if not self.moves or is_dtensor(x) or x.layout != torch.strided or x.is_nested or x.is_conj() or x.is_neg():
+            return False
+        if self.parameters is None:  # not sooner, because FSDP2 gathers them in a module's forward
+            self.parameters = {_address(parameter) for module in self.modules for parameter in module.parameters()}
+        return x.untyped_storage().nbytes() >= self.smallest and _address(x) not in self.parameters
 
     def close(self) -> None:
         """Give the device memory back: the next layer's forward has run beside the copies."""
@@ -97,13 +106,13 @@ class _Layer:
             storage.release()
         self.open.clear()
 
-    def unpack(self, packed: _View | Tensor) -> Tensor:
+    def unpack(self, packed: _View | Whole) -> Tensor:
         self.fetch()
         if self.before is not None:
             self.before.fetch()
             self.before = None  # otherwise a chain of all layers would outlive the backward
-        if not isinstance(packed, _View):
-            return packed
+        if isinstance(packed, Whole):
+            return packed.unpacked()
         x = packed.storage.take(packed)
         if packed.storage.uses == 0:
             self.storages.remove(packed.storage)
@@ -122,6 +131,9 @@ class _Storage:
 
     def __init__(self, x: Tensor) -> None:
         self.uses = 0
+        self.source: Tensor | None = x.detach()
+        """What was saved, as long as its memory is `device`: it knows what is written to it."""
+        self.version = self.seen = versions(x)[0]
         self.stream = _copy_stream(x.device)
         self.device: Tensor | None = x.new_empty(0, dtype=torch.uint8).set_(x.untyped_storage())
         self.host = torch.empty(self.device.shape, dtype=torch.uint8, pin_memory=x.is_cuda)
@@ -146,10 +158,16 @@ class _Storage:
         if self.arrived is not None:
             torch.cuda.current_stream(self.place).wait_event(self.arrived)
 
+    def _look(self) -> None:
+        """See whether the memory that was saved has been written to, from which bytes may still be copied."""
+        if self.source is not None:
+            self.seen = versions(self.source)[0]
+
     def release(self) -> None:
         """Forget the device's bytes."""
+        self._look()
         self._wait()
-        self.device = None
+        self.device = self.source = None
 
     def __del__(self) -> None:
         if self.device is not None:  # the graph was dropped while the bytes were on their way
@@ -166,9 +184,11 @@ class _Storage:
         assert self.device is not None
         self._wait()
         x = self.device.view(view.dtype).as_strided(view.size, view.stride, view.offset)
+        self._look()
+        check_saved(x, self.seen, self.version)
         self.uses -= 1
         if self.uses <= 0:  # below 0 in a second backward through a graph that was kept
-            self.device = None
+            self.device = self.source = None
         return x
 
 

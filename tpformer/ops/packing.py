@@ -18,6 +18,7 @@ from tpformer.kernels.pack.format import RUN, SLOTS, Packed, pays
 from tpformer.torch_private import base_of, in_backward, is_fake, top_saved_tensors_hooks, version_of
 
 from .implementation import implementation
+from .unsaved import Whole
 
 TALLIED = 256  # tensors whose counts are added up at once
 
@@ -40,14 +41,6 @@ class View(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-
-
-class Whole(NamedTuple):
-    """A saved tensor that is kept as it is."""
-
-    x: Any
-    """The tensor, or what hooks around these made of it."""
-    version: int
 
 
 class PackingReport(NamedTuple):
@@ -128,14 +121,11 @@ class _Packing:
         return top is not None and top[0] == self.pack
 
     def pack(self, x: Tensor) -> View | Whole:
-        """The pack hook. Hooks around these see what is kept.
-
-        What is kept as it is has been detached: a result that its own graph keeps would never be freed.
-        """
+        """The pack hook. Hooks around these see what is kept."""
         buffer = self.buffer_of(x)
         keep = self.outer[0] if self.outer is not None else _as_is
         if buffer is None:
-            return Whole(keep(x.detach() if self.outer is None else x), version_of(x))
+            return Whole.of(x) if self.outer is None else Whole(keep(x), version_of(x))
         values = x.untyped_storage().nbytes() // x.itemsize
         return View(keep(buffer), values, x.size(), x.stride(), x.storage_offset())
 
@@ -143,13 +133,7 @@ class _Packing:
         """The unpack hook. RuntimeError for a tensor that was written to, which autograd leaves to hooks to find."""
         give = self.outer[1] if self.outer is not None else _as_is
         if isinstance(kept, Whole):
-            x = give(kept.x)
-            if self.outer is None and version_of(x) != kept.version:
-                raise RuntimeError(
-                    f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"{list(x.shape)} of {x.dtype} is at version {version_of(x)}, and was saved at {kept.version}"
-                )
-            return x
+            return kept.unpacked() if self.outer is None else give(kept.x)
         buffer = give(kept.buffer)
         whole = unpack(Packed(buffer, (kept.values,)))
         return whole.as_strided(kept.size, kept.stride, kept.offset)
