@@ -11,7 +11,7 @@ import theirs
 import torch
 from habits import ON_LINEARS, lora
 from steps import Results, assert_ranks_have, draw, each_case, own, step, tp_mesh
-from testing import on_every_rank
+from testing import assert_same, on_every_rank
 from theirs import ANYWHERE, FFN, HEADS, HIDDEN
 from torch import nn
 from turns import in_turns
@@ -116,6 +116,25 @@ def test_habits_equal_torch(ranks, t, norm, half):
     for (_, habit, path, *options), found in each_case(ranks, t, on_rank, [*cases(t, norm)][half]):
         expected = by_torch(HABITS[t][habit], norm, path)
         assert_ranks_have(found, expected, 0 if options[1] else None, f"{habit} on {path}, {options}")
+
+
+@on_every_rank(1, 2)
+def test_an_activation_of_a_row_linear_comes_after_that_of_its_layer() -> None:
+    """Fused, as where a hook that changes nothing lets it be called as a module."""
+    for norm in NORMS:
+        for path in LINEARS[norm]:
+            if not path.endswith(("o_proj", "fc2", "down_proj")):
+                continue
+            plain = run(ours(norm, TensorParallel(tp_mesh())))
+            found = []
+            for hooked in (False, True):
+                block = ours(norm, TensorParallel(tp_mesh()))
+                block.get_submodule(path).activation = "relu2"
+                if hooked:
+                    block.get_submodule(path).register_forward_hook(lambda *_: None)
+                found.append(run(block))
+            assert_same(found[0], found[1])
+            assert not torch.equal(found[0]["y"], plain["y"])
 
 
 @on_every_rank(2)

@@ -7,13 +7,14 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from steps import Results, assert_ranks_have, draw, each_case, gradients, own
-from testing import assert_same
+from steps import Results, assert_ranks_have, draw, each_case, gradients, own, tp_mesh
+from testing import assert_same, on_every_rank
 from turns import in_turns
 
 from tpformer import ops
 from tpformer.distributed import record_collectives
-from tpformer.layers import MoE, Positions, TensorParallel, balance_losses
+from tpformer.layers import MLP, MoE, Positions, TensorParallel, balance_losses, init_weights
+from tpformer.layers.explain import called_modules
 
 BATCH, SEQ, HIDDEN, WIDTH, EXPERTS = 2, 6, 16, 12, 4
 TOKENS = BATCH * SEQ
@@ -175,3 +176,34 @@ def test_equals_a_loop_over_experts(ranks, t):
                 some = [("all_gather", nbytes)] * 3 + [("reduce_scatter", nbytes)] * 2
                 some += [("all_gather", routing), ("reduce_scatter", dweights)]
             assert all(sorted(each[: len(some)]) == sorted(some) for each in calls), case
+
+
+# how a shared expert differs from the others, why it is then called as a module, and what of it is changed afterwards
+UNLIKE = [
+    ({"activation": "geglu", "bias": False}, "its activation is not that of the experts", None),
+    ({"activation": "gelu_tanh", "bias": False}, "its activation is not that of the experts", None),
+    ({"activation": "swiglu"}, "it has biases", None),
+    ({"activation": "swiglu", "bias": False}, "its down_proj has an activation of its own", "relu2"),
+]
+
+
+@on_every_rank(1, 2)
+def test_a_shared_expert_that_is_not_like_the_others_computes_what_it_is() -> None:
+    """As where a hook that changes nothing lets it be called as a module; explain() says why it is."""
+    tp = TensorParallel(tp_mesh(), sequence_parallel=True)
+    for options, reason, activation in UNLIKE:
+        found = []
+        for hooked in (False, True):
+            moe = make_moe("sigmoid-bias-shared", tp)
+            moe.shared_experts = shared = MLP(HIDDEN, ffn_hidden_size=8, **options, tp=tp, dtype=torch.float64)
+            init_weights(moe, 1)
+            *_, down = shared.children()
+            down.activation = activation
+            for linear in shared.children():
+                if linear.bias is not None:
+                    torch.nn.init.constant_(linear.bias, 0.3)
+            assert called_modules(moe) == [f"shared_experts is called as a module, not fused: {reason}"]
+            if hooked:
+                shared.register_forward_hook(lambda *_: None)
+            found.append(run(moe, *(own(z.flatten(0, 1), 0) for z in inputs())))
+        assert_same(found[0], found[1])

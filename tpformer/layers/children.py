@@ -124,9 +124,14 @@ def leave(
     """residual + dropout(row(act(x))), and its norm by next_norm; None if that is not made in the same pass.
 
     x (tokens, k / t): this rank's features. private: as of ops.row_linear. If row is fused, act(x) is not kept, and one
-    pass over the reduced rows adds bias, dropout and residual, and makes the norm.
+    pass over the reduced rows adds bias, dropout and residual, and makes the norm. An activation that row has itself is
+    applied after this one, as where row is called.
     """
     if fusable(RowParallelLinear, row):
+        if row.activation is not None:
+            if activation is not None:
+                x, gate, private = ops.activation(x, activation, gate), None, False
+            activation = row.activation
         if next_norm is not None and (not fusable_norm(next_norm) or ops.autocast_dtype(x) is not None):
             next_norm = None  # under autocast the norm's rows are float32, and this linear's are not
         return row.reduced(

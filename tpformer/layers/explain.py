@@ -246,8 +246,13 @@ def called_modules(module: nn.Module) -> list[str]:
         for path, parent in module.named_modules()
         if isinstance(parent, ParallelModule)
         for name, child in parent.named_children()
-        if not isinstance(child, nn.ModuleDict) and (reason := why_called(child, *LAYERS))
+        if not isinstance(child, nn.ModuleDict) and (reason := why_called(child, *LAYERS) or _why_apart(parent, name))
     ]
+
+
+def _why_apart(parent: nn.Module, name: str) -> str | None:
+    """Why a part that could be fused with others of its layer is not, because of what it computes."""
+    return parent.why_shared_is_called() if isinstance(parent, MoE) and name == "shared_experts" else None
 
 
 def _cells(plan: LinearPlan) -> tuple[str, ...]:

@@ -139,8 +139,9 @@ class MoE(ParallelModule):
              tp.experts that of ops.exchanged_experts, and a shared expert's own.
     Memory:  2 + 4 (K f + f_s) / h bytes per token and hidden unit for the backward, in 16 bits, with K experts of width
              f a token and a shared expert of width f_s; and 12 K + 4 E bytes of routing a token.
-    A child is called as a module, not fused, if it has a hook, a parametrization or a replaced forward. The result is
-    the same; norm(x) is then kept, too. Errors: ValueError on several ranks for a gate or experts of another class.
+    A child is called as a module, not fused, if it has a hook, a parametrization or a replaced forward, and so is a
+    shared expert with biases or another activation than the experts'. The result is the same; norm(x) is then kept,
+    too. Errors: ValueError on several ranks for a gate or experts of another class.
     DistributedDataParallel: with tp.experts it would overwrite experts by those of rank 0, and add up gradients of
     different ones. Around a module of this library it raises ValueError; around another one that contains such a layer
     torch raises an error of its own about DTensors. It takes one that leaves experts' parameters out, by their names.
@@ -226,8 +227,23 @@ class MoE(ParallelModule):
             return False
         if shared is None:
             return True
-        columns = fusable(MLP, shared) and fusable(ColumnParallelLinear, shared.gate_proj, shared.up_proj)
-        return columns and fusable(RowParallelLinear, shared.down_proj)
+        if not fusable(MLP, shared) or self.why_shared_is_called() is not None:
+            return False
+        *columns, down = shared.children()
+        return fusable(ColumnParallelLinear, *columns) and fusable(RowParallelLinear, down)
+
+    def why_shared_is_called(self) -> str | None:
+        """Why the operation that runs the experts cannot compute the shared one as it is; None if it can, or if that
+        runs by itself."""
+        shared, experts = self.shared_experts, self.experts
+        if type(shared) is not MLP or type(experts) is not Experts or experts.exchanges:
+            return None
+        if not shared.gated or shared.activation != experts.activation:
+            return "its activation is not that of the experts"
+        *_, down = linears = list(shared.children())
+        if getattr(down, "activation", None) is not None:
+            return "its down_proj has an activation of its own"
+        return "it has biases" if any(getattr(each, "bias", None) is not None for each in linears) else None
 
     def _called(self, x: Tensor, positions: Positions | None) -> Tensor:
         """The children, called as modules."""
