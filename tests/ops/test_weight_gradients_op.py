@@ -16,6 +16,7 @@ from tpformer import ops
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.layers import ColumnParallelLinear, Positions, RowParallelLinear, TensorParallel, transformer_block
 from tpformer.ops import WeightGradientQueue, active_queue
+from tpformer.parallel import reduce_partial_gradients
 
 HIDDEN, BATCH, SEQ, MICROBATCHES = 24, 2, 4, 3
 
@@ -151,3 +152,22 @@ def test_a_parameter_laid_out_anew_is_refused():
     words = r"weight is \(4, 6\) torch.float32 on this rank, its gradient \(8, 6\) torch.float32: keep .*unshar"
     with pytest.raises(RuntimeError, match=words):
         queue.run()
+
+
+@on_every_rank(2)
+def test_what_is_added_to_a_gradient_that_was_summed_over_ranks_is_summed_too() -> None:
+    """As by an ordinary backward, so that the ranks' gradients stay equal."""
+    found = []
+    for queued in (False, True):
+        torch.manual_seed(0)
+        rows = slice(dist.get_rank(), dist.get_rank() + 2)  # of which the ranks share one
+        layer = ColumnParallelLinear(4, 3, used_rows=rows, tp=build_mesh("cpu", tensor_parallel=2)["tp"])
+        for step in range(3):
+            queue = WeightGradientQueue()
+            with queue.collect() if queued else nullcontext():
+                y = layer(torch.full((2, 4), step + 1.0))
+            backward(y)
+            queue.run()
+            reduce_partial_gradients(layer)
+        found.append(layer.weight.grad.to_local())
+    assert_identical(found[1], found[0])

@@ -169,14 +169,18 @@ class ParallelModule(nn.Module):
                 f"{name} is {tuple(shape)} {held.dtype} on this rank, its gradient {tuple(gradient.shape)} "
                 f"{gradient.dtype}: keep parameters unsharded from the backward until the weight gradients have run"
             )
-        if parameter.grad is not None:
-            (parameter.grad.to_local() if sharded else parameter.grad).add_(gradient)
-        elif not sharded:
-            parameter.grad = gradient
-        else:
-            from torch.distributed.tensor import Partial
+        if not sharded:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            return
+        from torch.distributed.tensor import Partial
 
-            parameter.grad = _laid_out(gradient, parameter, parameter.placements if rows is None else [Partial()])
+        places = tuple(parameter.placements) if rows is None else (Partial(),)
+        if parameter.grad is not None and parameter.grad.placements == places:
+            parameter.grad.to_local().add_(gradient)
+            return
+        laid_out = _laid_out(gradient, parameter, places)
+        # a gradient of other placements has been summed over the ranks
+        parameter.grad = laid_out if parameter.grad is None else parameter.grad.add_(laid_out)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load as nn.Module does, but cut a whole tensor to this rank's shard. No communication.
