@@ -118,6 +118,19 @@ REFUSED = [
 
 
 @on_every_rank(2)
+def test_rows_that_no_rank_computes_with_stay_where_they_are():
+    """All ranks compute with the first rank's rows, so that the second one sends nothing, and gets no gradient."""
+    torch.manual_seed(0)
+    plain, x = nn.Linear(4, 6).double(), torch.rand(3, 4, dtype=torch.float64)
+    dy = torch.rand(3, 2, dtype=torch.float64)
+    make_column(cut := copy.deepcopy(plain), tp_mesh(), rows=[slice(1, 3)])
+    y, expected = cut(x), plain(x)[:, 1:3]
+    y.backward(dy)
+    expected.backward(2 * dy)  # those of both ranks
+    assert_same([y.detach(), full_tensor(cut.weight.grad)], [expected.detach(), plain.weight.grad])
+
+
+@on_every_rank(2)
 def test_what_is_refused_stays_as_it_was():
     tp = tp_mesh()
     for make, module, options, error, words in REFUSED:

@@ -65,9 +65,9 @@ class _MoveRows(Function):
     @staticmethod
     def forward(ctx, x, moves, group):
         ctx.moves, ctx.group, ctx.rows = moves, group, len(x)
-        leaving = torch.cat([x[part] for part in moves.sends])
+        leaving = torch.cat([x[:0], *(x[part] for part in moves.sends)])  # a rank may hold what no rank wants
         arrived = all_to_all(leaving, group, moves.sent, moves.received)
-        return torch.cat([arrived[part] for part in moves.places])
+        return torch.cat([arrived[:0], *(arrived[part] for part in moves.places)])
 
     @staticmethod
     @first_derivative
