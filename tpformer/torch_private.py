@@ -33,6 +33,11 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 WEIGHT_NORMS = ("_WeightNorm", "WeightNorm")
 
 
+def plain_name(path: str) -> str:
+    """The name of a module or parameter without the names of WRAPPERS."""
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+
+
 def forward_pre_hooks(module: nn.Module) -> Mapping[int, Callable]:
     """The hooks that run before a module's forward. torch registers hooks in public, but does not list them."""
     return module._forward_pre_hooks

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpformer.layers import TensorParallel
-from tpformer.torch_private import WRAPPERS
+from tpformer.torch_private import plain_name
 
 from .tensor_parts import said
 
@@ -38,12 +38,12 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 @torch.no_grad()
 def _gathered(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """The whole tensors of a state_dict of the model, on rank 0. Names that are tied in the model are one tensor."""
-    identities = {_plain(name): id(value) for name, value in model.named_parameters(remove_duplicate=False)}
+    identities = {plain_name(name): id(value) for name, value in model.named_parameters(remove_duplicate=False)}
     writes = not dist.is_initialized() or dist.get_rank() == 0
     whole: dict[str, Any] = {}
     first: dict[int, str] = {}
     for wrapped, value in state.items():
-        name = _plain(wrapped)
+        name = plain_name(wrapped)
         known = first.setdefault(identities[name], name) if name in identities else name
         if known == name:
             if isinstance(value, DTensor):
@@ -55,10 +55,6 @@ def _gathered(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
             whole[name] = value if known == name else whole[known]
         del value
     return whole
-
-
-def _plain(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def save_from_all_ranks(model: nn.Module, tp: TensorParallel) -> None:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tpformer import ops
 from tpformer.kernels.philox.reference import philox_key
 from tpformer.ops.uncompiled import uncompiled
-from tpformer.torch_private import WRAPPERS
+from tpformer.torch_private import plain_name
 
 from .module import ParallelModule
 from .positions import Positions
@@ -26,10 +26,7 @@ def module_name(model: nn.Module, module: nn.Module) -> str:
     Errors: ValueError if the module is not in the tree.
     """
     if module not in _NAMES.get(model, ()):
-        _NAMES[model] = WeakKeyDictionary(
-            (each, ".".join(part for part in path.split(".") if part not in WRAPPERS))
-            for path, each in model.named_modules()
-        )
+        _NAMES[model] = WeakKeyDictionary((each, plain_name(path)) for path, each in model.named_modules())
     name = _NAMES[model].get(module)
     if name is None:
         raise ValueError(

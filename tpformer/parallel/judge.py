@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tpformer.torch_private import WRAPPERS, TorchDispatchMode, tree_leaves, tree_map
+from tpformer.torch_private import TorchDispatchMode, plain_name, tree_leaves, tree_map
 
 SEED = 15
 DRAWS = 5
@@ -71,11 +71,6 @@ class Arguments:
         self.by_name: dict[str, Any] = made if isinstance(made, dict) else {}
         self.positional = () if isinstance(made, dict) else tuple(made) if isinstance(made, list | tuple) else (made,)
         self.tensors = {f"input {name}": x for name, x in leaves(self.by_name or self.positional)}
-
-
-def plain_name(path: str) -> str:
-    """The name of a module or parameter without what torch.compile, checkpointing and FSDP1 put into it."""
-    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
