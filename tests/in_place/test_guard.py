@@ -1,5 +1,6 @@
 """Whatever module of a cut model is called, and however: ranks that would not compute one process's result are told."""
 
+import copy
 import random
 import re
 
@@ -111,6 +112,30 @@ def test_random_numbers_for_all_features_are_those_of_one_process_or_refused():
             assert_same([results(model, seed) for seed in range(3)], [results(whole, seed) for seed in range(3)])
         with pytest.raises(ValueError, match="different random states, and would draw different numbers"):
             results(model, torch.distributed.get_rank())
+
+
+@on_every_rank(2)
+def test_a_copy_of_a_model_is_guarded_as_the_model_is():
+    """It may draw what the model may, before and after the model is called, and is refused what the model is."""
+    found = []
+    for copied in (False, True):
+        original = model = cut()
+        if copied:
+            original(X)
+            model = copy.deepcopy(original)
+        model.draw = OUTSIDE[0]
+        torch.manual_seed(0)
+        found += [model(X).detach() for _ in range(2)]
+        original(X)
+        model.blocks[1].draw = DRAWS["torch"]
+        with pytest.raises(ValueError, match=re.escape("blocks.1 draws random numbers (torch)")):
+            model(X)
+        model.blocks[1].draw, model.blocks[0].act = None, nn.Softmax(-1)
+        with pytest.raises(ValueError, match="act is another Softmax than when the model was cut"):
+            model(X)
+        if copied:
+            original(X)
+    assert_identical(found[2:], found[:2])
 
 
 def train(model, extra):

@@ -7,6 +7,7 @@ seen. A cut linear reports its own calls.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache, partial, wraps
@@ -60,7 +61,7 @@ class Frame(NamedTuple):
 
 
 class Guard:
-    """One for a model and all of its modules. Copies of the model share it."""
+    """One for a model and all of its modules. A copy of the model has its own; a copy of a part shares this one."""
 
     def __init__(self, tp: TensorParallel, divided: Iterable[nn.Module], partial_attention: bool) -> None:
         """divided: modules within which ranks compute with a part of the features or of the rows."""
@@ -77,7 +78,17 @@ class Guard:
         _guards().add(self)
 
     def __deepcopy__(self, memo: dict) -> Guard:
-        return self
+        """That of the copied model, in which the copies of modules are what they are in this one."""
+        if (model := memo.get(id(self.model()))) is None:
+            return self
+        memo[id(self)] = own = object.__new__(type(self))
+        vars(own).update(vars(self))
+        own.model, own.stack, own.optimizers = weakref.ref(model), [], weakref.WeakKeyDictionary()
+        own.known, own.quiet, own.seen, own.coming = set(self.known), dict(self.quiet), (0, []), None
+        for name in ("divided", "name", "refusals", "generators"):
+            setattr(own, name, copy.deepcopy(getattr(self, name), memo))
+        _guards().add(own)
+        return own
 
     def __reduce__(self) -> tuple[Any, tuple]:
         return type(None), ()  # what is read from a file is on no ranks
