@@ -6,6 +6,8 @@ tests/ops has the operation, tests/models steps of training in many layouts.
 
 from collections import Counter
 from copy import deepcopy
+from unittest import mock
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -13,11 +15,13 @@ import torch.distributed as dist
 from test_moe_layer import BATCH, EXPERTS, HIDDEN, SEQ, by_loop, inputs, make_moe
 from testing import assert_identical, assert_same, on_every_rank
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from turns import in_turns
 
 from tpformer.distributed import build_mesh, record_collectives
 from tpformer.distributed.dtensor import full_tensor, is_dtensor
+from tpformer.distributed.groups import REGISTRY
 from tpformer.distributed.mesh import expert_mesh
 from tpformer.layers import (
     MoE,
@@ -30,6 +34,7 @@ from tpformer.layers import (
     transformer_block,
 )
 from tpformer.layers.explain_notes import exchange_note
+from tpformer.ops.choice.spare import NCCL_CTAS, spare_processors
 from tpformer.parallel import reduce_partial_gradients
 
 MIXTURE = {"n_experts": EXPERTS, "ffn_hidden_size": 8, "shared_ffn_size": 8}
@@ -164,3 +169,14 @@ def test_ranks_of_experts_are_those_of_the_model_or_are_refused() -> None:
     assert line.startswith("experts exchange tokens over 2 expert-parallel ranks, with 2 experts on each: a token goes")
     assert "without expert_parallel 2 tensor-parallel ranks would send" in line
     assert exchange_note(2 * 10**6, 2, 4, 2, 3, 10**6).endswith("2.5 MB are sent in a forward and 3.3 MB in a backward")
+
+
+@on_every_rank(2)
+def test_fused_kernels_leave_processors_to_the_exchange_on_a_mesh_of_the_users() -> None:
+    """A shared expert's linears run while rows travel: a kernel that waits on every processor would keep them back."""
+    mesh, experts = (init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("tp", "ep"))
+    with mock.patch.object(REGISTRY, "beside", WeakSet()):
+        transformer_block(HIDDEN, 2, tp=TensorParallel(mesh, True))
+        assert spare_processors(mesh.get_group()) == 0
+        transformer_block(HIDDEN, 2, moe=MIXTURE, activation="swiglu", tp=TensorParallel(mesh, True, experts=experts))
+        assert spare_processors(mesh.get_group()) == NCCL_CTAS

@@ -64,7 +64,8 @@ class Registry:
     step: int | None = None
     """The step that groups first used from now on report."""
     beside: weakref.WeakSet[dist.ProcessGroup] = field(default_factory=weakref.WeakSet)
-    """Groups of several ranks that a mesh's views have made: while there are any, no group is alone on its devices."""
+    """Groups of several ranks that a mesh's views have made, or that exchange tokens: while there are any, no group is
+    alone on its devices."""
     recorded: Listeners[tuple[str, int]] = field(default_factory=Listeners)
     """Those who listen to collectives: (name, bytes) of each."""
 

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpformer.config import FP8, PRECISIONS, TRANSPORTS, check_choice
+from tpformer.distributed.groups import REGISTRY
 from tpformer.ops.autocast import autocast_dtype
 from tpformer.ops.choice import Grouped, Request, column_request, open_transport, row_request
 from tpformer.ops.context import Context
@@ -102,6 +103,8 @@ class TensorParallel:
         """The ranks that experts lie on: those of `experts`, each with all its rows, or these."""
         if self.experts is None:
             return self
+        if self.experts.size() > 1:  # rows travel while fused kernels of other groups run, which leave them processors
+            REGISTRY.beside.add(self.experts.get_group())
         return TensorParallel(self.experts, False, self.transport, precision=self.precision)
 
     @cached_property
