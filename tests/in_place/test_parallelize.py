@@ -1,5 +1,6 @@
 """A model made parallel in place computes what it computes in one process, or is refused with the reason."""
 
+import logging
 import re
 
 import pytest
@@ -107,3 +108,13 @@ def test_from_counts(options, shape):
     weight = model.model.layers[0].mlp.up_proj.weight
     assert weight.numel() // local_part(weight).numel() == 4
     assert_same(run(model, IDS), run(tiny("llama", torch.float64, **options), IDS))
+
+
+@on_every_rank(2)
+def test_from_counts_the_model_is_verified_and_left_as_it_was():
+    """Each module in its own mode, and torch with its warnings."""
+    model, logger = tiny("llama", torch.float64).train(), logging.getLogger("torch.distributed.tensor")
+    model.model.layers[0].eval()
+    before = [module.training for module in model.modules()], logger.level
+    assert parallelize(model, gpus=2)._tpformer.tp.size == 2
+    assert ([module.training for module in model.modules()], logger.level) == before

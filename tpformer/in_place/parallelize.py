@@ -132,9 +132,12 @@ def _from_counts(
     if any(x.is_meta for x in model.parameters()):
         verdict = "not verified: the model is on meta, and has no values"
     elif size <= MOST_VERIFIED and tp.size > 1:
-        training, args = model.training, example_of(model, example)
-        report = verify(model.eval(), cut_copy, args[1] or args[0])
-        model.train(training)
+        modes, args = {module: module.training for module in model.modules()}, example_of(model, example)
+        try:
+            report = verify(model.eval(), cut_copy, args[1] or args[0])
+        finally:
+            for module, training in modes.items():
+                module.training = training
         report.check()
         verdict = f"verified: {report.sentence}"
     cut_copy(model).to(mesh.device_type)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -152,17 +153,29 @@ def verify(
               that draws random numbers, or whose results are not numbers; TypeError if `parallel` returns no module.
     """
     _check_values(model, example)
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it warns about gathering whole tensors
-    other = parallel(varied(model))
-    if not isinstance(other, nn.Module):
-        raise TypeError(f"parallel returned a {type(other).__name__}: let it return the parallel model")
-    rows = [name for name, module in modules_of(other).items() if _takes_part(module)]
-    found = _Findings(model, other)
-    found.compare_parameters()
-    found.one = OneProcess(model, example, rows)
-    forward(other, Arguments(example), found.compare_output, rows)
-    found.compare_gradients(Arguments(example), after_backward)
-    return found.report()
+    with _without_warnings():
+        other = parallel(varied(model))
+        if not isinstance(other, nn.Module):
+            raise TypeError(f"parallel returned a {type(other).__name__}: let it return the parallel model")
+        rows = [name for name, module in modules_of(other).items() if _takes_part(module)]
+        found = _Findings(model, other)
+        found.compare_parameters()
+        found.one = OneProcess(model, example, rows)
+        forward(other, Arguments(example), found.compare_output, rows)
+        found.compare_gradients(Arguments(example), after_backward)
+        return found.report()
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Within, torch does not warn about gathering whole tensors."""
+    logger = logging.getLogger("torch.distributed.tensor")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _check_values(model: nn.Module, example: Any) -> None:
