@@ -120,7 +120,10 @@ def test_training_after_inference_has_the_same_gradients(transport: str, sequenc
 def test_objects_that_a_user_keeps():
     """One Positions and one DropoutKey serve an evaluation and the training after it."""
     block, table = transformer_block(8, 2, rope_base=1e4, dropout=0.1), PositionEmbedding(6, 8)
-    for positions in (Positions(2, 4), Positions(2, 4, torch.tensor([[0, 1, 2, 0]] * 2)), Positions(2, 4, offset=2)):
+    with torch.inference_mode():
+        made_there = Positions(2, 4, key_padding_mask=torch.tensor([[False, False, False, True]] * 2))
+    ids = torch.tensor([[0, 1, 2, 0]] * 2)
+    for positions in (Positions(2, 4), Positions(2, 4, ids), Positions(2, 4, offset=2), made_there):
         key, x = DropoutKey(1, 2, torch.arange(2), block), torch.randn(8, 8, requires_grad=True)
         with torch.inference_mode():
             first = block(table(x, positions), positions=positions, dropout_key=key)

@@ -156,6 +156,7 @@ class Positions:
             with torch.inference_mode(False):  # the tensor is kept, and may be used in training; so below
                 if self.ids is not None:
                     flat = self.ids.reshape(-1).to(device)
+                    flat = flat.clone() if flat.is_inference() else flat
                 elif isinstance(self.offset, int):
                     flat = torch.arange(self.offset, self.reach, device=device).repeat(self.batch)
                 else:
