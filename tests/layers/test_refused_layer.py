@@ -59,6 +59,14 @@ def with_layer(layer: nn.Module) -> GPT:
     return model
 
 
+def with_norm_of_6(kind: str, path: str) -> None:
+    """Without weights, whose shapes would not fit; in a pass that a linear makes."""
+    experts = {"activation": "swiglu", "moe": {"n_experts": 2, "ffn_hidden_size": 4}} if kind == "moe" else {}
+    model = GPT(CONFIG).eval() if kind == "gpt" else transformer_block(8, 2, **experts)
+    setattr(model, path, layers.LayerNorm(6, elementwise_affine=False))
+    model(torch.zeros(1, 4).long() if kind == "gpt" else torch.zeros(1, 4, 8))
+
+
 def balanced(x: torch.Tensor, positions: Positions | None = None) -> None:
     with layers.balance_losses():
         moe.make_moe("balance")(x, positions)
@@ -111,6 +119,9 @@ REFUSED: list[Refusal] = [
     (lambda: layers.LayerNorm((4, 7)), r"normalized_shape=\(4, 7\): norms are over the last dim alone"),
     (lambda: layers.RMSNorm(7, -1e-5), "eps=-1e-05 is added under a root"),
     (lambda: layers.LayerNorm(7, elementwise_affine=False)(torch.ones(6)), "x has 6 features, but the norm is over 7"),
+    *((lambda model=model, path=path: with_norm_of_6(model, path), "x has 8 features, but the norm is over 6")
+      for model, path in product(("block", "moe"), ("input_layernorm", "post_attention_layernorm"))),
+    (lambda: with_norm_of_6("gpt", "norm"), "x has 8 features, but the norm is over 6"),
     (lambda: layers.VocabParallelEmbedding(0, 8), "vocab_size=0 must be at least"),
     (lambda: layers.VocabParallelEmbedding(19, 6, 19), r"padding_idx=19 is outside the vocabulary \[0, 18\]"),
     (lambda: embedded(3, 19), r"token ids span \[3, 19\], outside the vocabulary \[0, 18\]"),

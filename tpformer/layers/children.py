@@ -100,7 +100,7 @@ def enter(
     children = [child for child, _ in columns]  # of which two may be one module
     ours = fusable(ColumnParallelLinear, *children)
     if ours and (norm is None or fusable_norm(norm)):
-        prologue = None if norm is None else norm.prologue()
+        prologue = None if norm is None else norm.prologue(rows.shape[1])
         return *project(rows, children, prologue, normed, carry=carry, private=private), ours
     x = rows if norm is None else call_rows(norm, rows, tp)
     if ours:
@@ -136,7 +136,7 @@ def leave(
             next_norm = None  # under autocast the norm's rows are float32, and this linear's are not
         return row.reduced(
             x, activation, gate=gate, residual=residual, dropout=dropout,
-            next_norm=None if next_norm is None else next_norm.prologue(), private=private,
+            next_norm=None if next_norm is None else next_norm.prologue(row.out_features), private=private,
         )  # fmt: skip
     a = x if activation is None else ops.activation(x, activation, gate)
     y = ops.dropout(call_row(row, a, tp, k), dropout)

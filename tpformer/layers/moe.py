@@ -210,7 +210,7 @@ class MoE(ParallelModule):
             shared,
             router_weight=gate.local("weight", self.tp.sequence_parallel),
             router=gate.options(rows, positions),
-            norm=None if norm is None else norm.prologue(),
+            norm=None if norm is None else norm.prologue(rows.shape[1]),
             normed=normed,
             residual=rows if residual else None,
             dropout=dropout,

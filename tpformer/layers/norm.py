@@ -61,19 +61,21 @@ class _Norm(ParallelModule):
         layer = cls(norm.normalized_shape, norm.eps, norm.elementwise_affine, tp=tp, device="meta", **options)
         return layer.filled_from(norm)
 
-    def prologue(self) -> ops.Norm:
-        """The norm for a linear to apply while it reads its input (`norm=` of the linear layers)."""
+    def prologue(self, features: int) -> ops.Norm:
+        """The norm for a linear to apply while it reads its input (`norm=` of the linear layers) of so many features.
+
+        Errors: ValueError for another number than the norm is over."""
+        if features != self.normalized_shape[0]:
+            raise ValueError(
+                f"x has {features} features, but the norm is over {self.normalized_shape[0]}: build it for x's"
+            )
         partial = self.tp.sequence_parallel or (self.of_heads and self.tp.size > 1)
         weight, bias = self.local("weight", partial), self.local("bias", partial)
         return ops.Norm(self.kind, weight, bias, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """norm(x) over the last dim of x (..., size); result like x."""
-        if x.shape[-1:] != self.normalized_shape:
-            raise ValueError(
-                f"x has {x.shape[-1]} features, but the norm is over {self.normalized_shape[0]}: build it for x's"
-            )
-        return ops.norm(x, self.prologue())
+        return ops.norm(x, self.prologue(x.shape[-1] if x.dim() else 0))
 
     def extra_repr(self) -> str:
         """Size and options, as repr() shows them."""

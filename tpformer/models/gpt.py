@@ -304,7 +304,7 @@ class GPT(ParallelModule):
         """Logits or loss. If the head was replaced, wrapped or hooked, the loss is computed from its logits."""
         head, vocab, own = self.lm_head, self.vocab, dict[str, Any]()
         if fusable_norm(self.norm) and fusable(LMHead, head):
-            own["norm"] = self.norm.prologue()
+            own["norm"] = self.norm.prologue(x.shape[-1])
         else:
             x = call_rows(self.norm, x, self.tp)
         shared = positions.context is not None
