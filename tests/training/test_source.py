@@ -191,11 +191,13 @@ def test_a_run_has_its_sources_architecture_and_contradictions_are_refused(hub):
 
 @pytest.mark.parametrize("new", [{"hidden_size": 64}, {"ffn_hidden_size": 64}, {"n_layers": 3}, {"vocab_multiple": 64}])
 def test_a_run_whose_settings_are_of_another_model_than_its_checkpoint_is_refused(hub, tmp_path, new):
-    """What the checkpoint lacks was taken for the padding of a vocabulary."""
+    """What the checkpoint lacks was taken for the padding of a vocabulary, and an export had a part of the weights."""
     run = shutil.copytree(hub["run"], tmp_path / "run")
     (run / "config.toml").write_text(to_toml(build_config(read_toml(run / "config.toml"), {"model": new})))
-    with pytest.raises(ValueError, match="another model than its config.toml describes: they differ in"):
-        open_source(run)
+    for use in (open_source, lambda run: export(run, tmp_path / "out")):
+        with pytest.raises(ValueError, match="another model than its config.toml describes: they differ in"):
+            use(run)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_preset_says_the_length_beside_weights(tmp_path):

@@ -26,11 +26,11 @@ from tpformer.weights.files import MAX_FILE_BYTES, Spec, create_file, plan_files
 from tpformer.weights.tensors import Place, TensorMap, their_specs
 from tpformer.words import dtype_name
 
-from .checkpoint import choose_step
 from .checkpoint_files import MODEL, read_parts, saved_tensors, step_path
 from .companions import CONFIG, companions_of, copy_companions, token_ids, write_byte_tokenizer
 from .export_blocks import QUANTIZATION_CONFIG, SCALES, block_specs, quantised, write_blocks
 from .resolve import read_run_config
+from .source import choose_checkpoint
 
 LOCK = "tpformer.lock"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -57,13 +57,14 @@ def export(
     Memory: one saved shard of a tensor, or the stacked experts of a layer; the files are memory-mapped.
     Errors, before anything is written: FileNotFoundError without a run, a checkpoint or one of that step; ValueError if
     `out` is not empty, for an architecture that no family can say, and for weights that cannot be in FP8;
-    CheckpointError for a damaged checkpoint. A failure after that leaves no `out`.
+    CheckpointError for a checkpoint that is damaged, or of another model than config.toml describes. A failure after
+    that leaves no `out`.
     """
     config = read_run_config(run)
     architecture = config.model.architecture
     family = family_for(architecture) if file_format == "hf" else None
     with new_directory(out) as temporary:
-        step = choose_step(run / "checkpoints", step, report)
+        step = choose_checkpoint(run, architecture, step, report)
         source = step_path(run / "checkpoints", step)
         saved = saved_tensors(source, MODEL)
         tensors = TensorMap(family, architecture)

@@ -145,6 +145,26 @@ class WeightsSource(Source):
         load_part(part, self.tensors, self.files, self.names)
 
 
+def choose_checkpoint(run: Path, architecture: GPTConfig, step: int | None, report: Callable[[str], None]) -> int:
+    """choose_step of a run. CheckpointError also for a checkpoint of another architecture than its config.toml's."""
+    from tpformer.weights.tensors import parameter_shapes
+    from tpformer.words import listed
+
+    from .checkpoint import choose_step
+    from .checkpoint_files import MODEL, CheckpointError, saved_tensors, step_path
+
+    chosen = choose_step(run / "checkpoints", step, report)
+    saved = saved_tensors(step_path(run / "checkpoints", chosen), MODEL)
+    shapes = parameter_shapes(architecture, padded=True)
+    there = {name: tuple(each.size) for name, each in saved.items()}
+    if wrong := [name for name in shapes.keys() | there.keys() if shapes.get(name) != there.get(name)]:
+        raise CheckpointError(
+            f"{run} has a checkpoint of another model than its config.toml describes: they differ in {listed(wrong)}; "
+            f"bring back the settings that the run had"
+        )
+    return chosen
+
+
 def open_source(path: str | Path, *, step: int | None = None, report: Callable[[str], None] = print) -> Source:
     """The model in a directory: a run, a Hugging Face model or an export. Names and shapes of all tensors are checked.
 
@@ -156,24 +176,12 @@ def open_source(path: str | Path, *, step: int | None = None, report: Callable[[
     damaged files and for tensors that are missing, unknown, or of another shape.
     """
     from tpformer.weights.files import TensorFiles
-    from tpformer.weights.tensors import TensorMap, parameter_shapes
-    from tpformer.words import listed
-
-    from .checkpoint import choose_step
-    from .checkpoint_files import MODEL, CheckpointError, saved_tensors, step_path
+    from tpformer.weights.tensors import TensorMap
 
     found = describe(path, report)
     known = (found.path, found.architecture, found.tokenizer)
     if found.is_run:
-        chosen = choose_step(found.path / "checkpoints", step, report)
-        saved = saved_tensors(step_path(found.path / "checkpoints", chosen), MODEL)
-        shapes, there = parameter_shapes(found.architecture, padded=True), {k: tuple(v.size) for k, v in saved.items()}
-        if wrong := [name for name in shapes.keys() | there.keys() if shapes.get(name) != there.get(name)]:
-            raise CheckpointError(
-                f"{found.path} has a checkpoint of another model than its config.toml describes: they differ in "
-                f"{listed(wrong)}; bring back the settings that the run had"
-            )
-        return RunSource(*known, chosen)
+        return RunSource(*known, choose_checkpoint(found.path, found.architecture, step, report))
     if step is not None:
         raise ValueError(f"{found.path} is no run, so it has no checkpoint of step {step}: leave the step out")
     tensors, files = TensorMap(found.family, found.architecture), TensorFiles(found.path)
