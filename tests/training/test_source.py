@@ -15,7 +15,7 @@ from testing import assert_identical
 from tiny_runs import values_with, write_run
 from turns import in_turns, of_turn
 
-from tpformer.config import build_config, read_toml, to_toml
+from tpformer.config import build_config, check_config, read_toml, to_toml
 from tpformer.models import GPT
 from tpformer.planner.dry_run import plan_config
 from tpformer.training.companions import keep_tokenizer, kept_tokenizer, write_byte_tokenizer
@@ -23,7 +23,7 @@ from tpformer.training.data import build_dataset
 from tpformer.training.export import export
 from tpformer.training.importing import import_weights
 from tpformer.training.resolve import resolve, same_tokenizer, vocabulary_note
-from tpformer.training.source import from_source, open_source
+from tpformer.training.source import from_source, open_source, source_config
 from tpformer.weights.families import family_of
 from tpformer.weights.tensors import TensorMap
 
@@ -198,6 +198,24 @@ def test_a_run_whose_settings_are_of_another_model_than_its_checkpoint_is_refuse
         with pytest.raises(ValueError, match="another model than its config.toml describes: they differ in"):
             use(run)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_run_recorded_and_its_gpu_do_not_keep_its_model_from_use(hub, tmp_path):
+    """A recorded pipeline step was refused where the model has no pipeline, and a GPU where there is none."""
+    run = shutil.copytree(hub["run"], tmp_path / "run")
+    log = {"timeline_step": 5, "noise_interval": 3, "norm_interval": 2, "profile_step": 1}
+    trained = {"parallel": {"pipeline_parallel": 2}, "train": {"device": "cuda", "microbatch_size": 1}, "log": log}
+    config = build_config(read_toml(run / "config.toml"), trained)
+    check_config(config, trains=False)
+    (run / "config.toml").write_text(to_toml(config))
+    found = source_config(run)
+    check_config(found, trains=False)
+    assert found.train.device is None and found.parallel.pipeline_parallel == 1
+    assert source_config(run, {"train": {"device": "cuda"}}).train.device == "cuda"
+    (run / "config.toml").write_text(
+        to_toml(build_config(read_toml(run / "config.toml"), {"train": {"device": "cpu"}}))
+    )
+    assert source_config(run).train.device == "cpu"
 
 
 def test_a_preset_says_the_length_beside_weights(tmp_path):

@@ -198,7 +198,6 @@ def evaluation_config(
     return dataclasses.replace(
         config,
         model=dataclasses.replace(model, seq_length=length),
-        log=dataclasses.replace(config.log, noise_interval=0),
         train=dataclasses.replace(
             config.train, microbatch_size=microbatch, global_batch_size=batch, batch_size_start=None
         ),

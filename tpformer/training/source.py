@@ -212,8 +212,10 @@ def source_config(path: str | Path, overrides: Values | None = None) -> RunConfi
     """The configuration in which the model in a directory runs without being trained.
 
     For a run it is the run's own one, its layout replaced by tensor parallelism alone, on as many ranks as the run's
-    tensor-parallel ones, and without FP8; else one with the architecture and the tokenizer that are found. overrides:
-    values that replace those, {section: {key: value}}. Errors: those of describe, and ValueError for an unknown key.
+    tensor-parallel ones, without FP8 and without what a run records of its steps. "cuda" becomes unset, because the
+    model may be used where there is no GPU. Else it is one with the architecture and the tokenizer that are found.
+    overrides: values that replace those, {section: {key: value}}. Errors: those of describe, and ValueError for an
+    unknown key.
     """
     found = describe(path)
     alone: dict[str, dict[str, Any]] = {"run": {"dir": str(path), "resume": False}}
@@ -235,6 +237,9 @@ def source_config(path: str | Path, overrides: Values | None = None) -> RunConfi
         "exchange": Layout.exchange,
     }
     alone["train"] = {"microbatch_size": None, "precision": "16"}  # the weights are those of a run in FP8, too
+    if read_run_config(found.path).train.device == "cuda":
+        alone["train"]["device"] = None
+    alone["log"] = {"norm_interval": 0, "noise_interval": 0, "timeline_step": 0, "profile_step": 0}
     return read_run_config(found.path, alone, overrides or {})
 
 
