@@ -8,6 +8,7 @@ from tpformer.config import RunConfig, build_config, check_config
 from tpformer.layers import Policy, Router
 from tpformer.training.experts import load_numbers, named_loads
 from tpformer.training.metrics import read_metrics
+from tpformer.training.results import Tally
 from tpformer.training.summary import notices
 
 MODEL = {
@@ -61,6 +62,10 @@ def test_numbers_of_loads():
     expected = {"expert_load": 64 * 4 / (4 * 16 * 2), "expert_entropy": (1 + 0.75) / 2, "expert_dropped": 0}
     assert load_numbers(config, loads, 4) == pytest.approx(expected)
     assert load_numbers(config, [0] * 4 + [31] + [32] * 3 + [64, 32, 32, 0], 4)["expert_dropped"] == 1
+    numbers = {"loss": 1.0, "skipped": 0.0, "norm": 1.0, "loads": loads}
+    apart = config_of({"experts_per_token": 2}, train={"global_batch_size": 8})
+    found = [Tally(apart, replicas).add(1, numbers)["expert_dropped"] for replicas in (1, 2)]
+    assert found == [256, 0], "two replicas have half of the batch each"
     alone = config_of({"n_experts": 1, "experts_per_token": 1})
     assert load_numbers(alone, [0, 64, 64], 4) == {"expert_load": 1, "expert_entropy": 1, "expert_dropped": 0}
     named = named_loads(config, loads)

@@ -42,7 +42,8 @@ def settle_experts(model: ModelParts, skipped: Tensor) -> Tensor | None:
     """(layers * n_experts,) int64: the tokens of each expert in the step's global batch, 0 in layers without experts.
 
     Moves the routers' biases by them and by model.router_bias_rate, unless the step was skipped (1 in the scalar
-    `skipped`). Equal on all ranks; None for a model without experts.
+    `skipped`). Equal on all ranks; None for a model without experts. Replicas that take steps by themselves each have
+    those of their own samples.
     Communication: one all-reduce of 8 bytes an expert and layer per data-parallel, context-parallel and pipeline axis,
     and with expert_parallel over tensor-parallel ranks.
     """
@@ -70,7 +71,7 @@ def _of_layers(config: RunConfig, loads: list[float]) -> dict[int, list[float]]:
 
 
 def load_numbers(config: RunConfig, loads: list[float], samples: int) -> dict[str, float]:
-    """What a row of metrics says of a step's loads, which are settle_experts' one after another.
+    """What a row of metrics says of the loads of so many samples, which are settle_experts' one after another.
 
     expert_load: the tokens of the busiest expert over the mean of its layer, in the worst layer. expert_entropy: that
     of the loads over its maximum log(n_experts), the mean over layers; 1 if all experts have as many tokens.

@@ -29,15 +29,17 @@ class Launched(NamedTuple):
 
 
 class Tally:
-    """What a run counts and averages over its steps; equal on all ranks.
+    """What a run counts and averages over its steps; equal on all ranks that take them together.
 
+    replicas: how many take steps by themselves, each of its share of the batch; 1 if all ranks take them together.
     diverging: whether the last step was skipped, and not because a float16 run looks for its loss scale.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, replicas: int = 1) -> None:
         self.skipped = self.skipped_in_a_row = self.repeated = 0
         self.diverging = False
         self.losses, self.noise, self._config = LossMean(config.log.interval), NoiseScale(), config
+        self._replicas = replicas
 
     def add(self, step: int, numbers: Mapping[str, Any]) -> dict[str, float]:
         """Count a step; its row but for the learning rate."""
@@ -47,7 +49,8 @@ class Tally:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         row = {"step": step, "loss": self.losses.add(step, loss), "step_loss": loss, "grad_norm": numbers["norm"]}
         if "loads" in numbers:
-            row |= load_numbers(self._config, numbers["loads"], batch_size(step, self._config.train))
+            samples = batch_size(step, self._config.train) // self._replicas
+            row |= load_numbers(self._config, numbers["loads"], samples)
         if "pairs" in numbers:
             row["context_balance"] = context_balance(numbers["pairs"], self._config.parallel.context_parallel)
         if "packing" in numbers:

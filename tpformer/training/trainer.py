@@ -99,7 +99,9 @@ class Trainer:
         first_scale = 2.0 ** (16 + (microbatches - 1).bit_length())
         where = local_part(self.model.parameters()[0]).device
         self.scaler = LossScaler(first_scale, device=where) if default_dtype(config) == torch.float16 else None
-        self.tally, self.agreement = Tally(config), Agreement(self.model, self.device, config.train.steps)
+        _, replicas = self.model.exchange.replica or (0, 1)
+        self.tally = Tally(config, replicas)
+        self.agreement = Agreement(self.model, self.device, config.train.steps)
         self.batches = Batches(config, self.model, self.data.train, self.device)
         self.watch = NormWatch(self.model) if config.log.norm_interval else None
         self.watchdog.progress(0, "looking for a checkpoint")
