@@ -17,7 +17,7 @@ from made import greedy, save_run
 from turns import in_turns
 
 from tpformer.cli.models import _print_texts
-from tpformer.config import build_config
+from tpformer.config import build_config, to_toml
 from tpformer.inference.chat import Speaker
 from tpformer.inference.sampling import Sampling
 from tpformer.models import GPT
@@ -110,7 +110,8 @@ def test_an_answer_ends_where_it_should(model):
 
 SAID = (
     "the tokenizer has no chat template", "2 messages are in", "exists, and nothing is overwritten",
-    "No such file or directory", "/nonsense is no command. /reset", "the system message is set",
+    "No such file or directory", "~nobody-here/talk begins with the home of nobody here: write the whole path",
+    "/nonsense is no command. /reset", "the system message is set",
     "what was said is forgotten, the system message is not",
     "this message takes 5034 tokens by itself, and the context of 256 has room for 236",
     "a text has '\\udce9' at character 72: half of a surrogate pair, or a byte that is not UTF-8",
@@ -119,7 +120,16 @@ SAID = (
 
 def test_a_piped_conversation(commands, run, model, tmp_path):
     talk = tmp_path / "talk.json"
-    lines = ["hello é🙂", f"/save {talk}", f"/save {talk}", "/save no/such/folder", "/nonsense", "", "/system Be kind."]
+    lines = [
+        "hello é🙂",
+        f"/save {talk}",
+        f"/save {talk}",
+        "/save no/such/folder",
+        "/save ~nobody-here/talk",
+        "/nonsense",
+        "",
+        "/system Be kind.",
+    ]
     lines += ["again", "/reset", "x" * 5000, "last\x00 one"]
     arguments = ("chat", str(run), "--temperature", "0", "--max-new-tokens", "20", "--tensor-parallel", "2")
     text = "\n".join(lines).encode() + b"\ncaf\xe9"
@@ -235,6 +245,11 @@ def test_a_prompt_file_is_taken_as_it_is(commands, run, tmp_path):
     assert (code, out) == (2, "") and "p.txt is not UTF-8" in err
     code, _, err = commands.run("generate", str(tmp_path / "\x1b[31m"))
     assert code == 2 and "/\\x1b[31m is not a run" in err
+
+
+def test_an_empty_stop_is_refused_before_the_weights_are_read(refused, tmp_path):
+    (tmp_path / "config.toml").write_text(to_toml(build_config({"model": MODEL, "data": {"tokenizer": "bytes"}})))
+    assert "a stop string is empty" in refused("generate", str(tmp_path), "--stop", "a", "--stop", "")
 
 
 def test_what_a_model_writes_is_obeyed_by_no_terminal(capsys):

@@ -2,6 +2,7 @@
 transcript gives the tokens of a conversation, and forgets the oldest turns when they have no more room."""
 
 import json
+import resource
 from functools import partial
 
 import pytest
@@ -91,6 +92,14 @@ def test_the_oldest_turns_are_forgotten_and_the_system_message_is_not(tmp_path):
     assert [message["role"] for message in saved] == ["system", *["user", "assistant"] * 4], "all is saved"
     with pytest.raises(FileExistsError):
         talk.save(tmp_path / "talk.json")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            talk.save(tmp_path / "full.json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "full.json").exists(), "the next try may have the name"
     talk.reset()
     assert bytes(talk.ask("again")) == b"System: Be kind.\nUser: again\nAssistant:"
 

@@ -87,12 +87,13 @@ def generate_command(arguments: Sequence[str]) -> None:
 
     import torch.distributed as dist
 
-    from tpformer.inference.generate import generate_text, load_model
+    from tpformer.inference.generate import TextStream, generate_text, load_model
     from tpformer.training.data import load_tokenizer
     from tpformer.training.deciding import decides
 
     sampling = options.sampling()
     tokenizer = load_tokenizer(tokenizer_name(config))
+    TextStream(tokenizer, stops=options.stop)  # refuses an empty one before ranks start
 
     settings = {"samples": options.samples, "stop": options.stop, "max_new_tokens": options.max_new_tokens}
     settings |= {"prompts": prompts, "sampling": sampling, "seed": options.seed}

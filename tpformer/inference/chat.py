@@ -204,7 +204,10 @@ def command(transcript: Transcript, word: str, rest: str) -> str:
     if word == "/save":
         if not rest:
             raise ValueError("/save needs the name of a file")
-        path = Path(rest).expanduser()
+        try:
+            path = Path(rest).expanduser()
+        except RuntimeError:
+            raise ValueError(f"{rest} begins with the home of nobody here: write the whole path") from None
         if path.exists():
             raise ValueError(f"{path} exists, and nothing is overwritten: give another name")
         transcript.save(path)

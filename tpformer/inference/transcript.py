@@ -65,9 +65,15 @@ class Transcript:
         self.turns, self.forgotten = [], 0
 
     def save(self, path: Path) -> None:
-        """Write all messages as one line of JSON, {"messages": [...]}. FileExistsError if there is such a file."""
-        with path.open("x", encoding="utf-8") as file:
-            file.write(json.dumps({"messages": self._seen(self.turns)}, ensure_ascii=False) + "\n")
+        """Write all messages as one line of JSON, {"messages": [...]}. FileExistsError if there is such a file. An
+        OSError, as of a full disk, leaves none."""
+        file = path.open("x", encoding="utf-8")
+        try:
+            with file:
+                file.write(json.dumps({"messages": self._seen(self.turns)}, ensure_ascii=False) + "\n")
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
 
     def _seen(self, turns: list[Message]) -> list[Message]:
         return [_message("system", self.system), *turns] if self.system else turns
