@@ -159,6 +159,8 @@ def test_where_documents_and_answers_end(folder, tmp_path, files, end, stops):
     ("tokenizer_config", {"eos_token": 3}, r"eos_token is 3, where a token's text is expected"),
     ("tokenizer_config", {"chat_template": [{"name": "rag", "template": ""}]}, r"are rag, and none .* default"),
     ("tokenizer_config", {"chat_template": {"default": ""}}, r"chat_template is \{'default': ''\}, where"),
+    ("tokenizer_config", {"chat_template": ["rag"]}, r"chat_template is \['rag'\], where objects of a name and"),
+    ("tokenizer_config", {"chat_template": [{"name": "default"}]}, r"chat_template is \[.*, where objects of a name"),
     ("tokenizer_config", [], r"tokenizer_config\.json holds a JSON list"),
     ("generation_config", {"eos_token_id": ["3"]}, r"eos_token_id is \['3'\]"),
     ("generation_config", {"eos_token_id": 10**6}, r"stops at \(1000000,\): the tokenizer's ids are below \d+"),
@@ -166,6 +168,13 @@ def test_where_documents_and_answers_end(folder, tmp_path, files, end, stops):
 def test_files_that_cannot_be_understood(folder, tmp_path, name, content, message):
     with pytest.raises(ValueError, match=message):
         load_tokenizer(write(tmp_path / "model", folder, **{name: content}))
+
+
+def test_a_template_of_another_encoding_is_named(folder, tmp_path):
+    path = write(tmp_path / "model", folder)
+    path.with_name("chat_template.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is not UTF-8 .*: convert it first"):
+        load_tokenizer(path)
 
 
 def test_a_template_that_fails_or_reaches_further_is_refused():

@@ -63,10 +63,18 @@ def _stop_ids(path: Path) -> tuple[int, ...]:
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 ({error}): convert it first") from None
     template = config.get("chat_template")
     if isinstance(template, list):  # several named ones
-        named = {each["name"]: each["template"] for each in template}
+        try:
+            named = {str(each["name"]): each["template"] for each in template}
+        except (TypeError, KeyError):
+            raise ValueError(
+                f"{folder}: chat_template is {shown(template)}, where objects of a name and a template are expected"
+            ) from None
         if "default" not in named:
             raise ValueError(f"{folder}: its chat templates are {listed(named)}, and none of them is named default")
         template = named["default"]
