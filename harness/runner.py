@@ -194,7 +194,7 @@ def execute(
         say(console, f"{bench.name}: {error}")
         return 2
     for table in (*report.tables, bench.note):
-        console.print(table, highlight=False, soft_wrap=isinstance(table, str))
+        console.print(table, highlight=False, soft_wrap=isinstance(table, str), markup=False)
     unwanted = unwanted or (into is None and not given and refused(results, commit()))
     if unwanted or (given and into is None):
         say(console, f"nothing is written: {REFUSED if unwanted else 'called with an option'}")

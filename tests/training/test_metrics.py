@@ -44,6 +44,13 @@ def test_rows_keep_every_bit_and_a_resume_drops_later_ones_and_a_line_cut_short_
             cut_metrics(path, 3)
 
 
+def test_brackets_of_a_path_and_colons_are_shown_as_they_are(tmp_path, capsys):
+    """Those of a run directory ended a run on a full disk, as they were taken for markup."""
+    with MetricsLog(tmp_path, first_step=0, steps=2, tensorboard=False) as log:
+        log.note("runs[/lr=1] :x: [b]")
+    assert "runs[/lr=1] :x: [b]" in capsys.readouterr().out
+
+
 def test_rows_are_strict_json_and_what_is_not_finite_reads_as_nan(tmp_path):
     """R19: NaN and Infinity are no JSON."""
     with MetricsLog(tmp_path, first_step=0, steps=2, tensorboard=False) as log:

@@ -4,6 +4,7 @@ machine."""
 import contextlib
 import io
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,19 @@ def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch):
     monkeypatch.setattr(verifying, "available_bytes", lambda device: one + of_ranks - 1)
     with pytest.raises(ValueError, match="make the model smaller"):
         check_memory(small)
+
+
+def test_a_learning_rate_of_0_and_brackets_of_a_path_are_no_defects(ranks, tiny_data, tmp_path):
+    """Biases that stay 0 differed infinitely from themselves, and a dataset's path was taken for markup."""
+    prefix = tmp_path / "data[" / "it]"
+    prefix.parent.mkdir()
+    for ending in ("bin", "idx", "json"):
+        shutil.copyfile(f"{tiny_data}.{ending}", f"{prefix}.{ending}")
+    values = {**VALUES, "model": {**MODEL, "vocab_size": 257}, "data": {"train": [str(prefix)]}}
+    config = verify_config(build_config(values, {"parallel": {"tensor_parallel": 2}, "optimizer": {"lr": 0.0}}))
+    (code, out), _ = ranks(2).run(verified, config)
+    assert code == 0 and "this layout trains as one process does" in out, out
+    assert f"data: {prefix}" in out
 
 
 def test_the_verdict_needs_every_difference_to_be_small():

@@ -171,11 +171,11 @@ class MetricsLog:
         wandb: RowLog | None = None,
     ) -> None:
         self._rows, self._norms = (RowFile(directory / name, self.note) for name in ROWS)
-        self.console = Console()
+        self.console = Console(markup=False, emoji=False)  # a path may have brackets
         self._progress = Progress(
             MofNCompleteColumn(),
             BarColumn(bar_width=20),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             TimeRemainingColumn(),
             console=self.console,
             refresh_per_second=2,

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from tpformer.config import DataSection, RunConfig, keep_text
+from tpformer.config import DataSection, OptimizerSection, RunConfig, keep_text
 from tpformer.distributed.dtensor import full_tensor
 from tpformer.distributed.mesh import close_mesh
 from tpformer.layers import TensorParallel
@@ -45,7 +45,7 @@ RANDOM = "random tokens"
 
 
 class Difference(NamedTuple):
-    """The largest |actual - expected| / max(|expected|, learning rate), and the name of its parameter."""
+    """The largest |actual - expected| / max(|expected|, floor_of), and the name of its parameter."""
 
     value: float
     parameter: str
@@ -246,13 +246,19 @@ def token_samples(config: RunConfig) -> Callable[[int, int], Tensor]:
     return draw
 
 
+def floor_of(config: RunConfig) -> float:
+    """What a number counts as that is smaller: the learning rate, which is about as large as a step; but the default
+    one at least, because gradients that cancel are nothing but rounding."""
+    return max(config.optimizer.lr, OptimizerSection.lr)
+
+
 def largest_difference(run: Run, one: Run | None, *, gradients: bool = False) -> Difference:
     """The largest difference between the runs, over all ranks, in parameters and buffers, or in gradients. Collective.
 
     one: the one-process run on rank 0, None on other ranks. Memory: two whole parameters. Communication for each
     parameter: an all-gather over its mesh and a broadcast over the world.
     """
-    lr, worst = run.config.optimizer.lr, Difference(0.0, "")
+    floor, worst = floor_of(run.config), Difference(0.0, "")
     whole = one_process(run.config, "meta").parts[0]
     shapes = {
         name: value.shape for name, value in (whole.named_parameters() if gradients else whole.state_dict().items())
@@ -268,7 +274,7 @@ def largest_difference(run: Run, one: Run | None, *, gradients: bool = False) ->
             actual, value = held.grad if gradients else held, math.inf
             if actual is not None:
                 actual = full_tensor(actual.detach().to(run.device))
-                value = judge.largest_difference(actual, expected, floor=lr)
+                value = judge.largest_difference(actual, expected, floor=floor)
             worst = max(worst, Difference(value, name))
     return max(judge.from_ranks(worst))
 
@@ -344,13 +350,13 @@ def verify_rank(config: RunConfig) -> int:
     The process group stays open.
     """
     leader = os.environ.get("RANK", "0") == "0"
-    console = Console(width=None if sys.stdout.isatty() else 160, quiet=not leader)
+    console = Console(width=None if sys.stdout.isatty() else 160, quiet=not leader, markup=False, emoji=False)
     console.print(settings_line(config), highlight=False, soft_wrap=True)
     report = verify(config)
     console.print(report_table(report), highlight=False)
     outcome = (
         "this layout trains as one process does" if report.ok else "THIS LAYOUT DOES NOT TRAIN AS ONE PROCESS DOES"
     )
-    limit = f"{BOUND:g}, relative; gradients and parameters relative to max(|p|, learning rate)"
+    limit = f"{BOUND:g}, relative; gradients and parameters relative to max(|p|, {floor_of(config):g})"
     console.print(f"{outcome} (bound {limit})", highlight=False, soft_wrap=True)
     return 0 if report.ok or not leader else 1

@@ -196,7 +196,7 @@ def _build(
         raise ValueError(f"nothing to tokenize for {prefix}: {names} ({len(files)} files, 0 bytes); {advice}")
     tokenizer = load_tokenizer(tokenizer_name)
     sources = open_sources(files, fields)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty())
     parts = [_Part(each, tokenizer, fields is not None and len(fields) > 1) for each in prefixes]
     with in_words(prefix, "written"), bar, _written(parts, tokenizer_name):
