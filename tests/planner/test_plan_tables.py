@@ -7,6 +7,7 @@ import pytest
 from test_search import question
 
 from tpformer.cli.plan import Plan, _question, plan_command
+from tpformer.config import build_config, check_config, read_toml
 from tpformer.planner import search as planner
 from tpformer.planner.candidates import Space
 from tpformer.planner.comparison import Compared, compare, crossovers, within
@@ -68,6 +69,18 @@ def test_kinds_have_their_best_layouts_beside_the_fastest(said) -> None:
             assert row[-2:] == size(choice.memory.total).split()
     assert best["tp=3"] is None and "zero=1 is the fastest, by " in printed
     assert [line.split()[:2] for line in swept.splitlines() if "not work" in line] == [["16", "tp=3"], ["32", "tp=3"]]
+
+
+def test_a_step_that_is_recorded_leaves_no_layout_out(tmp_path) -> None:
+    """Only pipelines were planned for a file with log.timeline_step, and nothing said so."""
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\npreset = "gpt2-124m"\n[train]\nglobal_batch_size = 8\n[log]\ntimeline_step = 5\n')
+    for layout, step in (("dp=2", 0), ("pp=2", 5)):
+        out = tmp_path / f"{layout}.toml"
+        plan_command([str(file), "--gpus", "2", "--explain", layout, "--out", str(out)])
+        config = build_config(read_toml(out))
+        check_config(config, trains=False)
+        assert config.log.timeline_step == step
 
 
 def test_kinds_are_compared():

@@ -228,10 +228,16 @@ def _write(options: Plan, question: "Question", choices: Sequence["Choice"], tok
 
 
 def run_file(options: Plan, choice: "Choice") -> str:
-    """The layout as a run's TOML file. Device and dtype are left to the machine where the given file leaves them."""
-    given = read_toml(options.file).get("train", {}) if options.file else {}
-    unset: dict[str, Any] = {key: None for key in ("device", "dtype") if key not in given}
-    config = dataclasses.replace(choice.config, train=dataclasses.replace(choice.config.train, **unset))
+    """The layout as a run's TOML file. Device and dtype are left to the machine where the given file leaves them, and
+    a pipeline's step is recorded where it asks for that."""
+    given = read_toml(options.file) if options.file else {}
+    unset: dict[str, Any] = {key: None for key in ("device", "dtype") if key not in given.get("train", {})}
+    recorded = given.get("log", {}).get("timeline_step", 0) if choice.config.parallel.pipeline_parallel > 1 else 0
+    config = dataclasses.replace(
+        choice.config,
+        train=dataclasses.replace(choice.config.train, **unset),
+        log=dataclasses.replace(choice.config.log, timeline_step=recorded),
+    )
     head = "# Written by `tpformer plan`. Predictions: " + f"{choice.tokens:,.0f} tokens/s, "
     return f"{head}{choice.memory.total / 1e9:.1f} GB of a device.\n\n{to_toml(config)}"
 

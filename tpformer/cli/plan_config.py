@@ -19,7 +19,8 @@ BATCH_TOKENS = 4 << 20  # of a step, where no batch is given; GPT-3's order
 
 
 def planned_config(options: Any, device: Device) -> RunConfig:
-    """The run that is laid out on this device; its vocabulary and dtype are set, because the models need them."""
+    """The run that is laid out on this device; its vocabulary and dtype are set, because the models need them. A step
+    that the file records is left out: without a pipeline there is none, and no layout is to be left out for it."""
     from tpformer.planner.devices import DTYPES
     from tpformer.planner.quantising import check_fp8_device
     from tpformer.training.resolve import with_vocab_size
@@ -54,7 +55,8 @@ def planned_config(options: Any, device: Device) -> RunConfig:
     if batch is None and "global_batch_size" not in values.get("train", {}):
         batch = max(options.gpus, 2 ** round(math.log2(max(1, BATCH_TOKENS / config.model.seq_length))))
     train |= {"global_batch_size": batch} if batch is not None else {}
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, **train))
+    log = dataclasses.replace(config.log, timeline_step=0)
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, **train), log=log)
 
 
 def _with_length(options: Any, values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
