@@ -146,6 +146,8 @@ def test_edges_of_the_schedules_and_a_warm_up_that_does_not_fit_is_named():
     assert rates(3, warmup_steps=0, schedule="wsd", decay_fraction=0.0) == [1.0, 1.0, 1.0]
     assert rates(4, warmup_steps=2, schedule="wsd", decay_fraction=1.0, min_lr_ratio=0.0) == [0.5, 1.0, 0.5, 0.0]
     assert rates(5, warmup_steps=10)[-1] == 0.5
+    for steps in (1, 2, 3):  # a fifth of which is less than one
+        assert rates(steps, schedule="wsd") == [1.0] * (steps - 1) + [0.1]
     assert rates(50)[0] == 0.2 and rates(50)[4] == 1.0 and warmup_notice(50, OptimizerSection()) is None
     assert rates(5000)[99] == 1.0 > rates(5000)[98]
     notice = warmup_notice(5, OptimizerSection(lr=1.0, warmup_steps=50))

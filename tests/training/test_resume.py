@@ -83,6 +83,17 @@ def test_every_key_is_refused_or_continued_and_printed(run, key, tmp_path):
     assert line.startswith("changed since the run was stopped: " + ("" if changes else f"{key}: ")) and " -> " in line
 
 
+def test_other_steps_say_what_becomes_of_a_warm_up_that_is_unset(run, tmp_path):
+    """The learning rate may fall and rise once more: at step 60 of 200 it is at its peak, and of 2000 it is not."""
+    values = values_of(run)
+    values["run"] |= {"dir": str(tmp_path)}
+    values["optimizer"] |= {"warmup_steps": None}
+    write_run(found(values))
+    values["train"] |= {"steps": 2000}
+    (line,) = check_run_directory(found(values))
+    assert line.endswith("ends from now on, and its warm-up takes 100 steps in place of 0 (optimizer.warmup_steps)")
+
+
 def moved(run: Start, target: Path) -> Start:
     shutil.copytree(run.config.run.dir, target)
     config = dataclasses.replace(run.config, run=dataclasses.replace(run.config.run, dir=str(target)))

@@ -47,7 +47,9 @@ def test_what_a_run_says_when_it_is_started_again(done, refused, tmp_path, tiny_
     more = (*resume, "--optimizer.lr", "1e-3", "--train.steps", "7")
     out = done(*more, "--run.changes", "optimizer.lr")
     assert "from step 6" in out, "the bad one of step 6 was replaced by a good one"
-    assert "train.steps: 6 -> 7, where the schedule" in out and "optimizer.lr: 0.0003 -> " in out, out
+    assert (
+        "train.steps: 6 -> 7, where the schedule" in out and "warm-up" not in out and "optimizer.lr: 0.0003 -> " in out
+    ), out
     after = read_toml(directory / "config.toml")
     assert after["optimizer"]["lr"] == 1e-3 and after["run"]["changes"] == [] and after["data"]["train_contents"]
 

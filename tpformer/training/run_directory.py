@@ -18,6 +18,7 @@ from tpformer.weights.family import read_json
 from .companions import FOLDER, keep_tokenizer, kept_tokenizer
 from .data import FileContent, read_contents
 from .resolve import read_stored, same_tokenizer
+from .schedules import warmup_steps
 
 START = "start.json"  # what the run found when it last started; without it every dataset is read again
 CONTENTS = {"train": "train_contents", "valid": "valid_contents"}  # keys of [data]: what its datasets hold
@@ -207,11 +208,18 @@ def _changes(before: RunConfig, start: Start) -> dict[str, str]:
                 if was or not old["data"][use]:  # a run of an earlier version has not stated its contents
                     found[name] = _contents(use, was, value, new["data"][use])
                 continue
-            more = ", where the schedule of the learning rate ends from now on" if name == "train.steps" else ""
+            more = _schedule_moves(before, start.config) if name == "train.steps" else ""
             found[name] = f"{name}: {_shown(was)} -> {_shown(value)}{more}"
     if other := _other_tokenizer(before, start):
         found["data.tokenizer"] = other
     return found
+
+
+def _schedule_moves(before: RunConfig, now: RunConfig) -> str:
+    """What other train.steps make of the schedule of the learning rate: where it ends, and an unset warm-up."""
+    was, lasts = (warmup_steps(each.train.steps, each.optimizer) for each in (before, now))
+    warmup = "" if was == lasts else f", and its warm-up takes {lasts} steps in place of {was} (optimizer.warmup_steps)"
+    return f", where the schedule of the learning rate ends from now on{warmup}"
 
 
 def _verdict(key: str, before: RunConfig, start: Start) -> str:

@@ -13,12 +13,17 @@ def warmup_steps(steps: int, config: OptimizerSection) -> int:
     return min(100, steps // 10) if config.warmup_steps is None else config.warmup_steps
 
 
+def decay_steps(steps: int, config: OptimizerSection) -> int:
+    """The last steps, in which wsd decays: decay_fraction of all, at least one unless that is 0."""
+    return max(1, round(config.decay_fraction * steps)) if config.decay_fraction else 0
+
+
 def learning_rate(step: int, steps: int, config: OptimizerSection) -> float:
     """The learning rate of step 1 ... steps.
 
     It rises linearly from 0 to lr over the warm-up. Then `constant` stays there, `cosine` and `linear` fall to
     min_lr_ratio * lr over all other steps, and `wsd` (warm-up, stable, decay) falls linearly over the last
-    decay_fraction of all steps alone.
+    decay_steps alone.
     """
     first = warmup_steps(steps, config)
     if step <= first:
@@ -26,7 +31,7 @@ def learning_rate(step: int, steps: int, config: OptimizerSection) -> float:
     if config.schedule == "constant":
         return config.lr
     if config.schedule == "wsd":
-        first = max(first, steps - round(config.decay_fraction * steps))
+        first = max(first, steps - decay_steps(steps, config))
     progress = min(1.0, max(0, step - first) / max(1, steps - first))
     left = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
