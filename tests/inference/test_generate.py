@@ -2,6 +2,7 @@
 
 import dataclasses
 from itertools import count
+from unittest import mock
 
 import pytest
 import torch
@@ -133,6 +134,14 @@ REFUSED = [
     ([[1]], {"samples": 0}, "samples=0: give at least 0 and at least 1"),
     ([[1], [2]], {"cache": KVCache()}, "a cache of 0 texts for 2 prompts"),
 ]
+
+
+def test_memory_is_made_for_the_texts_that_can_come():
+    """Room was made for a million tokens, of which a model with 24 learned positions reads 24."""
+    for config, most, capacity in ((LEARNED, 10**6, 24), (LLAMA, 10**6, 24), (LLAMA, 4, 5)):
+        with mock.patch("tpformer.inference.generate.KVCache", side_effect=KVCache) as made:
+            next(generate(build(config), [[1, 2]], max_new_tokens=most))
+        made.assert_called_once_with(capacity)
 
 
 def test_wrong_calls_are_refused_at_once():

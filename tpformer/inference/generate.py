@@ -153,9 +153,11 @@ def generate(
     rooms = [_room(model, known + len(prompt)) for prompt in ids]
     if not ids or max_new_tokens == 0:
         return iter(())
-    if cache is None:
-        cache = KVCache(max(map(len, ids)) + max_new_tokens - 1)
     limits = [max_new_tokens if room is None else min(room, max_new_tokens) for room in rooms for _ in range(samples)]
+    if cache is None:
+        longest = max(map(len, ids))
+        # texts that go on beyond what the model was trained with are few, and the cache grows
+        cache = KVCache(min(longest + max(limits) - 1, max(longest, model.config.seq_length)))
     why = ["length" if limit == max_new_tokens else "context" for limit in limits]
     return _steps(model, ids, cache, sampling, samples, frozenset(stop), ends, seed, limits, why)
 
