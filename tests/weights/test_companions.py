@@ -5,13 +5,13 @@ import json
 import numpy
 import oracle
 import torch
-from made import save_run
+from made import byte_level, save_run
 from testing import assert_kernel_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tpformer.config import build_config
 from tpformer.models import GPT
-from tpformer.training.companions import write_byte_tokenizer
+from tpformer.training.companions import keep_tokenizer, write_byte_tokenizer
 from tpformer.training.data import ByteTokenizer, load_tokenizer
 from tpformer.training.export import export
 from tpformer.training.importing import import_weights
@@ -53,6 +53,19 @@ def test_a_trained_run_generates_in_transformers(done, tmp_path):
     source.load([exact])
     with torch.no_grad():
         assert_kernel_close(ours(prompt), exact(prompt), model(prompt).logits, "logits")
+
+
+def test_a_run_with_a_tokenizer_of_its_own_ends_its_texts_in_transformers(tmp_path):
+    """No config.json says the ids of such a tokenizer, and an export said that no token ends a text."""
+    made = byte_level(tmp_path / "own.json", ["some words to read"], special=("<pad>", "</s>"))
+    model = {"vocab_size": 300, "seq_length": 16, "n_layers": 1, "hidden_size": 32, "n_heads": 4}
+    config = build_config({"model": model, "data": {"train": ["none"], "tokenizer": str(tmp_path / "own.json")}})
+    run = tmp_path / "run"
+    save_run(run, config, GPT(config.model.architecture))
+    assert keep_tokenizer(config.data.tokenizer, run)
+    export(run, tmp_path / "out", file_format="hf")
+    end = made.token_to_id("</s>")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == end == 1
 
 
 def test_companions_travel_in_and_out(done, tmp_path):

@@ -3,11 +3,14 @@
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tpformer.weights.family import read_json
 from tpformer.weights.folder import inside
+
+from .data import load_tokenizer
 
 FOLDER = "hf"  # of a run: the copy of its tokenizer, and of what came with it
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
@@ -72,11 +75,19 @@ def companions_of(run: Path, tokenizer: str | None) -> Path | None:
     return run / FOLDER if (run / FOLDER).is_dir() else None
 
 
-def token_ids(directory: Path | None) -> dict[str, Any]:
-    """The ids of special tokens that the config.json beside a tokenizer has; None for those that it has not."""
+def token_ids(directory: Path | None, tokenizer: str | None = None) -> dict[str, Any]:
+    """The ids of special tokens that the config.json beside a tokenizer has; None for those that it has not.
+
+    tokenizer: the path of the one that a run was trained with, whose end of a document ends a text where nothing else
+    does.
+    """
     path = None if directory is None else directory / CONFIG
     values = read_json(path) if path is not None and path.is_file() else {}
-    return {name: values.get(name) for name in _TOKENS}
+    found = {name: values.get(name) for name in _TOKENS}
+    if found["eos_token_id"] is None and tokenizer is not None and Path(tokenizer).is_file():
+        with suppress(ValueError):  # it has no such token
+            found["eos_token_id"] = load_tokenizer(tokenizer).end_of_document
+    return found
 
 
 def write_byte_tokenizer(out: Path) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def _companions(run: Path, tokenizer: str | None, out: Path, report: Callable[[s
         report(
             f"no tokenizer travels along: {f'{run} has none' if tokenizer is None else f'{tokenizer} does not exist'}"
         )
-    return token_ids(directory)
+    return token_ids(directory, tokenizer)
 
 
 def _write(
