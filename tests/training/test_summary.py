@@ -1,11 +1,17 @@
-"""What a run says of its memory under a budget, on a device that is pretended."""
+"""What a run says of settings without effect, and of its memory under a budget, on a device that is pretended."""
 
 import pytest
 import torch
 
-from tpformer.training.summary import Reserved
+from tpformer.config import build_config
+from tpformer.training.summary import Reserved, notices
 
 GIB = 2**30
+
+
+def test_a_run_says_which_of_its_settings_do_nothing():
+    config = build_config({"optimizer": {"decay_fraction": 0.5}, "train": {"device": "cpu"}})
+    assert notices(config) == ['optimizer.decay_fraction=0.5 does nothing without optimizer.schedule = "wsd"']
 
 
 @pytest.mark.parametrize("share, text", [

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from tpformer.config import FP8, Layout, RunConfig
+from tpformer.config.unused import unused_settings
 from tpformer.kernels.cost import machine_for
 
 from .experts import router_notice
@@ -61,11 +62,12 @@ def summary(config: RunConfig, device: torch.device, step: int) -> str:
 
 def notices(config: RunConfig) -> list[str]:
     """How a GPU takes the steps, how far attention sees, and a sentence for each setting that is allowed, but keeps the
-    run from learning what it should."""
+    run from learning what it should, or does nothing."""
     found = [
         separation_notice(config),
         warmup_notice(config.train.steps, config.optimizer),
         router_notice(config.model),
+        *unused_settings(config),
     ]
     if device_type(config) == "cuda":
         found.insert(0, in_words(config, "cuda"))
