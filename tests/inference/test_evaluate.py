@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from commands import main
 from made import byte_level, sentencepiece_like
 from testing import assert_same, on_every_rank
 from turns import in_turns
@@ -165,6 +166,7 @@ def test_refused_before_any_rank_starts(commands, trained, tmp_path):
         f"--data {code} --seq-length 17": "more than the model's 16 learned positions",
         f"--data {code} --samples 0": "--samples=0 must be in [1, 1e6]",
         f"--data {code} --json {tmp_path / 'kept.json'}": "give a new file",
+        f"--data {code} --json {tmp_path / ('x' * 251)}": "has a name of 251 bytes: give one of at most 250",
         "--model.n-layers 3": "no setting of an evaluation: leave it out",
         "--tasks none.jsonl": "does not exist",
         f"--tasks {trained / 'code.txt'}": "code.txt:1 is not valid JSON",
@@ -175,6 +177,21 @@ def test_refused_before_any_rank_starts(commands, trained, tmp_path):
         code_, out, err = commands.run("evaluate", run, *options.split())
         assert code_ == 2 and words in err and "Traceback" not in err and err.count("\n") == 1, options + out + err
     assert (tmp_path / "kept.json").read_text() == ""
+
+
+def on_a_full_disk(*arguments: str) -> None:
+    """Run `tpformer`, which cannot write the result."""
+    full = mock.Mock(side_effect=OSError(28, "No space left on device", "result.json"))
+    with mock.patch("tpformer.inference.evaluate.write_result", full):
+        main(*arguments)
+
+
+def test_what_cannot_be_written_is_shown(commands, trained, tmp_path):
+    """A full disk at the end of an evaluation lost it."""
+    options = ("--samples", "2", "--parallel.tensor-parallel", "1", "--json", str(tmp_path / "result.json"))
+    code, out, err = commands.call(on_a_full_disk, "evaluate", str(trained / "run"), *options).finish()
+    assert code == 2 and "result.json cannot be used: No space left on device" in err
+    assert "perplexity" in out and "code" in out, out
 
 
 WIDE = {"vocab_size": 100, "seq_length": 8, "n_layers": 1, "hidden_size": 128, "n_heads": 2, "head_dim": 128}

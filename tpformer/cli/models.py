@@ -227,9 +227,11 @@ def evaluate_command(arguments: Sequence[str]) -> None:
         )
         result = evaluate_rank(evaluation, step=options.step, tasks=str(options.tasks), more=more, decided=decided)
         if dist.get_rank() == 0:
-            if file is not None:
-                write_result(result, file)
-            show(result, Console(markup=False, emoji=False, highlight=False))
+            try:
+                if file is not None:  # first, as the reader of the output may go
+                    write_result(result, file)
+            finally:
+                show(result, Console(markup=False, emoji=False, highlight=False))
         dist.destroy_process_group()
 
     with_ranks(work, evaluation.config)

@@ -4,6 +4,7 @@ Nothing here imports torch.
 """
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ import tyro
 from tpformer.config.ranges import AMOUNT, COUNT, check_inside
 
 T = TypeVar("T")
+LONGEST_NAME = 255 - len("..tmp")  # bytes: a file is written under a name of its own first
 # of every number among the options of commands, as in RANGES
 OPTION_RANGES = {
     "batch": COUNT,
@@ -71,6 +73,8 @@ def new_file(option: str, path: str) -> Path:
     found = named(option, path)
     if found.exists() or not found.absolute().parent.is_dir():
         raise ValueError(f"{option} {path}: give a new file in a folder that exists")
+    if (size := len(os.fsencode(found.name))) > LONGEST_NAME:
+        raise ValueError(f"{option} has a name of {size} bytes: give one of at most {LONGEST_NAME}")
     return found
 
 

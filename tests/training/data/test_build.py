@@ -193,6 +193,15 @@ def test_what_cannot_be_read_or_written_is_said_in_words(tmp_path: Path, monkeyp
         IndexedDataset(tmp_path / "built")
 
 
+def test_a_prefix_whose_sidecar_would_have_too_long_a_name_is_refused_before_a_text_is_read(tmp_path: Path) -> None:
+    """The sidecar is written last, so all of the work was lost."""
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(ValueError, match="has a name of 246 bytes: give a prefix of at most 245"):
+        build_dataset([tmp_path / "a.txt"], tmp_path / ("x" * 246), "bytes", quiet=True)
+    build_dataset([tmp_path / "a.txt"], tmp_path / ("x" * 245), "bytes", quiet=True)
+    assert (tmp_path / ("x" * 245 + ".json")).is_file()
+
+
 def test_links_do_not_lead_out_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R19. A link that is given by name is followed."""
     outside, source = tmp_path / "outside", tmp_path / "source"

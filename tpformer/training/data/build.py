@@ -6,6 +6,7 @@ the default corpus's files in corpus.py.
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,8 @@ from .corpus import split_files, stdlib_files, stdlib_root
 from .documents import Document, find_files, open_sources, read_documents
 from .indexed import IndexedWriter, dataset_paths, read_sidecar, token_dtype
 from .tokenizer import Tokenizer, encode_pair, load_tokenizer
+
+_LONGEST_NAME = 255 - len("..json.tmp")  # bytes of a prefix, whose sidecar has this name while it is written
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ class _Part:
     """A dataset that is being written: its tokens, and what its sidecar says of them."""
 
     def __init__(self, prefix: Path, tokenizer: Tokenizer, masked: bool) -> None:
+        if (size := len(os.fsencode(prefix.name))) > _LONGEST_NAME:
+            raise ValueError(f"{prefix} has a name of {size} bytes: give a prefix of at most {_LONGEST_NAME}")
         self.prefix, self.tokenizer, self.masked = prefix, tokenizer, masked
         self.writer = IndexedWriter(prefix, token_dtype(tokenizer.vocab_size), masked=masked)
         self.digest, self.marks, self.dropped = hashlib.sha256(), 0, 0
