@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from bench.bubbles import build
+from tpformer.cli.training import timeline_command
 from tpformer.distributed import build_mesh
 from tpformer.parallel import SCHEDULES, Action, gather_actions, recording
 from tpformer.planner import Step, bubble_lines, bubble_share, draw_timeline, schedule_order, simulate, timeline
@@ -30,6 +31,19 @@ def boxes_of(path: Path) -> list[tuple[str, dict[str, str]]]:
     """(title, attributes) of every box of a picture."""
     rects = ElementTree.parse(path).iter(f"{SVG}rect")
     return [(rect.find(f"{SVG}title").text, rect.attrib) for rect in rects if len(rect)]
+
+
+@pytest.mark.parametrize("schedule, number, actions", [
+    ("1F1B", 1, []),
+    ("another", 1, SMALL),
+    ("1F1B", 1, [each._replace(kind=7) for each in SMALL]),
+    ("1F1B", "1", SMALL),
+])  # fmt: skip
+def test_a_record_that_is_none_is_damaged(schedule, number, actions, tmp_path):
+    record = {"schedule": schedule, "n_microbatches": number, "actions": actions}
+    (tmp_path / "timeline.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"timeline\.json is damaged \(.*\): record the step again"):
+        timeline_command([str(tmp_path)])
 
 
 def test_svg_has_every_action_where_it_was(tmp_path):

@@ -122,6 +122,10 @@ def dry_run_command(arguments: Sequence[str]) -> None:
         print(line, flush=True)
 
 
+def _damaged(path: Path, why: object) -> ValueError:
+    return ValueError(f"{path} is damaged ({why!r}): record the step again with --log.timeline-step")
+
+
 def timeline_command(arguments: Sequence[str]) -> None:
     """`tpformer timeline`: draw a recorded step. FileNotFoundError for a run that recorded none."""
 
@@ -140,8 +144,13 @@ def timeline_command(arguments: Sequence[str]) -> None:
             actions = [Action(*action) for action in record["actions"]]
             made = record["schedule"], record["n_microbatches"]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path} is damaged ({error!r}): record the step again with --log.timeline-step") from None
-        draw_timeline(actions, run_dir / "plots", *made)
+            raise _damaged(path, error) from None
+        if not actions:
+            raise _damaged(path, "it has no actions")
+        try:
+            draw_timeline(actions, run_dir / "plots", *made)
+        except (LookupError, TypeError) as error:
+            raise _damaged(path, error) from None
         print(f"written: {run_dir / 'plots' / 'pipeline.svg'} and pipeline.json")
 
     tyro.cli(timeline, prog="tpformer timeline", args=list(arguments))
