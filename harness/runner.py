@@ -214,8 +214,9 @@ def main(arguments: Sequence[str], benches: Sequence[Bench], results: Path = RES
     """`python -m bench [NAME] [options]`; the exit code: 1 for a wrong result or a missed bar, 2 for a wrong call."""
     first = os.environ.get("RANK", "0") == "0"  # torchrun's variable
     console = Console(width=None if sys.stdout.isatty() else 180, quiet=not first)
-    bench = next((bench for bench in benches if bench.name in arguments), None)
-    if bench is None:
+    named = {bench.name: bench for bench in benches}
+    at = next((index for index, argument in enumerate(arguments) if argument in named), None)
+    if at is None:
         parser = argparse.ArgumentParser(prog="python -m bench", description="Time what was first found to be correct.")
         parser.add_argument("name", nargs="?", help="the bench; without it, list them; NAME --help: its options")
         name = parser.parse_args(arguments).name
@@ -224,7 +225,7 @@ def main(arguments: Sequence[str], benches: Sequence[Bench], results: Path = RES
         if name is not None:
             print(f"there is no bench {name!r}", file=sys.stderr)
         return 0 if name is None else 2
-    others = [argument for argument in arguments if argument != bench.name]
+    bench, others = named[arguments[at]], [*arguments[:at], *arguments[at + 1 :]]
     parser = argparse.ArgumentParser(prog=f"python -m bench {bench.name}", description=bench.description)
     for name, settings in bench.options.items():
         parser.add_argument(name, **settings)

@@ -106,6 +106,15 @@ def test_a_folder_gets_results_of_a_part_and_of_a_changed_tree(tmp_path, monkeyp
     assert (tmp_path / "there" / "toy-quick.svg").exists()
 
 
+def test_a_folder_may_have_the_name_of_a_bench(tmp_path, monkeypatch, capsys):
+    """The folder's bench was run, or the folder was taken off the command."""
+    monkeypatch.chdir(tmp_path)
+    benches = [toy(name="other"), toy(name="toy")]
+    for folder in ("other", "toy"):
+        assert main(["toy", "--quick", "--into", folder], benches, tmp_path) == 0
+        assert [path.name for path in (tmp_path / folder).rglob("*.json")] == ["toy-quick.json"]
+
+
 def test_the_list_of_benches(capsys, tmp_path):
     benches = [toy(wrong, name="one"), toy(wrong, name="two")]
     assert main([], benches, tmp_path) == 0
