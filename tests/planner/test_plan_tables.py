@@ -83,6 +83,16 @@ def test_a_step_that_is_recorded_leaves_no_layout_out(tmp_path) -> None:
         assert config.log.timeline_step == step
 
 
+def test_settings_that_no_layout_can_have_are_named(tmp_path) -> None:
+    """More GPUs or another batch were advised."""
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[model]\npreset = "gpt2-124m"\n[train]\nsteps = 10\nglobal_batch_size = 8\n[log]\nprofile_step = 20\n'
+    )
+    with pytest.raises(ValueError, match="log.profile_step=20 is after the last step"):
+        plan_command([str(file), "--gpus", "2"])
+
+
 def test_kinds_are_compared():
     asked = question(gpus=4, batch=64, space=Space(microbatch=(1, 4), zero=(0, 1), offload=("none",)))
     rows = [compare(asked, "", ["pp=1", "pp=2|4,schedule=1F1B|ZBVZeroBubble", "tp=16"])]

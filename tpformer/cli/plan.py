@@ -186,6 +186,7 @@ def _search(options: Plan, question: "Question") -> None:
 
     found = search(question, options.top)
     if not found.choices:
+        _check_alone(question)
         _print("no layout works; what was dropped:", *plan_report.dropped_lines(found))
         remedy = "take more GPUs, or larger ones" if found.dropped["does not fit"] else "change --gpus or --batch"
         remedy += ", or leave out --within" if options.kinds else ""
@@ -203,6 +204,14 @@ def _search(options: Plan, question: "Question") -> None:
         "All figures are predictions. Check the first layout: tpformer dry-run FILE.toml",
         *written,
     )
+
+
+def _check_alone(question: "Question") -> None:
+    """ValueError for settings that contradict each other on one rank, too, so that no layout can work."""
+    from tpformer.planner.layouts import with_layout
+    from tpformer.planner.search import check
+
+    check(with_layout(question.config, {}))
 
 
 def _write(options: Plan, question: "Question", choices: Sequence["Choice"], tokens: float) -> list[str]:
