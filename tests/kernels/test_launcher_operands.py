@@ -263,6 +263,17 @@ def test_float64_is_refused_by_all() -> None:
         assert not of_floats or call(parts_of(operation, name)[0], tree_unflatten(wide, spec)) is None, name
 
 
+@gemms.in_interpreter(1)
+def test_blocks_are_multiplied_where_a_tile_ships() -> None:
+    """Each launcher of GEMMs of blocks looks at the GPU's capability, before it launches."""
+    lacking = ValueError("sm_80")
+    for operation, name in (each for each in ROWS if "quantized" in each[1]):
+        (launcher, _), (arguments, options) = parts_of(operation, name), ROWS[operation, name]()
+        asked = f"tpformer.kernels.{operation}.kernel.require_capability"
+        with mock.patch(asked, side_effect=lacking), pytest.raises(ValueError, match="sm_80"):
+            launcher(*arguments, **options)
+
+
 def compare(found: list[Tensor] | None, expected: list[Tensor] | None, what: str) -> None:
     """Both have refused the call, or both give the same."""
     assert (found is None) == (expected is None), f"{what} {found} {expected}"
