@@ -161,6 +161,9 @@ def test_an_explicit_choice_that_cannot_run_raises(node, monkeypatch):
     kept = "operands are torch.float64, and the kernels take bfloat16, float16 and float32"
     refused(kept, "fused", dtype=torch.float64)
     refused("there is no row, and the kernels take at least one row", "fused", m=0)
+    refused("8 ranks cannot have a row each of 7, and the kernels take at least one row", "fused", op=SCATTER, m=7)
+    monkeypatch.setattr(choose, "torch_backend", lambda group, device: "nccl")
+    assert choice(op=SCATTER, m=7)[0] == "sequential" and choice(op=ALL_REDUCE, m=7)[0] == "fused"
 
 
 def row(**changes) -> dict:

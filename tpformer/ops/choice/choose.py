@@ -139,6 +139,8 @@ def why_not_fused(request: Request) -> str | None:
         return f"the operands are {request.dtype}, and the kernels take bfloat16, float16 and float32"
     if obstacle is None and request.m == 0:
         return "there is no row, and the kernels take at least one row"
+    if obstacle is None and request.op == SCATTER and request.m < request.ranks:
+        return f"{request.ranks} ranks cannot have a row each of {request.m}, and the kernels take at least one row"
     return obstacle
 
 
