@@ -37,6 +37,11 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def next_divisible(size: int, parts: int) -> int:
+    """The least size from `size` on that is so many equal parts, of which none is empty: what to give in its place."""
+    return max(1, -(-size // parts)) * parts
+
+
 def unknown(what: str, name: Any, names: Iterable[str]) -> ValueError:
     """What to raise for a name that is none of these. Callers compare, as a call for each name would cost as much."""
     return ValueError(f"{what}={name!r} is unknown: choose one of {', '.join(map(repr, names))}")

@@ -15,7 +15,7 @@ from .. import operands
 from ..all_gather_quantized_matmul.reference import shard_rows, unpacked_shards
 from ..cost import Cost
 from ..grouped_matmul.reference import grouped_matmul
-from ..operands import FLOATS, require, require_within
+from ..operands import FLOATS, next_divisible, require, require_within
 from ..quantize.format import BLOCK, EXPONENTS, VALUES, Blocks, blocks_bytes, shard_bytes, weight_exponents
 from ..quantized_grouped_matmul.reference import quantized_grouped_matmul
 
@@ -70,7 +70,7 @@ def check_operands(
     k, groups = shard.shape[-1], weights.shape[0]
     matrix = (k, weights.shape[-1]) if transposed else (weights.shape[1], k)
     require(
-        "all_gather_grouped_matmul", like, ("the shard", shard, (shard.shape[0], k), FLOATS),
+        "all_gather_grouped_matmul", like, ("the shard", shard, (next_divisible(shard.shape[0], served), k), FLOATS),
         ("the matrices", weights, (groups // served * served, *matrix), (shard.dtype,)),
         ("counts", counts, (served * world, groups // served), (torch.int32,)),
         ("tokens", tokens, tokens.shape[:1], (torch.int32,)),

@@ -23,7 +23,7 @@ from ..launch import (
 )
 from ..matmul.kernel import derivative_arguments, weight_arguments
 from ..matmul.reference import check_derivative, check_linears
-from ..operands import FLOATS, require
+from ..operands import FLOATS, next_divisible, require
 from ..pack.format import Packed
 from ..protocol import Channel, flags_of, order_tma_after_acquire, publish, reach, serve, slot_of, wait
 from ..replay import launch, replayed
@@ -189,8 +189,8 @@ def gather_of(channel: Channel, shard: Tensor, push: bool, keep: bool, fence: bo
 
 def check_shard(channel: Channel, shard: Tensor) -> None:
     """ValueError unless the shard is a matrix of numbers, or of the bytes of blocks, on the channel's device."""
-    dtypes = (*FLOATS, torch.uint8)
-    require("a gather", channel.epoch, ("the shard", shard, (shard.shape[0], shard.shape[-1]), dtypes))
+    rows, dtypes = next_divisible(shard.shape[0], channel.served), (*FLOATS, torch.uint8)
+    require("a gather", channel.epoch, ("the shard", shard, (rows, shard.shape[-1]), dtypes))
 
 
 @replayed

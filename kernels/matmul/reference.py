@@ -9,7 +9,7 @@ from torch import Tensor
 from ..activation.reference import ACTIVATIONS, activation_backward, activation_forward
 from ..activation.reference import check_operands as check_activation
 from ..cost import Cost
-from ..operands import FLOATS, require, unknown
+from ..operands import FLOATS, next_divisible, require, unknown
 from ..pack.format import Packed
 
 
@@ -24,7 +24,7 @@ def check_linears(
     """ValueError unless every weight has the K of a, every bias the N of its weight, and all a's dtype and the device
     of `like`.
 
-    served: of virtual ranks, whose weights and biases are stacked along dim 0.
+    served: of virtual ranks, whose weights and biases are stacked along dim 0, and whose input is a, if it is gathered.
     """
     if activation is not None and activation not in ACTIVATIONS:
         raise unknown("activation", activation, ACTIVATIONS)
@@ -32,8 +32,8 @@ def check_linears(
     biases = [None] * len(weights) if biases is None else biases
     if len(biases) != len(weights):
         raise ValueError(f"{len(weights)} weights but {len(biases)} biases: pass one bias (or None) per weight")
-    if len(shape) != 2 or dtype not in FLOATS or a.device != device:
-        require(operation, like, ("the input", a, (shape[0], shape[-1]), FLOATS))
+    if len(shape) != 2 or shape[0] % served or dtype not in FLOATS or a.device != device:
+        require(operation, like, ("the input", a, (next_divisible(shape[0], served), shape[-1]), FLOATS))
     for weight, bias in zip(weights, biases, strict=True):
         own = weight.shape
         matrix = (served * k, own[-1]) if b_transposed else (own[0] // served * served, k)
@@ -55,18 +55,22 @@ def check_derivative(
 
 
 def check_products(
-    operation: str, like: Any, inputs: Sequence[Tensor], weights: Sequence[Tensor], b_transposed: bool, served: int = 1
-) -> None:
+    operation: str, like: Any, inputs: Sequence[Tensor], weights: Sequence[Tensor], b_transposed: bool, served: int = 1,
+    chunks: int = 1,
+) -> None:  # fmt: skip
     """ValueError unless inputs have equally many rows, weights equally many columns of the result, and each pair one K;
-    all have one dtype and device."""
-    first, dtype = inputs[0], (inputs[0].dtype,)
+    all have one dtype and device.
+
+    served: of virtual ranks, whose tensors are stacked along dim 0, and whose rows are so many chunks of equal size.
+    """
+    rows, dtype = next_divisible(inputs[0].shape[0], served * chunks), (inputs[0].dtype,)
     n = weights[0].shape[-1] if b_transposed else weights[0].shape[0] // served * served
     if len(inputs) != len(weights):
         raise ValueError(f"{operation}: {len(inputs)} inputs and {len(weights)} weights: give one for each")
     for a, weight in zip(inputs, weights, strict=True):
         k = a.shape[-1]
         require(
-            operation, like, ("an input", a, (first.shape[0], k), dtype),
+            operation, like, ("an input", a, (rows, k), dtype),
             ("its weight", weight, (served * k, n) if b_transposed else (n, k), dtype),
         )  # fmt: skip
 

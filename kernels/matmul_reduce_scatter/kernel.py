@@ -344,7 +344,7 @@ def matmul_reduce_scatter(
     rows = len(inputs[0]) // (served * world)
     n = weights[0].shape[1] if b_transposed else len(weights[0]) // served
     tile = tile or select_tile(inputs[0].device, inputs[0].dtype, rows, n, chunks=world)
-    check_products("matmul_reduce_scatter", channel.epoch, inputs, weights, b_transposed, served)
+    check_products("matmul_reduce_scatter", channel.epoch, inputs, weights, b_transposed, served, world)
     return launch_scatter(
         "matmul_reduce_scatter", inputs, weights, (rows, n), inputs[0].dtype, channel, finish, tile,
         b_transposed=b_transposed, partial=partial, programs=programs, spare=spare,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..cost import Cost
-from ..operands import require
+from ..operands import next_divisible, require
 from ..quantize.format import BLOCK, Blocks
 from ..quantize.reference import check_blocks, check_weight_blocks, dequantize, dequantize_weight
 
@@ -40,7 +40,7 @@ def check_products(
     for a, weight in zip(inputs, weights, strict=True):
         check_blocks(operation, a, dtype)
         check_weight_blocks(operation, weight, dtype)
-        rows, n = len(inputs[0].values) // (served * chunks) * served * chunks, len(weights[0].values)
+        rows, n = next_divisible(len(inputs[0].values), served * chunks), len(weights[0].values)
         n = n // (served * BLOCK) * served * BLOCK
         k = a.values.shape[1]
         require(

@@ -85,6 +85,9 @@ def updated(states: int) -> tuple:
 NUMBERS = {"lr": 0.1, "scale": 1.0, "weight_decay": 0.1}
 GROUPED = (floats(5, N), floats(2, 6, N), integers(0, 1, 4), integers(4, 0, 2, 2))
 COUNTS = integers([1, 1], [0, 1], [1, 0], [1, 1])
+# Into how many equal parts the first operand's rows are divided: those of two virtual ranks, and each one's chunks.
+SHARES = {"matmul_reduce_scatter": 4, "quantized_matmul_reduce_scatter": 4}
+SHARES |= dict.fromkeys(("matmul", "matmul_derivative", "gathered_copy"), 1)
 OWN = {("all_gather_grouped_matmul", 1): 1}  # the dim of an operand whose size no other has: any size is right
 SUMS: dict = {"tile": gemms.TILE}
 
@@ -247,7 +250,8 @@ def test_other_operands_are_refused_or_right(operation: str) -> None:
                 of_floats = other.dtype.is_floating_point and not other.is_meta
                 sizes = [size for dim, size in enumerate(other.shape) if dim != OWN.get((name, index))]
                 kept = [size for dim, size in enumerate(original[index].shape) if dim != OWN.get((name, index))]
-                right = index == tensors[0] or (of_floats and sizes == kept)
+                whole = other.dim() > 0 and other.shape[0] % SHARES.get(name, 2) == 0
+                right = whole if index == tensors[0] else of_floats and sizes == kept
                 assert found is None or right, what
             elif found is not None or name not in COMPARED:
                 compare(found, call(reference, make()), what)
