@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..cast import cast
 from ..cost import Cost
-from ..operands import require, unknown
+from ..operands import FLOATS, require, unknown
 from ..pack.format import Packed
 from ..pack.reference import parts_of, ranges, unpacked
 from ..quantize import reference as quantize
@@ -31,9 +31,11 @@ _CPU_ELEMENTS = 2**18  # so many at a time are taken on a CPU, so that intermedi
 def check_operands(
     x: Tensor | Packed, name: str | None, gate: Tensor | Packed | None, da: Tensor | None = None
 ) -> None:
-    """ValueError unless the name is known, a gate has one, and gate and da are like x."""
+    """ValueError unless the name is known, a gate has one, x has a floating dtype, and gate and da are like x."""
     if name not in ACTIVATIONS and (name is not None or gate is not None):
         raise unknown("activation", name, ACTIVATIONS)
+    if name is not None and x.dtype not in FLOATS:
+        require("activation", x, ("x", x, x.shape, FLOATS))
     if gate is not None or da is not None:
         alike = (x.shape, (x.dtype,))
         require("activation", x, ("gate", gate, *alike), ("da", da, *alike))

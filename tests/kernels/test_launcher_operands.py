@@ -278,6 +278,18 @@ def test_blocks_are_multiplied_where_a_tile_ships() -> None:
             launcher(*arguments, **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.bool], ids=str)
+@gemms.in_interpreter(1)
+def test_numbers_that_do_not_float_are_refused_by_all(dtype: torch.dtype) -> None:
+    """In all floating operands at once: none is compared with another that floats."""
+    for operation, name in ROWS:
+        leaves, spec = tree_flatten(ROWS[operation, name]())
+        floating = [index for index, x in enumerate(leaves) if isinstance(x, Tensor) and x.dtype == torch.float32]
+        other = [x.to(dtype) if index in floating else x for index, x in enumerate(leaves)]
+        for each in parts_of(operation, name)[: 1 if name in COMPARED else 2]:
+            assert not floating or each is None or call(each, tree_unflatten(other, spec)) is None, name
+
+
 def compare(found: list[Tensor] | None, expected: list[Tensor] | None, what: str) -> None:
     """Both have refused the call, or both give the same."""
     assert (found is None) == (expected is None), f"{what} {found} {expected}"
