@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import ALIGNMENT, DTYPES, is_interpreted, launch_options
-from .reference import check_numbers
+from .reference import check_momentum, check_numbers
 
 BLOCK = 2048  # elements of a program: each thread of WARPS takes two times four neighbours
 WARPS = 8
@@ -260,6 +260,7 @@ def sgd_(
     if not masters:
         return
     check_numbers(masters, lr, scale, skipped)
+    check_momentum(masters, momentum_buffers, momentum)
     call = UpdateCall(masters, gradients, copies, {"momentum_buffer": momentum_buffers} if momentum_buffers else {})
     numbers = numbers_of(scale, skipped, on_device(lr, masters[0].device))
     for _, table, blocks, form in call.launches():
@@ -312,7 +313,8 @@ class UpdateCall:
         states: dict[str, Sequence[Tensor]],
         steps: Sequence[Tensor] | None = None,
     ) -> None:
-        """states: by name, of a master's shape each. steps: 0-dim."""
+        """states: by name, of a master's shape each. steps: 0-dim. copies: none are None, or an empty list."""
+        copies = copies or None
         self.device, sizes = masters[0].device, [master.numel() for master in masters]
         shapes = [master.shape for master in masters]
         # kept until all is launched: a copy of one that is not contiguous has no other owner

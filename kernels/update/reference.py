@@ -78,6 +78,7 @@ def sgd_(
     Source:   Sutskever et al. 2013, as torch.optim.SGD(fused=True) with dampening 0
     """
     check_numbers(masters, lr, scale, skipped)
+    check_momentum(masters, momentum_buffers, momentum)
     check(masters, gradients, momentum_buffers, copies=copies)
     wide, buffers = ([_moving(x) for x in tensors] for tensors in (masters, momentum_buffers))
     sgd(
@@ -117,6 +118,15 @@ def check_numbers(masters: Sequence[Tensor], lr: float | Tensor, scale: float | 
     numbers = [(name, x, (), FLOATS) for name, x in (("lr", lr), ("scale", scale)) if isinstance(x, Tensor)]
     if masters:
         require("update", masters[0], ("skipped", skipped, (), (torch.float32,)), *numbers)
+
+
+def check_momentum(masters: Sequence[Tensor], momentum_buffers: Sequence[Tensor], momentum: float) -> None:
+    """ValueError for momentum without buffers, which would be lost, and for buffers without momentum."""
+    if masters and (momentum != 0) != (len(momentum_buffers) > 0):
+        raise ValueError(
+            f"update: momentum={momentum} with {len(momentum_buffers)} momentum buffers: give one for each master with "
+            f"momentum, and none without"
+        )
 
 
 def scaled(gradients: Sequence[Tensor], masters: Sequence[Tensor], scale: float | Tensor) -> list[Tensor]:

@@ -290,6 +290,20 @@ def test_numbers_that_do_not_float_are_refused_by_all(dtype: torch.dtype) -> Non
             assert not floating or each is None or call(each, tree_unflatten(other, spec)) is None, name
 
 
+@gemms.in_interpreter(1)
+def test_momentum_and_its_buffers_come_together() -> None:
+    """SGD without buffers has no momentum to keep, and buffers without momentum would stay as they are, or not. No
+    copies may be an empty list, too."""
+    for function in parts_of("update", "sgd_"):
+        assert function is not None
+        for momentum, states, right in ((0.9, 0, False), (0.0, 1, False), (0.9, 1, True), (0.0, 0, True)):
+            (*lists, _), options = ROWS["update", "sgd_"]()
+            given = (*lists[:2], lists[2][: 2 * states], []), {**options, "momentum": momentum}
+            before = [x.clone() for x in lists[0]]
+            assert (call(function, given) is not None) == right
+            assert right or all(map(torch.equal, lists[0], before))
+
+
 def compare(found: list[Tensor] | None, expected: list[Tensor] | None, what: str) -> None:
     """Both have refused the call, or both give the same."""
     assert (found is None) == (expected is None), f"{what} {found} {expected}"
