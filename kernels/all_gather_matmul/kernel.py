@@ -30,7 +30,7 @@ from ..replay import launch, replayed
 from ..tile import column_blocks, linear_tiles
 from . import plan
 
-COPY_BLOCK = 4096  # elements that a program of copy_slot_kernel copies
+COPY_BLOCK, PUSHED = 4096, 2**31  # elements that a program of copy_slot_kernel copies; that are too many to push
 TURNS, TURN_PIECES = tl.constexpr(plan.TURNS), tl.constexpr(plan.TURN_PIECES)
 
 
@@ -182,7 +182,12 @@ def await_gathered_kernel(links, rank, shard, numel, pushers, GATHER: tl.constex
 
 
 def gather_of(channel: Channel, shard: Tensor, push: bool, keep: bool, fence: bool = False) -> Gather:
-    """The Gather of a launch for such a shard."""
+    """The Gather of a launch for such a shard. ValueError for one to push whose elements int32 does not count."""
+    elements = len(shard) // channel.served * packed_width(shard.shape[1], shard.element_size())
+    if push and elements >= PUSHED:
+        raise ValueError(
+            f"programs push shards of less than {PUSHED} elements, not {elements}: use smaller microbatches"
+        )
     block, aligned = (nbytes // shard.element_size() for nbytes in (plan.IN_FLIGHT, ALIGNMENT))
     return Gather(channel.world, push, block, aligned, keep, fence)
 

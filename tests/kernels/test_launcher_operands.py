@@ -290,6 +290,15 @@ def test_numbers_that_do_not_float_are_refused_by_all(dtype: torch.dtype) -> Non
             assert not floating or each is None or call(each, tree_unflatten(other, spec)) is None, name
 
 
+def test_a_shard_that_int32_does_not_count_is_not_pushed() -> None:
+    """Kernels count a shard's elements as rows times their distance. Copies count none."""
+    gather_of = import_module("tpformer.kernels.all_gather_matmul.kernel").gather_of
+    below, above = (torch.empty(2 * rows, 2**14 - 7, dtype=torch.float16, device="meta") for rows in (2**17 - 1, 2**17))
+    assert gather_of(channel(), below, True, True).push and not gather_of(channel(), above, False, True).push
+    with pytest.raises(ValueError, match="less than 2147483648 elements, not 2147483648: use smaller"):
+        gather_of(channel(), above, True, True)
+
+
 @gemms.in_interpreter(1)
 def test_momentum_and_its_buffers_come_together() -> None:
     """SGD without buffers has no momentum to keep, and buffers without momentum would stay as they are, or not. No
