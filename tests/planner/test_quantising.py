@@ -300,7 +300,8 @@ def test_rows_leave_for_their_experts_in_blocks_and_come_home_in_16_bits() -> No
     (["--preset", "llama3-8b", "--device", "b200"],
      "FP8 on b200: the rate .* only that of H200, H100; give a device's"),
     (["--preset", "llama3-8b", "--device", "cpu"], "FP8 on cpu: the rate of its GEMMs of blocks is not known"),
-    (["--preset", "gpt2-1.5b"], "no layout works on 8 x h100: .* or plan with --precision 16"),
+    (["--preset", "gpt2-1.5b"], "^FP8 with model.hidden_size=1600: .* choose a multiple of 128, or leave FP8 out$"),
+    (["--preset", "llama3-70b", "--gpus", "1"], "no layout works on 1 x h100: .* or plan with --precision 16"),
     (["--preset", "gpt2-124m", "--within", "tp=1", "--precision", "fp4"],
      "train.precision='fp4': choose one of 16, fp8"),
 ])  # fmt: skip
