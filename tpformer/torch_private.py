@@ -111,12 +111,18 @@ def compiler_is_imported() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+UNTRANSFORMED = (
+    "torch.func's grad, vmap and jvp, and forward-mode AD do not enter {name}: take gradients by backward() or "
+    "torch.autograd.grad, or put modules or functions of torch.nn in its place"
+)
+
+
 class Function(torch.autograd.Function):
     """torch.autograd.Function, for what the compiler does not trace: apply() takes 3.5 us of host time, not 6.7.
 
     torch's binds defaults and looks at each argument for a tensor that a finished torch.func transform left behind; a
     Function without setup_context has no defaults, and operations take such a tensor as they take others. Within a
-    transform torch's apply() is called, which says what is missing.
+    transform apply() raises RuntimeError, which says what to do; torch's names a method that the Function lacks.
     """
 
     def __init_subclass__(cls) -> None:
@@ -125,8 +131,15 @@ class Function(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """What torch.autograd.Function.apply gives for these arguments."""
-        return super().apply(*args) if torch._C._are_functorch_transforms_active() else cls._applied(*args)
+        """What torch.autograd.Function.apply gives for these arguments. Errors: RuntimeError within a transform."""
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(UNTRANSFORMED.format(name=cls.__module__))
+        return cls._applied(*args)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """RuntimeError: forward-mode AD found a tangent among the arguments."""
+        raise RuntimeError(UNTRANSFORMED.format(name=type(ctx)._forward_cls.__module__))
 
 
 def in_transform() -> bool:

@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
         dict.fromkeys(("SelfAttention", "TransformerBlock", "GPT"), (1, 2))),
     "second derivatives": ("has no second derivative", OF_FUNCTIONS),
     "torch.func.grad": (
-        "In order to use an autograd.Function with functorch transforms|or one inside of torch.func", OF_FUNCTIONS),
+        "torch.func's grad, .* do not enter tpformer.ops|or one inside of torch.func", OF_FUNCTIONS),
     "weight_norm": ("does not have a sharding strategy registered", dict.fromkeys(LAYERS, (2,))),
     "spectral_norm": (PLACEMENT, dict.fromkeys(SHARDED, (2,))),
     "prune": (PRUNING[0], dict.fromkeys(PRUNING[1], (2,))),

@@ -1,11 +1,15 @@
 """With create_graph=True every operation gives its right first gradients, and refuses every derivative of them. It
-never takes one for zero, also where the incoming gradient needs none."""
+never takes one for zero, also where the incoming gradient needs none. torch's transforms and forward-mode AD are
+refused, too, with the operation's name."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from kept import kept
 from shards import leaves, make
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from tpformer import ops
 from tpformer.config import RECOMPUTE
@@ -58,6 +62,10 @@ OPERATIONS = {
 }
 
 
+def forward(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: run(forward_ad.make_dual(x, x))
+
+
 def refuse(y: Tensor, wanted: list[Tensor]) -> None:
     """The gradients of y have the same values with create_graph, and every derivative of them is refused."""
     plain = torch.autograd.grad(y.sum(), wanted, retain_graph=True, allow_unused=True)
@@ -78,6 +86,18 @@ def test_operations_refuse_second_derivatives(name):
     refuse(y, [x])
     with pytest.raises(RuntimeError, match=REFUSED):
         torch.autograd.functional.hessian(lambda x: OPERATIONS[name](x, weight, vector).sum(), x.detach())
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_refuse_transforms_and_forward_mode(name):
+    x, weight, vector = make(0, torch.float64, x=(ROWS, K), weight=(K, K), vector=(K,)).values()
+
+    def run(x: Tensor) -> Tensor:
+        return OPERATIONS[name](x, weight, vector)
+
+    for use in (torch.func.grad(lambda x: run(x).sum()), torch.func.jacrev(run), forward_ad.dual_level()(forward(run))):
+        with pytest.raises(RuntimeError, match=r"do not enter tpformer.ops.\w+: take gradients by backward"):
+            use(x)
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
