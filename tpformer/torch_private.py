@@ -264,6 +264,7 @@ def foreach_multiply_(tensors: list[Tensor], factor: float | Tensor) -> None:
 
 # Within, functions of torch take tensors of any class as they are, so that a class can call what it has overridden.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
+with_torch_function = torch._C._EnableTorchFunction  # in what is called within the one above
 
 
 def methods_of_the_object() -> Iterator[Any]:

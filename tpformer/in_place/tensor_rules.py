@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from tpformer.torch_private import counted_alone, held_by, methods_of_the_object, unscale
+from tpformer.torch_private import counted_alone, held_by, methods_of_the_object, unscale, with_torch_function
 
 from .tensor_parts import PATIENCE, is_cut, of_class, on_locals, part_of, replicated, said, sorted_out, whole_result
 
@@ -22,6 +23,42 @@ from .tensor_parts import PATIENCE, is_cut, of_class, on_locals, part_of, replic
 def _unchanged(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Functions that ask which tensor it is, not for its values."""
     return function(*args, **kwargs)
+
+
+def _backward(function: Any, roots: Any, *args: Any, **kwargs: Any) -> None:
+    """Functions that run a backward, of roots and inputs that torch does not ask, so that what runs within sees this
+    class: hooks, and forwards that a checkpoint runs again."""
+    inputs = kwargs.get("inputs")
+    if inputs is not None and function is torch.autograd.backward:
+        kwargs["inputs"] = _edges((inputs,) if isinstance(inputs, Tensor) else inputs)
+    roots = _aliases(roots)
+    with with_torch_function():
+        function(roots, *args, **kwargs)
+
+
+def _grad(function: Any, outputs: Any, inputs: Any, *, materialize_grads: bool = False, **kwargs: Any) -> Any:
+    """torch.autograd.grad, likewise."""
+    roots, edges = _aliases(outputs), _edges(inputs)
+    kwargs["allow_unused"] = kwargs.get("allow_unused") or materialize_grads
+    with with_torch_function():
+        found = function(roots, edges, **kwargs)
+        if materialize_grads:  # torch makes no zeros for edges
+            options = {"requires_grad": kwargs.get("create_graph", False)}
+            pairs = zip(inputs, found, strict=True)
+            found = tuple(torch.zeros_like(x, **options) if y is None else y for x, y in pairs)
+        return found
+
+
+def _aliases(roots: Any) -> Any:
+    """The same tensors, of which DTensors are of torch's class."""
+    if isinstance(roots, list | tuple):
+        return tuple(map(_aliases, roots))
+    return roots.view_as(roots) if isinstance(roots, DTensor) else roots
+
+
+def _edges(inputs: Sequence[Any]) -> Any:
+    """The same inputs, of which DTensors are named by their edges. One that needs no gradient torch refuses."""
+    return tuple(get_gradient_edge(x) if isinstance(x, DTensor) and x.requires_grad else _aliases(x) for x in inputs)
 
 
 def _join(function: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +125,7 @@ def _set_data(function: Any, tensor: DTensor, value: Tensor) -> None:
             f".data of a parameter on ranks stays {local.dtype} on {local.device}, and this is {new.dtype} on "
             f"{new.device}: use model.to(...)"
         )
-    local.data = new
+    local.data = new.clone(memory_format=torch.contiguous_format) if is_cut(tensor) else new
 
 
 @torch.no_grad()
@@ -154,7 +191,7 @@ _of_values = (
 )
 _of_places = "data_ptr is_shared share_memory_ is_pinned".split()
 _drawn = "normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_".split()
-_same = [torch.autograd.grad, torch.autograd.backward, Tensor.backward, Tensor.detach_, Tensor.__hash__]
+_same = [Tensor.detach_, Tensor.__hash__]
 _same += [Tensor.requires_grad_, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook]
 _same += [Tensor.size, Tensor.stride, Tensor.storage_offset, Tensor.dim, Tensor.numel, Tensor.element_size]
 _same += [Tensor.untyped_storage, Tensor.storage, Tensor.get_device, torch.is_floating_point, torch.is_complex]
@@ -171,6 +208,8 @@ RULES: dict[Any, Callable] = {
     Tensor.data.__set__: _set_data,
     Tensor.copy_: _copy,
     Tensor.register_hook: _register,
+    **dict.fromkeys((Tensor.backward, torch.autograd.backward), _backward),
+    torch.autograd.grad: _grad,
     torch.eye: _into,
     unscale: _unscale,
     **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like, *BY_VALUE), _draw),
