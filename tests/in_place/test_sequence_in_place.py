@@ -57,6 +57,20 @@ class Recomputed(Skips):
         return x
 
 
+class Sharing(Skips):
+    """Each layer has two blocks; the second ones of the last two layers have one MLP."""
+
+    def __init__(self, kinds: tuple[str, ...]) -> None:
+        super().__init__(kinds)
+        self.blocks = nn.ModuleList(nn.Sequential(block, Block(PLAIN)) for block in self.blocks).double()
+        self.blocks[3][1].up, self.blocks[3][1].down = self.blocks[2][1].up, self.blocks[2][1].down
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 def tokens(seq: int) -> torch.Tensor:
     return torch.randn(BATCH, seq, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seq))
 
@@ -84,6 +98,14 @@ def test_own_layers_get_the_tokens_that_they_need(ranks, model, kinds, gathers):
     _, expected = own_on_rank(model, kinds, 1)
     for names, found in ranks(2).run(own_on_rank, model, kinds, 2):
         assert names.count("all_gather") == gathers
+        assert_same(found, expected)
+
+
+def test_layers_that_have_a_part_in_common_run_whole(ranks):
+    """What a layer runs on shards would run on shards where others call it, too."""
+    _, expected = own_on_rank(Sharing, (PLAIN,) * 4, 1)
+    for names, found in ranks(2).run(own_on_rank, Sharing, (PLAIN,) * 4, 2):
+        assert "all_gather" in names
         assert_same(found, expected)
 
 

@@ -138,6 +138,9 @@ def find_streams(
         else:
             where = f"{found.name}: " if found.name else ""
             streams.kept[name] = f"a {type(layer).__name__} computes something else from a part of it; {where}{found}"
+    for name in _sharing(model, layouts):  # a linear runs in one way at a time, and so do the hooks of a part
+        streams.kept[name] = f"a {type(model.get_submodule(name)).__name__} has a part that is also outside of it"
+        del layouts[name]
     if not layouts:
         why = "; ".join(f"{name} ({reason})" for name, reason in list(streams.kept.items())[:3])
         raise ValueError(
@@ -149,6 +152,21 @@ def find_streams(
     }
     streams.chains = list(_chains([call for call in recorder.calls if call.name in layouts], layouts, recorder.used))
     return streams
+
+
+def _sharing(model: nn.Module, layouts: Mapping[str, Layout]) -> list[str]:
+    """The layers that would change how a part runs which is also outside of them, under another name."""
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(name)
+    found = []
+    for layer, layout in layouts.items():
+        changed = {*layout.linears, *layout.summed, *layout.gathered, *layout.scattered, *layout.unseen}
+        own = tuple(f"{name}." for name in names[id(model.get_submodule(layer))])
+        parts = (id(model.get_submodule(join(layer, part))) for part in changed)
+        if not all(f"{name}.".startswith(own) for part in parts for name in names[part]):
+            found.append(layer)
+    return found
 
 
 def _layers(model: nn.Module, cut: Linears) -> Iterator[tuple[str, nn.Module]]:
