@@ -1,6 +1,7 @@
 """A recomputed region of several layers keeps only its first input. Its recomputation leaves out the last GEMM, and all
 results have the bits that they have without recomputation."""
 
+import copy
 import functools
 
 import pytest
@@ -178,3 +179,10 @@ def test_what_is_kept_is_said_through_wrappers_and_of_blocks_alone() -> None:
     model = GPT.__new__(GPT)  # of an earlier version
     model.__setstate__(old | {"regions": {"0": 0, "1": 0}, "offload": None})
     assert model.keep == KeepLayers({"0": 0, "1": 0})
+
+
+def test_a_layer_that_was_added_is_kept_as_the_others():
+    model = GPT(GPTConfig(**CONFIG))
+    model.layers[str(LAYERS)] = copy.deepcopy(model.layers["0"])
+    keep(model, recompute="mlp")
+    assert [layer.keep for layer in model.layers.values()] == [Keep("mlp")] * (LAYERS + 1)

@@ -130,9 +130,10 @@ def _say(named: dict[int, Any], said: dict[int, Keep]) -> None:
 
 
 def _layers_of(runner: Any) -> tuple[dict[int, Any], int]:
-    """(the layers of a GPT's part by their numbers, without what wraps them; the number of layers of the whole GPT)."""
+    """(the layers of a GPT's part by their numbers, without what wraps them; the number of layers of the whole GPT,
+    with those that were added to it)."""
     layers = {int(name): unwrapped(layer) for name, layer in runner.layers.items()}
-    return layers, runner.config.n_layers
+    return layers, max([runner.config.n_layers, *(number + 1 for number in layers)])
 
 
 def _blocks_in(model: nn.Module) -> tuple[dict[int, Any], int]:
