@@ -172,6 +172,14 @@ DAMAGES = [
 ]  # fmt: skip
 
 
+def test_a_run_that_diverges_ends_when_its_last_checkpoint_is_written():
+    checkpointer, tally = mock.Mock(), mock.Mock(diverging=True, skipped_in_a_row=3)
+    run = saves.Saves(checkpointer, build_config(), 1, mock.Mock(), mock.Mock())
+    with pytest.raises(FloatingPointError, match="the run ends at step 6 with 3 skipped steps in a row"):
+        run.end(6, [], tally)
+    assert checkpointer.method_calls == [mock.call.settle()]
+
+
 @on_every_rank(1)
 def test_a_damaged_run_directory_is_one_sentence_before_a_step(tiny_values):
     run = Path(tiny_values["run"]["dir"])
