@@ -1,7 +1,9 @@
 """The parameters of layers: sizes and initial values, whole tensors that are loaded into shards, and optimizers
 that step shards. None of it depends on the tensor-parallel size or on torch's seeds."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 
 import pytest
@@ -166,7 +168,7 @@ def test_fsdp_is_told_its_own_way() -> None:
     assert_holds(model, state)
 
 
-def stepped(mesh, kind: type[torch.optim.Optimizer], parts: str = "weight bias") -> dict[str, Tensor]:
+def stepped(mesh, kind: Callable[..., torch.optim.Optimizer], parts: str = "weight bias") -> dict[str, Tensor]:
     torch.manual_seed(0)
     layer = layers.ColumnParallelLinear(6, 8, gather_output=True, tp=mesh, dtype=torch.float64)
     optimizer = kind([p for name, p in layer.named_parameters() if name in parts.split()], lr=0.1)
@@ -177,6 +179,13 @@ def stepped(mesh, kind: type[torch.optim.Optimizer], parts: str = "weight bias")
     return values(layer)
 
 
+OF_DTENSORS = {
+    torch.optim.Rprop: "torch has no Rprop of DTensors: use another optimizer, such as AdamW",
+    partial(torch.optim.SGD, fused=True): r"torch has no SGD\(fused=True\) of DTensors: leave fused out",
+    partial(torch.optim.Adagrad, fused=True): r"torch has no Adagrad\(fused=True\) of DTensors: leave fused out",
+}
+
+
 @on_every_rank(2)
 def test_optimizers_of_single_elements_are_exact_on_shards_and_adafactor_is_refused() -> None:
     for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop):
@@ -184,6 +193,10 @@ def test_optimizers_of_single_elements_are_exact_on_shards_and_adafactor_is_refu
     for parts in ("weight bias", "bias"):
         with pytest.raises(ValueError, match=r"Adafactor cannot step a parameter of \(8,.*\) that is sharded over"):
             stepped(tp_mesh(), torch.optim.Adafactor, parts)
+    for make, said in OF_DTENSORS.items():
+        with pytest.raises(ValueError, match=said):
+            stepped(tp_mesh(), make)
+        stepped(None, make)
     plain = nn.Linear(3, 3)
     plain(torch.ones(2, 3)).sum().backward()
     torch.optim.Adafactor(plain.parameters()).step()

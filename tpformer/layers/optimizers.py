@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import has_torch_function
 
 from tpformer.distributed.dtensor import check_own_part, is_dtensor
 from tpformer.torch_private import held_by, own_slices
@@ -81,7 +82,19 @@ def _own_part(name: str, whole: Tensor, like: DTensor) -> Tensor:
     return part
 
 
+def _no_operation(optimizer: optim.Optimizer) -> str | None:
+    """What torch cannot do with DTensors in this optimizer's step, and what to do instead."""
+    if isinstance(optimizer, optim.Rprop):
+        return "Rprop of DTensors: use another optimizer, such as AdamW"
+    fused = isinstance(optimizer, optim.SGD | optim.Adagrad) and any(g.get("fused") for g in optimizer.param_groups)
+    return f"{type(optimizer).__name__}(fused=True) of DTensors: leave fused out" if fused else None
+
+
 def _refuse(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if lacking := _no_operation(optimizer):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            if is_dtensor(parameter) and not has_torch_function((parameter,)):  # models that are cut in place have one
+                raise ValueError(f"torch has no {lacking}")
     if isinstance(optimizer, getattr(optim, "Muon", ())):
         why = "it would orthogonalise this rank's shard; use tpformer.Muon"
     elif any(kind.__name__ == "Adafactor" for kind in type(optimizer).__mro__):  # transformers has one, too
