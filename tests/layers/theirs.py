@@ -68,7 +68,8 @@ class Attention(nn.Module):
         sees a key; None is causal attention."""
         batch, seq = x.shape[:2] if positions is None else (positions.batch, positions.seq_length)
         rows = x.reshape(-1, x.shape[-1])  # as our block calls its linears
-        q, k, v = (linear(rows).view(batch, seq, -1, self.d) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (each(rows).unflatten(-1, (-1, self.d)) for each in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (y.unflatten(0, (batch, seq)) for y in (q, k, v))  # there may be no sample
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
