@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,9 @@ def _own_part(name: str, whole: Tensor, like: DTensor) -> Tensor:
 
 
 def _no_operation(optimizer: optim.Optimizer) -> str | None:
-    """What torch cannot do with DTensors in this optimizer's step, and what to do instead."""
+    """What torch's step of this optimizer cannot do with DTensors, and what to do instead. None if it has another."""
+    if not inspect.unwrap(type(optimizer).step).__module__.startswith("torch."):
+        return None
     if isinstance(optimizer, optim.Rprop):
         return "Rprop of DTensors: use another optimizer, such as AdamW"
     fused = isinstance(optimizer, optim.SGD | optim.Adagrad) and any(g.get("fused") for g in optimizer.param_groups)
