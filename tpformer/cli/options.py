@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import tyro
 
 from tpformer.config.ranges import AMOUNT, COUNT, check_inside
+from tpformer.processes.files import longest_name
 
 T = TypeVar("T")
-LONGEST_NAME = 255 - len("..tmp")  # bytes: a file is written under a name of its own first
 # of every number among the options of commands, as in RANGES
 OPTION_RANGES = {
     "batch": COUNT,
@@ -73,8 +73,8 @@ def new_file(option: str, path: str) -> Path:
     found = named(option, path)
     if found.exists() or not found.absolute().parent.is_dir():
         raise ValueError(f"{option} {path}: give a new file in a folder that exists")
-    if (size := len(os.fsencode(found.name))) > LONGEST_NAME:
-        raise ValueError(f"{option} has a name of {size} bytes: give one of at most {LONGEST_NAME}")
+    if (size := len(os.fsencode(found.name))) > longest_name():
+        raise ValueError(f"{option} has a name of {size} bytes: give one of at most {longest_name()}")
     return found
 
 

@@ -12,6 +12,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+_NAME_BYTES = 255  # that a file system allows in a name: ext4, XFS, ZFS, APFS, Lustre
+
+
+def longest_name(suffix: str = "") -> int:
+    """The bytes that a name may have before a suffix, where whole_file writes a file of both."""
+    return _NAME_BYTES - len(os.fsencode(_hidden(suffix)))
+
+
+def _hidden(name: str) -> str:
+    return f".{name}.tmp"
+
 
 def replace_file(path: Path, text: str, to_disk: bool = False) -> None:
     """Write a file as UTF-8 by whole_file."""
@@ -48,7 +59,7 @@ def whole_file(path: Path, to_disk: bool = False) -> Iterator[Path]:
     waiting for the disk. Only one process may write a path at a time. OSError, which names the path, where writing
     fails.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(_hidden(path.name))
     with naming(path, hidden=temporary):
         remove(temporary)  # whatever has its name, such as a pipe, which nobody would read
         try:

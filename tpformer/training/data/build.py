@@ -15,15 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from tpformer.processes.files import file_sha256, in_words, replace_file
+from tpformer.processes.files import file_sha256, in_words, longest_name, replace_file
 from tpformer.words import listed, printable
 
 from .corpus import split_files, stdlib_files, stdlib_root
 from .documents import Document, find_files, open_sources, read_documents
 from .indexed import IndexedWriter, dataset_paths, read_sidecar, token_dtype
 from .tokenizer import Tokenizer, encode_pair, load_tokenizer
-
-_LONGEST_NAME = 255 - len("..json.tmp")  # bytes of a prefix, whose sidecar has this name while it is written
 
 
 @dataclass(frozen=True)
@@ -99,8 +97,8 @@ class _Part:
     """A dataset that is being written: its tokens, and what its sidecar says of them."""
 
     def __init__(self, prefix: Path, tokenizer: Tokenizer, masked: bool) -> None:
-        if (size := len(os.fsencode(prefix.name))) > _LONGEST_NAME:
-            raise ValueError(f"{prefix} has a name of {size} bytes: give a prefix of at most {_LONGEST_NAME}")
+        if (size := len(os.fsencode(prefix.name))) > (longest := longest_name(".json")):
+            raise ValueError(f"{prefix} has a name of {size} bytes: give a prefix of at most {longest}")
         self.prefix, self.tokenizer, self.masked = prefix, tokenizer, masked
         self.writer = IndexedWriter(prefix, token_dtype(tokenizer.vocab_size), masked=masked)
         self.digest, self.marks, self.dropped = hashlib.sha256(), 0, 0
