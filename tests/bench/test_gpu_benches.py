@@ -15,12 +15,14 @@ import torch
 from testing import assert_kernel_close, assert_same
 from torch import Tensor, nn
 
-from bench import gates, gathered_experts, grouped_matmul, layer, profile
+from bench import gates, gathered_experts, grouped_matmul, layer, profile, quantized_matmul
 from bench.__main__ import BENCHES
 from bench.grouped_matmul import DGRAD, DOWN, FORWARD, UP, WGRAD, Grouped
 from bench.plain import plain_block
 from harness.runner import main
 from tpformer.kernels.grouped_matmul import reference
+from tpformer.kernels.quantize import kernel as quantize
+from tpformer.kernels.quantize.reference import quantize_rows, quantize_weight
 from tpformer.models import GPTConfig
 
 NAMES = [bench.name for bench in BENCHES if bench.device == "cuda"]
@@ -36,6 +38,25 @@ def test_predictions_without_a_gpu(name, tmp_path, capsys):
         name not in ("ceilings", "constants", "gates", "matmul_trials")
     )
     assert not list(tmp_path.iterdir())
+
+
+def test_a_product_that_torch_refuses_is_left_out_and_named(monkeypatch, capsys):
+    """cuBLASLt has no algorithm for some shapes. Our kernels are measured there all the same."""
+
+    def refused(*arguments: object) -> None:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nException raised from")
+
+    monkeypatch.setattr(quantize, "quantize_rows", quantize_rows)
+    monkeypatch.setattr(quantize, "quantize_weight", quantize_weight)
+    small = {"DEVICE": "cpu", "ROWS": 8, "served_by_library": lambda *_: True, "library_product": lambda *_: None}
+    with mock.patch.multiple(quantized_matmul, **small):
+        _, calls = quantized_matmul.calls_of(128, 256)
+        assert list(calls) == ["torch.matmul", "tpformer", "torch.scaled_mm"]
+        quantized_matmul.library_product = refused
+        _, calls = quantized_matmul.calls_of(128, 256)
+    assert list(calls) == ["torch.matmul", "tpformer"]
+    said = "(8, 128, 256): torch.scaled_mm is left out, as it says: CUBLAS_STATUS_NOT_SUPPORTED\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 GPT = GPTConfig(n_layers=1, hidden_size=64, n_heads=4, seq_length=32)
