@@ -16,14 +16,15 @@ X = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0), dtype=torc
 class Model(nn.Module):
     """A norm and two linears, which are run again in the backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, reentrant: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.reentrant = reentrant
         self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
         self.double()
 
     def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=False)
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
     def inner(self, x):
         return self.down(torch.tanh(self.up(self.norm(x) * self.norm.weight)))
@@ -53,6 +54,17 @@ def test_a_loss_of_parameters_and_a_recomputed_forward() -> None:
     for way in ("backward", "inputs", "hooks", "grad", "grad of a dict, materialized"):
         model = parallelize(Model(), tp_mesh(), example=X)
         assert_same(penalised(model, way), penalised(Model(), way), way)
+
+
+@on_every_rank(2)
+def test_linears_that_a_checkpoint_runs_are_cut() -> None:
+    """Also where its forward makes no graph."""
+    for reentrant in (False, True):
+        models = Model(reentrant), parallelize(Model(reentrant), tp_mesh(), example=X)
+        for each in models:
+            each(X.clone().requires_grad_()).square().mean().backward()
+        assert models[1].up.weight.to_local().shape == models[1].down.weight.to_local().shape == (16, 16)
+        assert_same(*({name: full_tensor(p.grad) for name, p in each.named_parameters()} for each in models))
 
 
 @on_every_rank(2)

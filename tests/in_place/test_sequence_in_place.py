@@ -16,11 +16,13 @@ from tpformer.distributed.dtensor import full_tensor
 
 BATCH = 2
 PLAIN, MIXING, FLAT, BORROWING = "plain", "mixing", "flat", "borrowing"
+WITHIN, REENTRANT = "within", "reentrant"
 
 
 class Block(nn.Module):
     """kind: MIXING looks at the next token before its norm, FLAT runs its MLP on rows (batch * seq, hidden), BORROWING
-    uses a parameter of another module, which would not sum its gradient."""
+    uses a parameter of another module, which would not sum its gradient. WITHIN and REENTRANT recompute
+    their MLP, and the forward of REENTRANT makes no graph for it."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -30,8 +32,15 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, other: torch.Tensor | None = None, late: bool = False) -> torch.Tensor:
         y = self.norm(x.roll(1, 1) if self.kind == MIXING else x)
         y = self.late(y) if late else y * self.late.weight if self.kind == BORROWING else y
-        y = self.down(torch.tanh(self.up(y.flatten(0, 1) if self.kind == FLAT else y))).view(x.shape)
+        y = y.flatten(0, 1) if self.kind == FLAT else y
+        if self.kind in (WITHIN, REENTRANT):
+            y = checkpoint(self.mlp, y, use_reentrant=self.kind == REENTRANT)
+        else:
+            y = self.mlp(y).view(x.shape)
         return x + self.scale * y + (0 if other is None else other)
+
+    def mlp(self, y: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(y)))
 
 
 class Skips(nn.Module):
@@ -51,10 +60,16 @@ class Skips(nn.Module):
 class Recomputed(Skips):
     """One layer after another, each recomputed by its user's own code."""
 
+    reentrant = False
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
         return x
+
+
+class Reentrant(Recomputed):
+    reentrant = True
 
 
 class Sharing(Skips):
@@ -82,14 +97,15 @@ def own_model(model: type[Skips], kinds: tuple[str, ...], t: int) -> nn.Module:
 def own_on_rank(model: type[Skips], kinds: tuple[str, ...], t: int) -> tuple[list[str], dict]:
     model = own_model(model, kinds, t)
     with record_collectives() as record:
-        y = model(tokens(8))
+        y = model(tokens(8).requires_grad_())
     names = [name for name, _ in record]
     y.square().sum().backward()
     return names, {name: full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize(("model", "kinds", "gathers"), [
-    *((Skips, (each,) * 4, 3 + 3) for each in (PLAIN, FLAT)), (Recomputed, (PLAIN,) * 4, 4 + 1),
+    *((Skips, (each,) * 4, 3 + 3) for each in (PLAIN, FLAT, WITHIN)),
+    *((each, (PLAIN,) * 4, 4 + 1) for each in (Recomputed, Reentrant)),
     *((Skips, (PLAIN, each, PLAIN, PLAIN), 2 + 2) for each in (MIXING, BORROWING)),
 ])  # fmt: skip
 def test_own_layers_get_the_tokens_that_they_need(ranks, model, kinds, gathers):
@@ -111,7 +127,8 @@ def test_layers_that_have_a_part_in_common_run_whole(ranks):
 
 @on_every_rank(2)
 def test_refusals_say_why() -> None:
-    own, recomputed = (own_model(each, (PLAIN,) * 4, 2) for each in (Skips, Recomputed))
+    own, recomputed, reentrant = (own_model(each, (PLAIN,) * 4, 2) for each in (Skips, Recomputed, Reentrant))
+    within = own_model(Skips, (WITHIN,) * 4, 2)
     checkpointed = parallelize(tiny("llama").train(), tp_mesh(), sequence_parallel=True)
     checkpointed.gradient_checkpointing_enable()
     for words, call in (
@@ -120,6 +137,12 @@ def test_refusals_say_why() -> None:
         ("blocks.1.late runs, but did not in the example", lambda: own(tokens(8), late=True)),
         ("blocks.0 is recomputed after a forward with hidden states as outputs, or with a sequence that 2 ranks cannot",
          lambda: recomputed(tokens(7)).sum().backward()),
+        ("blocks.0 is recomputed after a forward with hidden states as outputs, or with a sequence that 2 ranks cannot",
+         lambda: reentrant(tokens(7).requires_grad_()).sum().backward()),
+        ("a checkpoint within it has use_reentrant=True, and nobody sees how its forward ran: set it to False",
+         lambda: own_model(Skips, (REENTRANT,) * 4, 2)),
+        ("7 tokens a sequence cannot be shared equally by 2 tensor-parallel ranks, and gradient checkpointing needs",
+         lambda: within(tokens(7))),
         ("7 tokens a sequence cannot be shared equally by 2 tensor-parallel ranks, and gradient checkpointing needs",
          lambda: checkpointed(**batch(7, 0))),
         ("hidden states are asked for, and gradient checkpointing needs sequence shards throughout: leave them out",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tpformer.torch_private import backward_hooks, compiler_is_imported, forward_hooks, forward_pre_hooks
 
 from .generators import Generators
+from .recomputation import reentrant_as, with_graph
 
 SETTINGS = {"_experts_implementation": "eager", "use_cache": False}  # of transformers' configurations
 MOST = 1 << 20  # elements of a tensor that is no buffer, of which a copy is kept: matrices of large models have more
@@ -32,7 +33,8 @@ def measuring(model: nn.Module) -> Iterator[None]:
 
     Experts of transformers' models run one after another, because torch multiplies no groups of float64 matrices, and
     none without strides, as stand-ins are. No caches are made, which a trial would find filled. What torch.compile has
-    wrapped runs as it is written: each try, with its hooks and attributes, would be compiled by itself."""
+    wrapped runs as it is written: each try, with its hooks and attributes, would be compiled by itself. A checkpoint
+    whose forward makes no graph (use_reentrant=True) makes one, which shows where results go."""
     lazy = next((name for name, x in model.named_parameters() if nn.parameter.is_lazy(x)), None)
     if lazy is not None:
         raise ValueError(f"{lazy} has no shape yet: call the model once before it is planned")
@@ -44,7 +46,7 @@ def measuring(model: nn.Module) -> Iterator[None]:
     try:
         for config, name, _ in before:
             setattr(config, name, SETTINGS[name])
-        with eager, _unchanged(model), torch.enable_grad():
+        with eager, _unchanged(model), reentrant_as(with_graph), torch.enable_grad():
             yield
     finally:
         for config, name, was in before:

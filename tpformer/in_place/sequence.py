@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -46,8 +46,9 @@ class Chain:
     returns hidden states.
     """
 
-    def __init__(self, names: Iterable[str], tp: TensorParallel) -> None:
-        self.names, self.tp = tuple(names), tp
+    def __init__(self, layers: Mapping[str, Layout], tp: TensorParallel) -> None:
+        self.names, self.tp = tuple(layers), tp
+        self.recomputes = any(layout.recomputes for layout in layers.values())
         self.whole, self.asked, self.unusual, self.warned = False, [False], False, False
         self.linears: list[nn.Module] = []
         self.summing: list[nn.Module] = []
@@ -99,10 +100,12 @@ class Chain:
         """Decide whether this forward runs whole."""
         uneven = length % self.tp.size != 0
         whole = uneven or self.asked[-1]
+        if whole and layer.training:
+            self.unusual = True  # also without a graph, which a checkpoint makes later with use_reentrant=True
         if whole and torch.is_grad_enabled():
             self.unusual = True
             why = f"{length} tokens a sequence cannot be shared equally by {self.tp.size} tensor-parallel ranks"
-            if getattr(layer, "gradient_checkpointing", False) and layer.training:
+            if self.recomputes or (getattr(layer, "gradient_checkpointing", False) and layer.training):
                 remedy = "pad them to a multiple"
                 if not uneven:
                     why, remedy = "hidden states are asked for", "leave them out"

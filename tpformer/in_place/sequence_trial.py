@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from tpformer.parallel.judge import Values, departs, random_like, with_random_values
-from tpformer.torch_private import tree_map_with_path
+from tpformer.torch_private import in_backward, stops_recomputation, tree_map_with_path
+
+from .recomputation import Recomputation, reentrant_as
 
 RANKS = 2  # the ranks of a trial: what holds for two parts of a sequence holds for more
 TOKENWISE = ("Linear", "FalconLinear", "Conv1D", "Embedding")  # modules with matrices that treat every token alike
@@ -55,6 +57,7 @@ class Layout:
     scattered: dict[str, set[str]] = field(default_factory=dict)  # module: its results of which a rank takes its part
     summed: set[str] = field(default_factory=set)  # modules whose own parameters see this rank's tokens alone
     unseen: set[str] = field(default_factory=set)  # modules with parameters that did not run
+    recomputes: bool = False  # whether its backward runs a part of its forward again
 
 
 class Misfit(Exception):
@@ -106,6 +109,12 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         return ctx.take(dy), None, None
+
+
+def _refuse_reentrant(*_: Any) -> None:
+    raise Misfit(
+        "", "a checkpoint within it has use_reentrant=True, and nobody sees how its forward ran: set it to False"
+    )
 
 
 class _Trial:
@@ -168,6 +177,8 @@ class _Trial:
     def _call(self, name: str, module: nn.Module, original: Callable, *args: Any, **kwargs: Any) -> Any:
         key = (name, self.calls[name])
         self.calls[name] += 1
+        if in_backward() and (name, 1) in self.gave:
+            raise Misfit(name, "it is called several times, and a checkpoint recomputes one of these calls")
         tree = call_tree(args, kwargs)
         cut = name in self.columns or name in self.rows or self.states.get(name) == ALONE
         if self.rank is None:
@@ -191,7 +202,9 @@ class _Trial:
             value = original(*args, **kwargs)
         except Misfit:
             raise
-        except Exception as error:  # noqa: BLE001 whatever a model's code raises for a shard
+        except Exception as error:  # whatever a model's code raises for a shard
+            if stops_recomputation(error):
+                raise
             raise Misfit(name, f"it raised {type(error).__name__} for a part of the sequence: {error}") from error
         whole = real_leaves(self.gave[key])
         kinds = {path: self._kind_or_misfit(name, x, whole.get(path)) for path, x in real_leaves(value).items()}
@@ -265,12 +278,18 @@ class _Trial:
 
         tree = tree_map_with_path(give, self.tree)
         args, kwargs = call_of(tree)
-        value = self.layer(*args, **kwargs)
+        with reentrant_as(_refuse_reentrant):
+            value = self.layer(*args, **kwargs)
         for path, x in real_leaves(value).items():
             kind = EQUAL if rank is None else self.kinds["", 0][path]
             self._count(("", path), x, real_leaves(self.gave["", 0])[path], kind)
         if self.loss.requires_grad:
-            self.loss.backward()
+            self.calls.clear()  # a checkpoint calls again what it recomputes, and finds what was found before
+            found, self.layout = self.layout, Layout(stream=self.stream)
+            with Recomputation() as backward:
+                self.loss.backward()
+            self.layout = found
+            found.recomputes = backward.seen
         grads = {f"parameter {name}": p.grad for name, p in self.layer.named_parameters()}
         grads |= {f"input {path}": x.grad for path, x in real_leaves(tree).items() if path in self.asked}
         return {name: None if grad is None else grad.clone() for name, grad in grads.items()}
