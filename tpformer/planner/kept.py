@@ -103,7 +103,6 @@ def _dense(config: RunConfig) -> Kept:
     q, (own, attended) = model.n_heads // t, kv_heads(model, t)
     heads = [q, attended, attended, q] + ([q, own] if model.qk_norm else [])
     per_head = q + (q + own if model.qk_norm else 0)
-    repeated = 16 * q if attended > own else 0  # which heads are repeated: two tensors of 8 bytes for each
     windowed = (model.sliding_window or model.seq_length) < model.seq_length
     # the kernels of a GPU make no mask, and ops.context_attention keeps none
     flash = (config.train.device != "cpu" and item == 2) or layout.context_parallel > 1
@@ -114,7 +113,7 @@ def _dense(config: RunConfig) -> Kept:
         rows * model.hidden_size * item,
         tuple(tokens * each * model.head_size * item for each in heads),
         hidden,
-        norm + tokens * per_head * statistic + repeated + mask,
+        norm + tokens * per_head * statistic + mask,
         norm,
         (),
         0.0,
