@@ -121,6 +121,12 @@ def test_what_the_backward_of_a_unit_makes_again():
     assert units[3].kept == sum(kept.storages("none"))
 
 
+def test_what_an_activation_has_read_is_gone_before_a_layers_last_gradient():
+    """Gate and up of the dense layer, 1024 features each on two ranks, half of each; experts are one operation."""
+    config = configuration({**EXPERTS, "first_dense_layers": 1, "ffn_hidden_size": 1024}, tensor_parallel=2)
+    assert [unit.freed for unit in stage_units(config, 0)] == [2 * UNIT * 1024 / 256 / 2, 0, 0, 0]
+
+
 # kv_heads of 32: of the gathered bytes, those of a part; then what a kernel makes of one of two samples, in parts:
 # for each head of queries, and as their sums
 @pytest.mark.parametrize("kv_heads, part, kernel", [
