@@ -16,13 +16,13 @@ from tpformer.distributed.dtensor import full_tensor
 
 BATCH = 2
 PLAIN, MIXING, FLAT, BORROWING = "plain", "mixing", "flat", "borrowing"
-WITHIN, REENTRANT = "within", "reentrant"
+WITHIN, REENTRANT, TRAINED, SCALED = "within", "reentrant", "trained", "scaled"
 
 
 class Block(nn.Module):
     """kind: MIXING looks at the next token before its norm, FLAT runs its MLP on rows (batch * seq, hidden), BORROWING
-    uses a parameter of another module, which would not sum its gradient. WITHIN and REENTRANT recompute
-    their MLP, and the forward of REENTRANT makes no graph for it."""
+    uses a parameter of another module, which would not sum its gradient. WITHIN, REENTRANT and TRAINED
+    recompute their MLP. SCALED recomputes its scale, like TRAINED without a graph and in training alone."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -33,11 +33,15 @@ class Block(nn.Module):
         y = self.norm(x.roll(1, 1) if self.kind == MIXING else x)
         y = self.late(y) if late else y * self.late.weight if self.kind == BORROWING else y
         y = y.flatten(0, 1) if self.kind == FLAT else y
-        if self.kind in (WITHIN, REENTRANT):
-            y = checkpoint(self.mlp, y, use_reentrant=self.kind == REENTRANT)
+        if self.kind in (WITHIN, REENTRANT) or (self.kind == TRAINED and self.training):
+            y = checkpoint(self.mlp, y, use_reentrant=self.kind != WITHIN)
         else:
             y = self.mlp(y).view(x.shape)
-        return x + self.scale * y + (0 if other is None else other)
+        if self.kind == SCALED and self.training:
+            y = checkpoint(lambda y: self.scale * y, y, use_reentrant=True)
+        else:
+            y = self.scale * y
+        return x + y + (0 if other is None else other)
 
     def mlp(self, y: torch.Tensor) -> torch.Tensor:
         return self.down(torch.tanh(self.up(y)))
@@ -104,7 +108,7 @@ def own_on_rank(model: type[Skips], kinds: tuple[str, ...], t: int) -> tuple[lis
 
 
 @pytest.mark.parametrize(("model", "kinds", "gathers"), [
-    *((Skips, (each,) * 4, 3 + 3) for each in (PLAIN, FLAT, WITHIN)),
+    *((Skips, (each,) * 4, 3 + 3) for each in (PLAIN, FLAT, WITHIN, REENTRANT, TRAINED)),
     *((each, (PLAIN,) * 4, 4 + 1) for each in (Recomputed, Reentrant)),
     *((Skips, (PLAIN, each, PLAIN, PLAIN), 2 + 2) for each in (MIXING, BORROWING)),
 ])  # fmt: skip
@@ -128,7 +132,7 @@ def test_layers_that_have_a_part_in_common_run_whole(ranks):
 @on_every_rank(2)
 def test_refusals_say_why() -> None:
     own, recomputed, reentrant = (own_model(each, (PLAIN,) * 4, 2) for each in (Skips, Recomputed, Reentrant))
-    within = own_model(Skips, (WITHIN,) * 4, 2)
+    within, trained, scaled = (own_model(Skips, (each,) * 4, 2) for each in (WITHIN, TRAINED, SCALED))
     checkpointed = parallelize(tiny("llama").train(), tp_mesh(), sequence_parallel=True)
     checkpointed.gradient_checkpointing_enable()
     for words, call in (
@@ -139,8 +143,10 @@ def test_refusals_say_why() -> None:
          lambda: recomputed(tokens(7)).sum().backward()),
         ("blocks.0 is recomputed after a forward with hidden states as outputs, or with a sequence that 2 ranks cannot",
          lambda: reentrant(tokens(7).requires_grad_()).sum().backward()),
-        ("a checkpoint within it has use_reentrant=True, and nobody sees how its forward ran: set it to False",
-         lambda: own_model(Skips, (REENTRANT,) * 4, 2)),
+        ("blocks.[013] is recomputed after a forward with hidden states as outputs, or with a sequence that 2 ranks",
+         lambda: trained(tokens(7).requires_grad_()).sum().backward()),
+        ("use_reentrant=True computes mul again with a parameter of a layer on sequence shards, where nothing would",
+         lambda: scaled(tokens(8).requires_grad_()).sum().backward()),
         ("7 tokens a sequence cannot be shared equally by 2 tensor-parallel ranks, and gradient checkpointing needs",
          lambda: within(tokens(7))),
         ("7 tokens a sequence cannot be shared equally by 2 tensor-parallel ranks, and gradient checkpointing needs",

@@ -144,6 +144,7 @@ class _InPlace(ParallelModule):
 
     makes_whole_gradients = True
     guard: Any = None  # the Guard of the model that it is part of
+    sequence_chain: Any = None  # the Chain whose forwards decide whether it runs on sequence shards
     transposed: bool  # whether the weight is (in_features, out_features), as in a Conv1D
 
     def local(self, name: str, partial: bool = False) -> Tensor | None:
@@ -169,9 +170,11 @@ class _InPlace(ParallelModule):
         return super().forward(*args, **kwargs).contiguous()
 
     def report(self) -> None:
-        """Tell the guard, if there is one, that this layer is called."""
+        """Tell the guard and the chain, if there are some, that this layer is called."""
         if self.guard is not None:
             self.guard.visit(self)
+        if self.sequence_chain is not None:
+            self.sequence_chain.check_recompute()
 
     @property
     def qconfig(self) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tpformer.torch_private import backward_hooks, compiler_is_imported, forward_hooks, forward_pre_hooks
 
 from .generators import Generators
-from .recomputation import reentrant_as, with_graph
+from .recomputation import checkpoints_with_graphs
 
 SETTINGS = {"_experts_implementation": "eager", "use_cache": False}  # of transformers' configurations
 MOST = 1 << 20  # elements of a tensor that is no buffer, of which a copy is kept: matrices of large models have more
@@ -46,7 +46,7 @@ def measuring(model: nn.Module) -> Iterator[None]:
     try:
         for config, name, _ in before:
             setattr(config, name, SETTINGS[name])
-        with eager, _unchanged(model), reentrant_as(with_graph), torch.enable_grad():
+        with eager, _unchanged(model), checkpoints_with_graphs(), torch.enable_grad():
             yield
     finally:
         for config, name, was in before:

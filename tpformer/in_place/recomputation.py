@@ -15,14 +15,13 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 from tpformer.torch_private import TorchDispatchMode, in_backward
 
 
-def with_graph(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-    """A checkpoint with use_reentrant=True as one whose forward makes a graph. Its backward recomputes all the same."""
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
-
-
 @contextmanager
-def reentrant_as(apply: Callable[..., Any]) -> Iterator[None]:
-    """Within, a checkpoint with use_reentrant=True is apply(function, preserve_rng_state, *args)."""
+def checkpoints_with_graphs() -> Iterator[None]:
+    """Within, a checkpoint with use_reentrant=True makes a graph in its forward. Its backward recomputes as ever."""
+
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
     before = vars(CheckpointFunction).get("apply")
     CheckpointFunction.apply = staticmethod(apply)
     try:

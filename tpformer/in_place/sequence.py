@@ -22,6 +22,7 @@ from tpformer.torch_private import in_backward, tree_map_with_path
 from .sequence_trial import Layout, call_of, call_tree, real_leaves
 from .streams import Streams
 from .summing import sum_gradients
+from .tensors import OF_SHARDS
 
 SEQUENCE_DIM = -2  # of linears: dim 1 of (batch, seq, hidden), and dim 0 of rows (batch * seq / t, hidden)
 HIDDEN_STATES = "output_hidden_states"  # with it transformers' models return what passes between layers
@@ -182,7 +183,11 @@ def _shard_layer(chain: Chain, index: int, name: str, layout: Layout, modules: d
     for part in layout.summed:
         sum_gradients(inside(part), chain.tp)
         chain.summing.append(inside(part))
+        for parameter in inside(part).parameters(recurse=False):
+            setattr(parameter, OF_SHARDS, True)
     chain.linears += [inside(part) for part in layout.linears]
+    for part in (*layout.summed, *layout.linears):
+        inside(part).sequence_chain = chain
 
 
 def _begin(chains: list[Chain], module: nn.Module, args: tuple, kwargs: dict) -> None:

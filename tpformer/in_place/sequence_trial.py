@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tpformer.parallel.judge import Values, departs, random_like, with_random_values
 from tpformer.torch_private import in_backward, stops_recomputation, tree_map_with_path
 
-from .recomputation import Recomputation, reentrant_as
+from .recomputation import Recomputation
 
 RANKS = 2  # the ranks of a trial: what holds for two parts of a sequence holds for more
 TOKENWISE = ("Linear", "FalconLinear", "Conv1D", "Embedding")  # modules with matrices that treat every token alike
@@ -109,12 +109,6 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         return ctx.take(dy), None, None
-
-
-def _refuse_reentrant(*_: Any) -> None:
-    raise Misfit(
-        "", "a checkpoint within it has use_reentrant=True, and nobody sees how its forward ran: set it to False"
-    )
 
 
 class _Trial:
@@ -278,8 +272,7 @@ class _Trial:
 
         tree = tree_map_with_path(give, self.tree)
         args, kwargs = call_of(tree)
-        with reentrant_as(_refuse_reentrant):
-            value = self.layer(*args, **kwargs)
+        value = self.layer(*args, **kwargs)
         for path, x in real_leaves(value).items():
             kind = EQUAL if rank is None else self.kinds["", 0][path]
             self._count(("", path), x, real_leaves(self.gave["", 0])[path], kind)

@@ -49,9 +49,12 @@ class _Summing(nn.Module):
 
     summed_over: TensorParallel
     seen: dict[str, int | None] | None
+    sequence_chain: Any = None  # the Chain whose forwards decide whether it runs on sequence shards
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.sequence_chain is not None:
+            self.sequence_chain.check_recompute()
         tp = self.summed_over
         held: list[tuple[dict[str, Any], str, Any]] = []
         try:

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from tpformer.torch_private import allow_anomaly_mode, allow_foreach, held_by, tree_leaves, without_torch_function
+from tpformer.torch_private import (
+    allow_anomaly_mode,
+    allow_foreach,
+    held_by,
+    in_backward,
+    top_saved_tensors_hooks,
+    tree_leaves,
+    without_torch_function,
+)
 
 from .tensor_parts import (
     COPIED,
@@ -33,6 +41,8 @@ from .tensor_parts import (
     whole_result,
 )
 from .tensor_rules import RULES
+
+OF_SHARDS = "_tpformer_of_shards"  # an attribute of a parameter whose module sees a part of the sequence
 
 # functions of torch that look at a tensor and not at its values
 ASKED = frozenset(
@@ -81,6 +91,11 @@ class GlobalTensor(DTensor):
                 return _marked(_noted(name, target, on_shards(function, args, kwargs, plain, cut)))
             if writes and args and is_recorded_write(args[0], plain + whole):
                 return _marked(function(*[replicated(x, whole[0]) if is_plain(x) else x for x in args], **kwargs))
+            if plain and any(hasattr(x, OF_SHARDS) for x in whole) and _detached_before():
+                raise RuntimeError(
+                    f"a checkpoint with use_reentrant=True computes {name} again with a parameter of a layer on "
+                    f"sequence shards, where nothing would sum its gradient over ranks: set use_reentrant=False"
+                )
             result = on_locals(function, args, kwargs)
             if not plain:
                 result = _marked(whole_result(result, whole[0]))
@@ -162,6 +177,11 @@ def globalize(model: nn.Module, mesh: DeviceMesh) -> None:
             setattr(module, name, made[parameter])  # torch's RNNs hear of it by this
     for parameter in made:
         parameter.__class__ = Replaced
+
+
+def _detached_before() -> bool:
+    """Whether a checkpoint with use_reentrant=True runs again: a backward makes a graph, and no hook saves."""
+    return in_backward() and torch.is_grad_enabled() and top_saved_tensors_hooks() is None
 
 
 def _marked(value: Any) -> Any:
