@@ -76,7 +76,7 @@ def calls_of(n: int, k: int) -> tuple[tuple[Blocks, Blocks], dict[str, Callable[
 
 
 def refusal(call: Callable[[], object]) -> str | None:
-    """The first line of what torch says instead of a result, so that our kernels are measured where its is missing."""
+    """The first line of the error that a call raises; None if it gives a result."""
     try:
         call()
     except RuntimeError as error:

@@ -101,10 +101,9 @@ class Chain:
         """Decide whether this forward runs whole."""
         uneven = length % self.tp.size != 0
         whole = uneven or self.asked[-1]
-        if whole and layer.training:
-            self.unusual = True  # also without a graph, which a checkpoint makes later with use_reentrant=True
+        # in training also without a graph: a checkpoint with use_reentrant=True makes it later
+        self.unusual |= whole and (layer.training or torch.is_grad_enabled())
         if whole and torch.is_grad_enabled():
-            self.unusual = True
             why = f"{length} tokens a sequence cannot be shared equally by {self.tp.size} tensor-parallel ranks"
             if self.recomputes or (getattr(layer, "gradient_checkpointing", False) and layer.training):
                 remedy = "pad them to a multiple"
