@@ -13,7 +13,7 @@ COUNT, AMOUNT, POSITIVE, SHARE = "[1, inf)", "[0, inf)", "(0, inf)", "[0, 1)"
 
 # "[" and "]" include the end, "(" and ")" do not. A whole number below inf is below 2**63, a float is finite.
 RANGES = {
-    "run.timeout": "(0, 1e9]",
+    "run.timeout": "[1e-3, 1e9]",  # torch.distributed counts in milliseconds
     "run.max_restarts": AMOUNT,
     "model.vocab_size": "[1, 2147483648]",  # ids are stored as int32
     "model.vocab_multiple": "[1, 2147483648]",  # so is the padding
