@@ -23,12 +23,14 @@ from tpformer.distributed import build_mesh, record_collectives
 from tpformer.distributed.dtensor import full_tensor, is_dtensor
 from tpformer.distributed.groups import REGISTRY
 from tpformer.distributed.mesh import expert_mesh
+from tpformer.kernels.cost import gemm_seconds, machine_for
 from tpformer.layers import (
     MoE,
     Positions,
     TensorParallel,
     balance_losses,
     explain,
+    explain_notes,
     init_weights,
     keep,
     transformer_block,
@@ -168,6 +170,11 @@ def test_ranks_of_experts_are_those_of_the_model_or_are_refused() -> None:
     (line,) = [line for line in explain(moe, 16).splitlines() if "exchange" in line]
     assert line.startswith("experts exchange tokens over 2 expert-parallel ranks, with 2 experts on each: a token goes")
     assert "without expert_parallel 2 tensor-parallel ranks would send" in line
+    with mock.patch.object(explain_notes, "device_name", lambda device: "NVIDIA H100"):
+        (line,) = [line for line in explain(moe, 2**22).splitlines() if "exchange" in line]
+    h100, rows = machine_for("NVIDIA H100"), 2**21 * 2  # a rank's tokens, for two experts each
+    seconds = sum(gemm_seconds(rows, *sizes, 8, h100) for sizes in ((2 * 8, HIDDEN), (HIDDEN, 8)))
+    assert f" beside {1e6 * seconds:.0f} us of the experts' GEMMs" in line, line
     assert exchange_note(2 * 10**6, 2, 4, 2, 3, 10**6).endswith("2.5 MB are sent in a forward and 3.3 MB in a backward")
 
 
