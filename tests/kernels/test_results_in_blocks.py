@@ -8,7 +8,7 @@ from unittest import mock
 import blocks
 import pytest
 import torch
-from row_checks import FLOATS, check_normalised, draw, draw_dropout, draw_norm, everywhere
+from row_checks import FLOATS, check_normalised, columnwise, draw, draw_dropout, draw_norm, everywhere
 from testing import assert_identical, assert_kernel_close, poisoned_memory
 
 from tpformer.kernels.activation.reference import ACTIVATIONS
@@ -82,7 +82,7 @@ def check_norm_gradients(
 
 
 def check_activation(module: ModuleType, shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
-    x, gate = scaled(*shape, dtype, device), scaled(*shape, dtype, device).flip(0)
+    x, gate = scaled(*shape, dtype, device), columnwise(scaled(*shape, dtype, device).flip(0))
     for name in ACTIVATIONS:
         for other in (None, gate):
             with poisoned_memory():
