@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -146,12 +147,10 @@ def pytest_keyboard_interrupt() -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported is never garbage: nothing looks for any while tests are found, nor among that later. Tests keep
-    little, but for the syntax trees of all files, among which each collection would look: there are few."""
+    """What is imported is never garbage: nothing looks for any while tests are found, nor among that later."""
     gc.disable()
     yield
-    gc.freeze()
-    gc.set_threshold(50_000)
+    import_module("frozen")
     gc.enable()
 
 

@@ -11,7 +11,7 @@ from tpformer.words import harmless, listed, message, printable, shown
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=200) | st.binary(max_size=200),
-    lambda inner: st.lists(inner, max_size=9) | st.dictionaries(st.text(max_size=200), inner, max_size=9),
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=100), inner, max_size=6),
 )
 
 

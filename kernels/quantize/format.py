@@ -19,7 +19,7 @@ block that holds a NaN or an infinity has the exponent NOT_A_NUMBER and in its v
 it is NaN altogether, for whoever reads the one or the other.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,3 +61,15 @@ def shard_bytes(rows: int, columns: int) -> int:
 def weight_exponents(rows: int, columns: int) -> tuple[int, int]:
     """The shape of the exponents of a weight (rows, columns)."""
     return rows // BLOCK, columns // BLOCK
+
+
+def empty_rows(like: Any, rows: int, columns: int) -> Blocks:
+    """Blocks of rows (rows, columns) to be written, on the device of a tensor or of packed rows."""
+    exponents = like.new_empty(row_exponents(rows, columns), dtype=EXPONENTS)
+    return Blocks(like.new_empty(rows, columns, dtype=VALUES), exponents)
+
+
+def empty_weight(like: Tensor, rows: int, columns: int) -> Blocks:
+    """Blocks of a weight (rows, columns) to be written, on the device of a tensor."""
+    exponents = like.new_empty(weight_exponents(rows, columns), dtype=EXPONENTS)
+    return Blocks(like.new_empty(rows, columns, dtype=VALUES), exponents)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..launch import is_interpreted, launch_options, triton_dtype
 from ..replay import launch, replayed
 from . import format as blocks_format
-from .format import EXPONENTS, VALUES, Blocks, row_exponents, weight_exponents
+from .format import Blocks, empty_rows, empty_weight
 from .reference import check_blocks, check_rows, check_shards, check_weight, check_weight_blocks, check_width
 
 ROWS, ROW_WARPS = 32, 4  # of a program: in 16 bits each thread has four loads of 16 bytes in flight
@@ -227,11 +227,6 @@ def empty_result(like: Any, m: int, k: int, blocks: bool) -> Any:
     return empty_rows(like, m, k)
 
 
-def empty_rows(like: Tensor, m: int, k: int) -> Blocks:
-    """Blocks of rows (m, k) to be written, on the device of a tensor or of packed rows."""
-    return Blocks(like.new_empty(m, k, dtype=VALUES), like.new_empty(*row_exponents(m, k), dtype=EXPONENTS))
-
-
 @replayed
 def quantize_weight(w: Tensor) -> Blocks:
     """w in blocks of 128 x 128.
@@ -264,11 +259,8 @@ def quantize_weight_twice(w: Tensor) -> tuple[Blocks, Blocks]:
 def launch_weight(w: Tensor, twice: bool) -> tuple[Blocks, Blocks]:
     """Quantise w, of which the second copy is the first one unless it is asked for."""
     n, k = w.shape
-    sizes = [(n, k), (k, n)] if twice else [(n, k)]
-    made = [
-        Blocks(w.new_empty(size, dtype=VALUES), w.new_empty(weight_exponents(*size), dtype=EXPONENTS)) for size in sizes
-    ]
-    first, second = made[0], made[-1]
+    first = empty_weight(w, n, k)
+    second = empty_weight(w, k, n) if twice else first
     if w.numel():
         programs = n // BLOCK.value * (k // BLOCK.value)
         launch(

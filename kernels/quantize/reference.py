@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tpformer.torch_private import is_fake
+
 from ..cast import cast
 from ..cost import Cost
 from ..operands import FLOATS, require, wide_dtype
@@ -20,6 +22,8 @@ from .format import (
     NOT_A_NUMBER,
     VALUES,
     Blocks,
+    empty_rows,
+    empty_weight,
     row_exponents,
     weight_exponents,
 )
@@ -161,6 +165,8 @@ def quantize_rows(x: Tensor) -> Blocks:
     Errors:   ValueError for another shape or dtype
     """
     check_rows(x)
+    if is_fake(x):  # of a dry run, which has no values
+        return empty_rows(x, *x.shape)
     x = cast(x.detach(), wide_dtype(x.dtype)).unflatten(1, (x.shape[1] // BLOCK, BLOCK))
     exponents = exponents_of(x.abs().amax(2))
     values = in_blocks(x, exponents[:, :, None])
@@ -196,6 +202,8 @@ def quantize_weight_twice(w: Tensor) -> tuple[Blocks, Blocks]:
 
 def _quantize_weight(w: Tensor) -> Blocks:
     rows, columns = w.shape
+    if is_fake(w):
+        return empty_weight(w, rows, columns)
     x = (
         cast(w.detach(), wide_dtype(w.dtype))
         .unflatten(1, (columns // BLOCK, BLOCK))
@@ -218,6 +226,8 @@ def dequantize(blocks: Blocks, dtype: torch.dtype) -> Tensor:
     Errors:   ValueError for tensors of other shapes or dtypes
     """
     check_blocks("dequantize", blocks, dtype)
+    if is_fake(blocks.values):
+        return blocks.values.new_empty(blocks.values.shape, dtype=dtype)
     columns = blocks.values.shape[1]
     wide = wide_dtype(dtype)
     values = blocks.values.to(wide).unflatten(1, (columns // BLOCK, BLOCK))
@@ -231,6 +241,8 @@ def dequantize_weight(blocks: Blocks, dtype: torch.dtype) -> Tensor:
     Math, numerics, traffic, order, errors: as in dequantize
     """
     check_weight_blocks("dequantize_weight", blocks, dtype)
+    if is_fake(blocks.values):
+        return blocks.values.new_empty(blocks.values.shape, dtype=dtype)
     rows, columns = blocks.values.shape
     wide = wide_dtype(dtype)
     values = blocks.values.to(wide).unflatten(1, (columns // BLOCK, BLOCK)).unflatten(0, (rows // BLOCK, BLOCK))

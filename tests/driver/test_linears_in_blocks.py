@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT
+from turns import of_turn
 
 from checks.driver.stub import missing
 
@@ -54,6 +55,7 @@ for rows, private in ((40, False), (48, True)):  # calls that are unlike
 """
 
 
+@of_turn(5)
 @pytest.mark.skipif(missing() is not None, reason=f"needs {missing()}")
 def test_no_pass_quantises_what_norms_and_activations_wrote(tmp_path: Path) -> None:
     file = tmp_path / "linears.py"

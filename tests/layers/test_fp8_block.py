@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from testing import assert_identical, on_every_rank
 from torch import Tensor
+from turns import in_turns
 
 from tpformer.distributed import build_mesh
 from tpformer.layers import DropoutKey, TensorParallel, TransformerBlock, init_weights, keep, transformer_block
@@ -56,7 +57,7 @@ def handed(part: TransformerBlock) -> int:
     return taken.count(HIDDEN)
 
 
-@on_every_rank(1, 2)
+@on_every_rank(2, *in_turns([1]))
 def test_o_proj_takes_blocks_of_the_next_norms_gradient_unless_a_pass_makes_them() -> None:
     """A pass for dropout or for a bias does."""
     shared = {**EXPERTS, "shared_ffn_size": 512}
@@ -77,7 +78,7 @@ def written(module: Any, inputs: Any, y: Tensor) -> None:
     y.register_hook(write)
 
 
-@on_every_rank(1, 2)
+@on_every_rank(2, *in_turns([1]))
 def test_gradients_that_others_see_have_no_blocks() -> None:
     """The second norm's gradient is o_proj's and the residual's alone if neither the attention nor what reads it is
     called."""
@@ -107,7 +108,7 @@ class Taken(TransformerBlock):
         return super().add_mlp(x, *given, **options)
 
 
-@on_every_rank(1, 2)
+@on_every_rank(2, *in_turns([1]))
 def test_a_block_with_a_half_of_its_own_hands_nothing_on() -> None:
     part = make()
     parts = part.self_attn, part.mlp, part.input_layernorm, part.post_attention_layernorm

@@ -19,6 +19,7 @@ from test_exchanged_experts import FAKE_HIDDEN, FAKE_RANKS, FAKE_ROWS, FAKE_SLOT
 from test_quantized_op import PIPELINED, SEQUENTIAL, blocks_of, own_exponents, recipe, sent_as_blocks, unpacked_rows
 from testing import assert_kernel_close, differ_on_a_rank, on_every_rank
 from torch import Tensor
+from turns import in_turns
 
 from tpformer import ops
 from tpformer.kernels.quantize.format import Blocks
@@ -109,7 +110,9 @@ def cases(t: int) -> list[Experts]:
     return [*some, Experts(t, 4, sequence_parallel=False, shared=True, drop=True)]
 
 
-@pytest.mark.parametrize("t, transport", [(1, SEQUENTIAL), (2, SEQUENTIAL), (2, PIPELINED), (4, PIPELINED)])
+@pytest.mark.parametrize("t, transport", [
+    (2, SEQUENTIAL), (4, PIPELINED), *in_turns([(1, SEQUENTIAL), (2, PIPELINED)], first=4)
+])  # fmt: skip
 def test_any_number_of_ranks_computes_the_recipe(ranks: WorkerPool, t: int, transport: str) -> None:
     check(partial(ranks(t).run, on_transport, transport), cases(t), torch.float64)
 

@@ -43,7 +43,6 @@ DP2, TP2, EP2 = {"data_parallel_shard": 2}, {"tensor_parallel": 2}, {"expert_par
 ZERO3 = {**DP2, "zero_stage": 3}
 CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (ZERO3, ODD, "float64"),
-    ({**ZERO3, **TP2}, LLAMA, "bfloat16"),
     ({**DP2, "zero_stage": 1}, GPT, "float32"),
 ]
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -59,6 +58,7 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({**ZERO3, "pipeline_parallel": 2, "pipeline_schedule": "1F1B"}, LLAMA, "float64"),
     ({**DP2, "pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble"}, {**LLAMA, "n_layers": 4}, "float64"),
     ({"context_parallel": 2, "zero_stage": 3}, LLAMA, "float64"),
+    ({**ZERO3, **TP2}, LLAMA, "bfloat16"),
 ]
 STEPS, MICROBATCHES = 2, 2
 SHARDS = [SentShard("norm", (5,), False), SentShard("w", (128, 256), True), SentShard("router", (3, 7), False),
@@ -165,7 +165,7 @@ def differs(config: Any, mistake: str) -> bool:
         return fails_on_a_rank(lambda: compared(config))
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", [*list(MISTAKES)[:1], *in_turns(list(MISTAKES)[1:], first=0)])
 def test_a_wrong_gather_is_noticed(ranks: WorkerPool, mistake: str) -> None:
     config = config_of(ZERO3, {**LLAMA, "n_layers": 1}, "float64", "fp8")
     assert all(ranks(2).run(differs, config, mistake))

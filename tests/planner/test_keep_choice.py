@@ -99,8 +99,7 @@ def check_budgets(config: RunConfig, number: int) -> None:
         last = found
 
 
-# two of those that take longest have turns, as presets in every schedule have
-@pytest.mark.parametrize("seed", [0, 3, 7, *in_turns([1, 2, 6, 4, 5], first=0)])
+@pytest.mark.parametrize("seed", [3, *in_turns([1, 2, 6, 4, 5, 0, 7], first=0)])
 def test_a_smaller_budget_takes_no_less_time_and_holds(seed):
     check_budgets(drawn(seed), 4)
 
@@ -133,7 +132,8 @@ def test_steps_are_in_order_where_those_of_the_fastest_mixes_are_not(seed):
 
 
 def test_the_choice_is_the_best_of_all_mixes_of_a_small_stage():
-    """Of 4 layers every mix in the order of ways is looked at one by one, and searched as among few and among many."""
+    """Each of the few mixes of four layers is looked at, one by one. The search finds the best of them, also where it
+    treats them as too many for that."""
     config, many = configuration(LLAMA, 4, data_parallel_shard=2, zero_stage=2), mock.Mock(return_value=True)
     ways = ways_of(config)
     every = []
@@ -189,7 +189,7 @@ def every_mix(schedule: str, stages: int, n_layers: int, number: int) -> Every:
     return Every(rank, pick[0], pick[1], needs, np.sum(pick[2], 0))
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, *in_turns([1], first=4)])
 @pytest.mark.parametrize("schedule, stages, n_layers", SEVERAL)
 def test_stages_of_one_rank_have_mixes_of_their_own(schedule, stages, n_layers, number):
     """Two to four stages of one to three layers: all their mixes are looked at one by one. None of them is faster than

@@ -43,7 +43,6 @@ LAYOUTS = [
     (GPT, {**TP2, **ZERO1, "data_parallel_replicate": 2, "optimizer": MUON}),
     (LLAMA, {**CP2, **ZERO3, **FEW, "recompute": "full", "tensor_parallel": 4}),  # twice as many as keys' heads
     (SHARED, {**EP2, **ZERO1, **TP2, **FEW, "recompute": "mlp", "balance_loss": 0.01}),
-    ({**WIDE, **FOUR}, {**TP2, **ZB, "precision": "fp8"}),
     ({**BLOCKED, "n_kv_heads": 1}, {**TP2, **ZERO3, **FEW, **BLOCKS}),
 ]
 # the rest, and the same parts in other combinations
@@ -96,6 +95,7 @@ OTHERS = [
     ({**WIDE, "n_kv_heads": 1}, {**TP2, **FEW, "precision": "fp8", "sequence_parallel": False, "recompute": "full"}),
     ({**BLOCKED, "n_experts": 6}, {**EP2, **ZERO3, **FEW, **BLOCKS}),
     ({**WIDE, **FOUR}, {**ILV, **ZERO1, **TP2, **BLOCKS}),
+    ({**WIDE, **FOUR}, {**TP2, **ZB, "precision": "fp8"}),
 ]
 
 

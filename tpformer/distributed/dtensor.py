@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cache
 from typing import TYPE_CHECKING, TypeGuard
 from weakref import WeakSet
@@ -19,8 +18,11 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
-    """isinstance(x, DTensor). Importing DTensor takes most of a second; as long as nobody has, no tensor is one."""
-    module = sys.modules.get("torch.distributed.tensor")
+    """isinstance(x, DTensor). Importing DTensor takes most of a second; as long as nobody has, no tensor is one.
+
+    Its package has the module as an attribute then. torch.compile would trace a look at sys.modules entry by entry.
+    """
+    module = getattr(dist, "tensor", None)
     return module is not None and isinstance(x, module.DTensor)
 
 
