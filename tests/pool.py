@@ -37,7 +37,7 @@ from tpformer.torch_private import forget_meshes
 # a fork server imports these once for all workers, but for what is not installed; a worker itself imports the rest.
 # The first are of tests/, which every worker and command would read.
 PRELOAD = [
-    "commands", "steps", "small_runs",
+    "commands", "one_loop", "steps", "small_runs",
     "hypothesis", "pytest", "safetensors.torch", "torch._dynamo", "torch.distributed.checkpoint",
     "torch.distributed.elastic.multiprocessing.errors", "torch.distributed.fsdp", "torch.distributed.pipelining",
     "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg", "tpformer.cli.run", "tpformer.in_place",
