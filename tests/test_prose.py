@@ -5,9 +5,7 @@ parentheses behind it.
 """
 
 import builtins
-import io
 import re
-import tokenize
 from functools import cache
 from pathlib import Path
 
@@ -29,19 +27,23 @@ ELSEWHERE = re.compile(
 SOURCES = [path for path in FILES if path.suffix in (".py", ".toml", ".pml") or path.name == "Makefile"]
 
 
+# (comment or string in three quotes, other string, name): a tokenizer in Python takes five times as long
+TOKEN = re.compile(
+    r"""(\#[^\n]*|[rf]*"{3}(?:\\.|[^\\])*?"{3})|('{3}(?:\\.|[^\\])*?'{3}|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|([^\W\d]\w*)""",
+    re.DOTALL,
+)
+
+
 @cache
 def parts(path: Path) -> tuple[str, frozenset[str]]:
     """(prose, words) of a source: comments and strings in three quotes; names and the words of other strings."""
     if path.suffix != ".py":
         return "", frozenset(re.findall(r"\w+", path.read_text()))
     prose, words = [], set()
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-        if token.type == tokenize.NAME:
-            words.add(token.string)
-        elif token.type == tokenize.COMMENT or token.string.lstrip("rf").startswith('"""'):
-            prose.append(token.string)
-        elif token.type == tokenize.STRING:
-            words.update(re.findall(r"\w+", token.string))
+    for said, string, word in TOKEN.findall(path.read_text()):
+        if said:
+            prose.append(said)
+        words.update([word] if word else re.findall(r"\w+", string))
     return "\n".join(prose), frozenset(words)
 
 
