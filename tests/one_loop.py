@@ -1,7 +1,7 @@
 """All gloo groups of a process share a device; the fork servers of ranks import this.
 
 gloo gives each group a device of its own, whose thread wakes up a hundred times a second. A test may have 25 meshes on
-each of 4 ranks, and their groups go when collections find them: such threads took a fifth of the suite's time.
+each of 4 ranks, and their groups go when collections find them: such threads took a tenth of the suite's time.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """A pool of worker processes that lives for a whole pytest session.
 
 Belongs here: starting workers, giving them a test function, collecting results and failures. No test logic. Ranks leave
-their process groups when all have returned, because gloo polls with threads for every open group: 25 meshes on each of
-4 ranks take half a core for as long as they exist, and a new world takes milliseconds.
+their process groups when all have returned, because each open group has threads and sockets, and a new world takes
+milliseconds.
 """
 
 from __future__ import annotations
