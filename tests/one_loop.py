@@ -1,4 +1,4 @@
-"""All gloo groups of a process share a device; the fork servers of ranks import this.
+"""All gloo groups of a process share a device; fork servers import this, so that ranks and commands have it.
 
 gloo gives each group a device of its own, whose thread wakes up a hundred times a second. A test may have 25 meshes on
 each of 4 ranks, and their groups go when collections find them: such threads took a tenth of the suite's time.

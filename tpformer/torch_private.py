@@ -107,8 +107,8 @@ def any_autocast() -> bool:
 
 
 def compiler_is_imported() -> bool:
-    """Whether somebody has imported the compiler, so that it may run. It would trace all entries of sys.modules."""
-    return torch.compiler.is_compiling() or "torch._dynamo" in sys.modules
+    """Whether somebody has imported the compiler; where nobody has, nothing is being compiled."""
+    return torch.compiler.is_compiling() or "torch._dynamo" in sys.modules  # all of which it would trace
 
 
 UNTRANSFORMED = (

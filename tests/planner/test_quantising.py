@@ -102,7 +102,7 @@ def test_forward_and_input_gradients_run_at_the_rate_of_blocks_and_weight_gradie
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "each use"])
-@pytest.mark.parametrize("dropout", [0.1, *in_turns([0.0])])
+@pytest.mark.parametrize("dropout", [0.1, *in_turns([0.0])], ids=["dropout", ""])
 @pytest.mark.parametrize("sizes", [OLD, NEW, EXPERTS], ids=["gpt2", "newer", "experts"])
 def test_passes_are_those_that_the_linears_make(sizes: dict, dropout: float, kept: bool) -> None:
     """Bytes and launches of a layer on one rank, in all microbatches of a step, counted where the linears quantise,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
     """isinstance(x, DTensor). Importing DTensor takes most of a second; as long as nobody has, no tensor is one.
 
-    Its package has the module as an attribute then. torch.compile would trace a look at sys.modules entry by entry.
+    Once somebody has, torch.distributed has the module as an attribute. torch.compile would trace all of sys.modules.
     """
     module = getattr(dist, "tensor", None)
     return module is not None and isinstance(x, module.DTensor)
